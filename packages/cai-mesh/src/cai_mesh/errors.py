@@ -21,7 +21,9 @@ class CaiError(Exception):
         fix: what to do about it.
     """
 
-    def __init__(self, what: str, *, got: object = None, expected: object = None, cause: str = "", fix: str = ""):
+    def __init__(
+        self, what: str, *, got: object = None, expected: object = None, cause: str = "", fix: str = ""
+    ):
         self.what, self.got, self.expected, self.cause, self.fix = what, got, expected, cause, fix
         super().__init__(self.render())
 
@@ -29,7 +31,9 @@ class CaiError(Exception):
         """The message: `what`, then one indented line for each field that was given."""
         lines = [self.what]
         fields = (("got", self.got), ("expected", self.expected), ("cause", self.cause), ("fix", self.fix))
-        lines += [f"  {label + ':':<10}{value}" for label, value in fields if value is not None and value != ""]
+        lines += [
+            f"  {label + ':':<10}{value}" for label, value in fields if value is not None and value != ""
+        ]
         return "\n".join(lines)
 
     def __reduce__(self):

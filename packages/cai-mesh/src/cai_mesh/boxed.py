@@ -1,0 +1,60 @@
+"""One named value as the boxes of a global tensor that this rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cai_mesh.collectives import all_gather_object
+from cai_mesh.layout import Box, Layout
+
+
+@dataclass(frozen=True)
+class BoxedTensor:
+    """Boxes of a global tensor and views of local memory that hold them; reading a checkpoint writes into the views.
+
+    Args:
+        global_shape: shape of the whole.
+        dtype: element type.
+        pieces: (region of the global tensor, view of exactly that shape).
+        owner: whether this rank writes what several ranks hold (False for a tied copy).
+    """
+
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[tuple[Box, torch.Tensor], ...]
+    owner: bool = True
+
+    @staticmethod
+    def from_param(tensor: torch.Tensor) -> BoxedTensor:
+        """The boxes of a local tensor by its attached layout, of a DTensor's local part, or of a whole tensor."""
+        from cai_mesh.reduce import ReduceSpec
+
+        layout = Layout.of(tensor)
+        local = tensor.detach()
+        if hasattr(local, "to_local"):
+            local = local.to_local()
+        pieces = tuple((box, local[index]) for index, box in layout.slices())
+        return BoxedTensor(layout.global_shape, tensor.dtype, pieces, ReduceSpec.of(tensor).owner)
+
+    @staticmethod
+    def from_flat(layout: Layout, flat_range: tuple[int, int], flat: torch.Tensor) -> BoxedTensor:
+        """The boxes of elements `flat_range` of a row-major local tensor, held in the 1-d tensor `flat`."""
+        pieces = tuple((piece.box, piece.view(flat)) for piece in layout.boxes(flat_range))
+        return BoxedTensor(layout.global_shape, flat.dtype, pieces)
+
+    def to_full(self, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The whole tensor, on the CPU, from the boxes of every rank of `group` (None: of this rank alone).
+
+        For tests and small exports: the boxes travel as objects. Elements that no rank holds are NaN (0 for integers).
+        """
+        full = torch.zeros(self.global_shape, dtype=self.dtype)
+        if full.is_floating_point():
+            full.fill_(float("nan"))
+        mine = [(box, view.detach().cpu()) for box, view in self.pieces]
+        for held in all_gather_object(mine, group):
+            for box, values in held:
+                full[box.slices()] = values
+        return full

@@ -1,0 +1,149 @@
+"""A group of parameters in one contiguous buffer."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.errors import LayoutError
+from cai_mesh.layout import Layout
+
+ALIGNMENT = 128
+"""Elements; at least 128 bytes in every dtype, so a chunk has one set of offsets for all its precisions."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in a chunk."""
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The part of a slot inside a flat range: elements `low:high` of the parameter, at `start` of the range."""
+
+    slot: Slot
+    low: int
+    high: int
+    start: int
+
+
+class FlatChunk:
+    """Offsets of a list of parameters in one buffer, and views of tensors laid out so.
+
+    Args:
+        params: (canonical name, local parameter) pairs, in storage order. Only shapes and layouts are read; a meta
+            tensor is fine.
+        world: number of equal shards the chunk is cut into. Its length is a multiple of `world * ALIGNMENT`.
+        align: elements to which every parameter's offset is rounded up.
+    """
+
+    def __init__(self, params: Iterable[tuple[str, torch.Tensor]], *, world: int = 1, align: int = ALIGNMENT):
+        if align % ALIGNMENT or align < 1:
+            raise LayoutError(
+                "a chunk's alignment is not a multiple of its base", got=align, expected=f"k x {ALIGNMENT}"
+            )
+        slots, at = [], 0
+        for name, param in params:
+            slots.append(Slot(name, Layout.of(param), tuple(param.shape), at))
+            at = -(-(at + param.numel()) // align) * align
+        self.slots: tuple[Slot, ...] = tuple(slots)
+        self.world = world
+        unit = world * align
+        self.numel = max(-(-at // unit), 1) * unit
+        self._offsets = [slot.offset for slot in slots]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical parameter names in storage order."""
+        return tuple(slot.name for slot in self.slots)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.world
+
+    def shard_range(self, index: int) -> tuple[int, int]:
+        """Element range of shard `index`."""
+        return index * self.shard_numel, (index + 1) * self.shard_numel
+
+    def allocate(self, dtype: torch.dtype, device: torch.device | str, *, zero: bool = False) -> torch.Tensor:
+        """A buffer of the whole chunk, shape [numel]. Padding is zero either way."""
+        if zero:
+            return torch.zeros(self.numel, dtype=dtype, device=device)
+        buffer = torch.empty(self.numel, dtype=dtype, device=device)
+        ends = [slot.end for slot in self.slots]
+        for end, start in zip([0, *ends], [*self._offsets, self.numel], strict=True):
+            buffer[end:start].zero_()
+        return buffer
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """One view per slot of a buffer of the whole chunk, each of its parameter's shape."""
+        return [buffer[s.offset : s.end].view(s.shape) for s in self.slots]
+
+    def fill(self, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+        """Copy parameters, in storage order, into a buffer."""
+        for view, param in zip(self.views(buffer), params, strict=True):
+            view.copy_(param.detach())
+
+    def overlaps(self, low: int, high: int) -> list[Overlap]:
+        """The parts of parameters inside elements [low, high) of the chunk; padding left out."""
+        found = []
+        for slot in self.slots[max(bisect.bisect_right(self._offsets, low) - 1, 0) :]:
+            if slot.offset >= high:
+                break
+            a, b = max(low, slot.offset), min(high, slot.end)
+            if a < b:
+                found.append(Overlap(slot, a - slot.offset, b - slot.offset, a - low))
+        return found
+
+    def boxed(self, flat: torch.Tensor, low: int) -> dict[str, BoxedTensor]:
+        """What a 1-d tensor of elements [low, low + len) holds, by parameter name, as boxes of the global tensors.
+
+        The pieces are views, so loading into them fills `flat`.
+        """
+        return {
+            part.slot.name: BoxedTensor.from_flat(
+                part.slot.layout, (part.low, part.high), flat[part.start : part.start + part.high - part.low]
+            )
+            for part in self.overlaps(low, low + flat.numel())
+        }
+
+
+class FlatGradSink:
+    """A `GradSink` over one gradient buffer: weight gradients are accumulated in the buffer's dtype.
+
+    Args:
+        chunk: the layout of the buffer.
+        buffer: [chunk.numel], the gradients.
+        params: the parameters, in the chunk's order.
+    """
+
+    def __init__(self, chunk: FlatChunk, buffer: torch.Tensor, params: Sequence[nn.Parameter]):
+        self._views = dict(zip(map(id, params), chunk.views(buffer), strict=True))
+
+    def add(self, param: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
+        """Accumulate `dy[T, out]ᵀ @ x[T, in]` into the gradient of `param[out, in]`."""
+        grad = self._views[id(param)]
+        if grad.dtype == dy.dtype:
+            grad.addmm_(dy.t(), x)
+        else:
+            grad.add_(dy.t() @ x)

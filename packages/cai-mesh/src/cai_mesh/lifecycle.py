@@ -1,0 +1,136 @@
+"""When a module's parameters are about to be used, no longer used, and have their gradients.
+
+Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLifecycle` watches a set of units
+(usually the blocks of a model) and tells its listeners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+
+class LifecycleListener(Protocol):
+    """What a listener is told, in this order for each use."""
+
+    def before_use(self, unit: nn.Module, *, backward: bool) -> None:
+        """The unit's parameters are needed now: its forward starts, or its backward (or a recompute within it)."""
+
+    def after_use(self, unit: nn.Module) -> None:
+        """A forward outside backward has ended. Never called for a recompute."""
+
+    def grads_ready(self, unit: nn.Module) -> None:
+        """The unit's part of this backward pass is over; the gradients that exist are complete."""
+
+    def backward_done(self) -> None:
+        """The whole backward pass is over. Every unit used in it has had `grads_ready`."""
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _grad_tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+class ModuleLifecycle:
+    """Watches units of a model.
+
+    A unit's backward starts with the first gradient of one of its outputs and ends once every parameter that
+    requires a gradient has accumulated it. A unit whose parameters are all frozen ends with the gradients of its
+    inputs. Units left open (parameters unused in this pass) end with the pass.
+
+    Args:
+        units: module to the leaf parameters autograd accumulates into for it. A parameter shared by several units
+            belongs to one of them.
+    """
+
+    def __init__(self, units: Mapping[nn.Module, Sequence[nn.Parameter]]):
+        self._listeners: list[LifecycleListener] = []
+        self._waiting: dict[nn.Module, set[int]] = {}
+        self._pass: int | None = None
+        self._trainable = {m: {id(p) for p in ps if p.requires_grad} for m, ps in units.items()}
+        self._handles = []
+        for module, params in units.items():
+            self._handles.append(
+                module.register_forward_pre_hook(self._forward_starts, prepend=True, with_kwargs=True)
+            )
+            self._handles.append(module.register_forward_hook(self._forward_ends, with_kwargs=True))
+            for param in params:
+                if param.requires_grad:
+                    hook = self._accumulated(module)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def listen(self, listener: LifecycleListener) -> None:
+        """Add a listener. Listeners are told in the order in which they were added."""
+        self._listeners.append(listener)
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        backward = _in_backward()
+        if backward:
+            self._open(module)
+        elif self._pass is not None:  # an earlier backward raised half-way
+            self._waiting.clear()
+            self._pass = None
+        for listener in self._listeners:
+            listener.before_use(module, backward=backward)
+
+    def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if _in_backward():
+            return
+        for listener in self._listeners:
+            listener.after_use(module)
+        outputs = _grad_tensors(output)
+        if not (torch.is_grad_enabled() and outputs):
+            return
+        register_multi_grad_hook(outputs, lambda _grad: self._backward_starts(module), mode="any")
+        inputs = _grad_tensors((args, kwargs))
+        if not self._trainable[module] and inputs:
+            register_multi_grad_hook(inputs, lambda _grads: self._close(module), mode="all")
+
+    def _backward_starts(self, module: nn.Module) -> None:
+        self._open(module)
+        for listener in self._listeners:
+            listener.before_use(module, backward=True)
+
+    def _open(self, module: nn.Module) -> None:
+        self._enter_pass()
+        self._waiting.setdefault(module, set(self._trainable[module]))
+
+    def _enter_pass(self) -> None:
+        if self._pass is None:
+            self._pass = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+
+    def _accumulated(self, module: nn.Module):
+        def hook(param: torch.Tensor) -> None:
+            self._open(module)
+            self._waiting[module].discard(id(param))
+            if not self._waiting[module]:
+                self._close(module)
+
+        return hook
+
+    def _close(self, module: nn.Module) -> None:
+        if self._waiting.pop(module, None) is not None:
+            for listener in self._listeners:
+                listener.grads_ready(module)
+
+    def _end_pass(self) -> None:
+        for module in list(self._waiting):
+            self._close(module)
+        self._pass = None
+        for listener in self._listeners:
+            listener.backward_done()

@@ -1,0 +1,133 @@
+"""Gradient norms and clipping over any mix of layouts."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_mesh import build
+from cai_mesh.collectives import all_reduce
+from cai_mesh.errors import CaiError
+from cai_mesh.layout import Layout
+from cai_mesh.reduce import ReduceSpec
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a flat parameter whose values differ along `axes` and count once if `owner`."""
+
+    start: int
+    stop: int
+    axes: frozenset[str]
+    owner: bool = True
+
+
+def attach_spans(param: torch.Tensor, spans: Sequence[Span]) -> None:
+    """Say which elements of a flat parameter differ along which mesh axes (a chunk holds several layouts)."""
+    param.cai_spans = tuple(spans)  # type: ignore[attr-defined]
+
+
+def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
+    grad = param.grad
+    assert grad is not None
+    if hasattr(grad, "to_local"):
+        grad = grad.to_local()
+    spans = getattr(param, "cai_spans", None)
+    if spans is not None:
+        return [(grad[s.start : s.stop], s.axes) for s in spans if s.owner and s.stop > s.start]
+    return [(grad, Layout.of(param).sharded_axes)] if ReduceSpec.of(param).owner else []
+
+
+def grad_norm(
+    parameters: Iterable[torch.Tensor], mesh: DeviceMesh | None = None, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Norm of all gradients of the model, each global element counted once.
+
+    Parameters without a gradient are left out. Every element is counted on the ranks along its layout's sharded
+    axes (and along `pp`, where stages hold different parameters) and once along all others. Accumulated in float32,
+    or float64 where a gradient is float64. `norm_type` is 2.0 or math.inf. Collective over the mesh.
+    """
+    if norm_type not in (2.0, math.inf):
+        raise CaiError("unknown norm for gradients", got=norm_type, expected="2.0 or inf")
+    parts: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
+    for param in parameters:
+        if param.grad is not None:
+            for grad, axes in _parts(param):
+                parts[axes].append(grad)
+    device = next((g.device for grads in parts.values() for g in grads), None)
+    device = device or torch.device(mesh.device_type if mesh is not None else "cpu")
+    double = any(g.dtype == torch.float64 for grads in parts.values() for g in grads)
+    dtype = torch.float64 if double else torch.float32
+    values = {axes: _local(grads, norm_type, dtype, device) for axes, grads in parts.items()}
+    total = _combine(values, mesh, norm_type, dtype, device)
+    return total.sqrt() if norm_type == 2.0 else total
+
+
+def _local(
+    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    norms = [n.to(dtype) for n in torch._foreach_norm(grads, norm_type, dtype=dtype)]
+    stacked = torch.stack([n.to(device) for n in norms])
+    return stacked.square().sum() if norm_type == 2.0 else stacked.max()
+
+
+def _combine(
+    values: dict[frozenset[str], torch.Tensor],
+    mesh: DeviceMesh | None,
+    norm_type: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Fold the values of each set of axes over those axes, one collective an axis.
+
+    Ranks may hold different sets (a stage without sharded parameters), so sets are enumerated alike everywhere:
+    by which of the mesh's axes they contain, as bits of a vector index.
+    """
+    axes = [a for a in build.axis_names(mesh) if build.degree(mesh, a) > 1] if mesh is not None else []
+    table = torch.zeros(1 << len(axes), dtype=dtype, device=device)
+    for held, value in values.items():
+        slot = sum(1 << i for i, axis in enumerate(axes) if axis in held or axis == "pp")
+        table[slot] = table[slot] + value if norm_type == 2.0 else torch.maximum(table[slot], value)
+    for i, axis in enumerate(axes):
+        assert mesh is not None
+        with_axis = [slot for slot in range(len(table)) if slot >> i & 1]
+        summed = table[with_axis]
+        all_reduce(summed, build.group(mesh, axis), op="sum" if norm_type == 2.0 else "max")
+        table[with_axis] = summed
+    return table.sum() if norm_type == 2.0 else table.max()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    mesh: DeviceMesh | None = None,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, a scalar tensor.
+
+    Like `torch.nn.utils.clip_grad_norm_`, for parameters of any mix of layouts over `mesh` (None: one process).
+    Nothing waits for the device unless `error_if_nonfinite`, which raises `CaiError` for NaN or infinite norms.
+    """
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = grad_norm(params, mesh, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise CaiError(
+            "the gradient norm is not finite",
+            got=float(norm),
+            fix="lower the learning rate or check the data",
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grads = [
+        p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in params if p.grad is not None
+    ]
+    if grads:
+        torch._foreach_mul_(grads, scale.to(grads[0].device))
+    return norm

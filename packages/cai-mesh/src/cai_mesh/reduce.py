@@ -1,0 +1,40 @@
+"""Over which ranks the gradient of a parameter is summed, and by what it is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cai_mesh.axes import GRADIENT_AXES
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ReduceSpec:
+    """How ranks combine their gradients of one parameter.
+
+    Args:
+        sum_axes: mesh axes over which gradients are added. Axes a mesh lacks are ignored.
+        divisor: what the sum is divided by; None means the number of ranks on `sum_axes`, as in DDP.
+        tied: process group of the ranks of *other stages* that hold the same parameter (None: not tied). Their
+            gradients are added before anything else.
+        owner: whether this copy is the one that counts in norms and is written to checkpoints.
+    """
+
+    sum_axes: tuple[str, ...] = GRADIENT_AXES
+    divisor: float | None = None
+    tied: dist.ProcessGroup | None = None
+    owner: bool = True
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> ReduceSpec:
+        """The attached spec, or the default one."""
+        return getattr(tensor, "cai_reduce", None) or ReduceSpec()
+
+
+def attach_reduce(tensor: torch.Tensor, spec: ReduceSpec) -> None:
+    """Put a reduce spec beside a parameter."""
+    tensor.cai_reduce = spec  # type: ignore[attr-defined]
