@@ -1,0 +1,165 @@
+"""The commands of the house: `nox -s train`, `nox -s tests`, and the checks behind them (`nox -l`).
+
+How one torch serves every environment is told in tools/house.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tools import house
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "no"
+nox.options.sessions = ["tests", "lint"]
+
+ABSENT = """
+import sys, importlib.util
+found = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+sys.exit(f"not declared, yet importable: {found}" if found else 0)
+"""
+PAIRS = {
+    "tp": "cai-tensor-parallel",
+    "pp": "cai-pipeline",
+    "zero": "cai-zero",
+    "gemini": "cai-gemini",
+    "kernels": "cai-kernels",
+}
+PAIR_FILES = sorted(path.stem for path in (house.ROOT / "tests" / "pairs").glob("*_x_*.py"))
+README = str(house.ROOT / "tests" / "test_readme.py")
+
+
+@nox.session(reuse_venv=True)
+def train(session: nox.Session) -> None:
+    """Train the small LLaMA on real text; `-- RECIPE --section.key value` trains something else."""
+    house.install_everything(session)
+    session.run("cai", "train", *(session.posargs or ["llama-tiny"]))
+
+
+@nox.session(reuse_venv=True)
+def tests(session: nox.Session) -> None:
+    """The whole suite; arguments go to pytest."""
+    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """ruff's rules and format, and pyright over the sources."""
+    constraints = house.link_torch(session)
+    session.install(
+        "-c", str(constraints), "ruff", "pyright[nodejs]", "nox", "numpy", "transformers>=5", "pytest"
+    )
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
+
+
+def _prove(
+    session: nox.Session, check: str, packages: list[str], wheels: dict[str, Path], files: list[str]
+) -> None:
+    """Install `packages` alone, see that no other sibling came along, and run `files` there."""
+    tests = [Path(file) for file in files]
+    content = [
+        *wheels.values(),
+        *tests,
+        house.ROOT / "pyproject.toml",
+        house.ROOT / "tests" / "test_readme.py",
+    ]
+    content += [house.ROOT / "packages" / package / "README.md" for package in packages]
+    key = house.digest(content)
+    if house.shown(check, key) and "--force" not in session.posargs:
+        session.skip(f"{check} passed before on this content; -- --force runs it again")
+    house.install_wheels(session, packages, wheels, *house.test_requirements(*packages))
+    declared = {
+        *packages,
+        *(requirement.name for package in packages for requirement in house.siblings(package)),
+    }
+    absent = [house.module(name) for name in house.PACKAGES if name not in declared]
+    session.run("python", "-c", ABSENT, *absent)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    session.run("pytest", *files, env=environment)
+    if len(packages) == 1:
+        session.run("pytest", README, "-k", f"packages/{packages[0]}/", env=environment, success_codes=[0, 5])
+    house.record(check, key)
+
+
+@nox.session
+@nox.parametrize("package", house.PACKAGES, ids=house.PACKAGES)
+def alone(session: nox.Session, package: str) -> None:
+    """A built wheel, in a clean environment with only what it declares, runs its own tests and README."""
+    wheels = {name: house.wheel(session, name) for name in house.PACKAGES}
+    needed = {package, *(requirement.name for requirement in house.siblings(package))}
+    tests = str(house.ROOT / "packages" / package / "tests")
+    _prove(session, f"alone({package})", [package], {name: wheels[name] for name in sorted(needed)}, [tests])
+
+
+@nox.session
+@nox.parametrize("pair", PAIR_FILES, ids=PAIR_FILES)
+def pairs(session: nox.Session, pair: str) -> None:
+    """Two packages and cai-mesh, and nothing else of ours, in a foreign loop."""
+    packages = [PAIRS[word] for word in pair.split("_x_")]
+    wheels = {name: house.wheel(session, name) for name in ["cai-mesh", *packages]}
+    _prove(session, f"pairs({pair})", packages, wheels, [str(house.ROOT / "tests" / "pairs" / f"{pair}.py")])
+
+
+WITH_SIBLINGS = [package for package in house.PACKAGES if house.siblings(package)]
+
+
+@nox.session
+@nox.parametrize("package", WITH_SIBLINGS, ids=WITH_SIBLINGS)
+def compat(session: nox.Session, package: str) -> None:
+    """A package as it stands against the oldest released siblings its requirements admit."""
+    wheels = {package: house.wheel(session, package)}
+    wheels |= {
+        need.name: house.wheel(session, need.name, house.oldest(need)) for need in house.siblings(package)
+    }
+    tests = str(house.ROOT / "packages" / package / "tests")
+    _prove(session, f"compat({package})", [package], wheels, [tests])
+
+
+@nox.session(reuse_venv=True)
+def matrix(session: nox.Session) -> None:
+    """Whole products of options; resumable, results in docs/proof/matrix.json; `-- --force` repeats."""
+    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    session.run("pytest", "tests/matrix", "-m", "matrix", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests that need a GPU, in the environment nox finds itself in."""
+    sources = os.pathsep.join(str(house.ROOT / "packages" / name / "src") for name in house.PACKAGES)
+    path = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs, env={"PYTHONPATH": path})
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Fill dist/ with every wheel and sdist, then install from it by name in a clean environment."""
+    dist = house.ROOT / "dist"
+    for old in dist.glob("cai_*"):
+        old.unlink()
+    for package in house.PACKAGES:
+        house.build(session, package, dist, kinds=("sdist", "wheel"))
+    session.log(
+        f"{len(list(dist.glob('*.whl')))} wheels and {len(list(dist.glob('*.tar.gz')))} sdists in dist/"
+    )
+    constraints = house.link_torch(session)
+    session.install("-c", str(constraints), "--find-links", str(dist), "cai-zero", "cai-gemini")
+    with session.chdir(session.create_tmp()):
+        session.run(
+            "python", "-c", "import cai_zero, cai_gemini; print(cai_zero.__file__, cai_gemini.__file__)"
+        )
+
+
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """The documentation, strictly, into site/; `-- serve` shows it while it is written."""
+    session.install("mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))

@@ -1,0 +1,85 @@
+"""Every package is complete on its own: metadata, version, licence, changelog, type marker."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists())
+SOURCE_LINES = 450
+
+
+def source(package: Path) -> Path:
+    return package / "src" / package.name.replace("-", "_")
+
+
+def version(package: Path) -> str:
+    return re.search(r'^__version__ = "(.+)"$', (source(package) / "__init__.py").read_text(), re.M).group(1)
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        return [
+            path for folder in ("packages", "docs", "tests", "tools") for path in (ROOT / folder).rglob("*.*")
+        ]
+    return [ROOT / line for line in listed.stdout.splitlines()]
+
+
+def test_there_are_seven():
+    assert len(PACKAGES) == 7
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_package_is_complete(package: Path):
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    assert project["name"] == package.name
+    assert project["requires-python"] == ">=3.11"
+    assert project["license"] == "Apache-2.0"
+    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert f"## {version(package)}" in (package / "CHANGELOG.md").read_text()
+    assert (package / "README.md").read_text().startswith(f"# {package.name}\n")
+    assert (source(package) / "py.typed").exists()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_siblings_are_required_by_compatible_range(package: Path):
+    for requirement in tomllib.loads((package / "pyproject.toml").read_text())["project"]["dependencies"]:
+        if requirement.startswith("cai-"):
+            sibling = ROOT / "packages" / re.match(r"[a-z-]+", requirement).group()
+            major, minor, _ = map(int, version(sibling).split("."))
+            assert requirement.endswith(f">={major}.{minor},<{major}.{minor + 1}"), requirement
+
+
+def test_source_files_fit_a_reader():
+    long = {path: len(path.read_text().splitlines()) for path in ROOT.glob("packages/*/src/**/*.py")}
+    assert not {str(path.relative_to(ROOT)): n for path, n in long.items() if n >= SOURCE_LINES}
+
+
+def test_no_path_of_one_machine_is_written_down():
+    private = re.compile(
+        "|".join(re.escape(word) for word in ("/" + "root/", "/" + "work/", "/" + "home/", ".." + "/shared"))
+    )
+    found = []
+    for path in tracked_files():
+        if path.is_file() and path.suffix in (
+            ".py",
+            ".md",
+            ".toml",
+            ".yml",
+            ".yaml",
+            ".html",
+            ".json",
+            ".sh",
+            "",
+        ):
+            lines = path.read_text(errors="replace").splitlines()
+            found += [
+                f"{path.relative_to(ROOT)}:{n}" for n, line in enumerate(lines, 1) if private.search(line)
+            ]
+    assert not found

@@ -1,0 +1,105 @@
+"""The dependency direction, held over every import statement of every source file.
+
+An import counts wherever it stands: at the top, inside a function, under TYPE_CHECKING, or as a literal
+`import_module("...")`.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).resolve().parent.parent / "packages"
+OURS = {path.name.replace("-", "_") for path in PACKAGES.iterdir() if path.is_dir()}
+DIMENSIONS = ("cai_tensor_parallel", "cai_pipeline", "cai_zero", "cai_gemini")
+ALLOWED = {
+    "cai_mesh": {"torch", "numpy", "safetensors"},
+    **{name: {"torch", "cai_mesh"} for name in DIMENSIONS},
+    "cai_kernels": {"torch", "triton"},
+    "cai_apps": {
+        *(OURS - {"cai_apps"}),
+        *(
+            "torch",
+            "transformers",
+            "tyro",
+            "rich",
+            "numpy",
+            "matplotlib",
+            "safetensors",
+            "tokenizers",
+            "datasets",
+        ),
+    },
+}
+LIGHT = {
+    "cai_mesh",
+    *(f"cai_mesh.{name}" for name in ("axes", "errors", "layout", "protocols", "reduce", "spec")),
+}
+SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, module) for every absolute import in a syntax tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def offences(package: str, source: str) -> list[tuple[int, str]]:
+    """The imports in `source` that a file of `package` may not make."""
+    allowed = ALLOWED[package] | {package} | sys.stdlib_module_names
+    return [(line, name) for line, name in imported(ast.parse(source)) if name.split(".")[0] not in allowed]
+
+
+def test_every_package_has_a_rule():
+    assert set(ALLOWED) == OURS
+    assert SOURCES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGES)))
+def test_imports_point_one_way(path: Path):
+    package = path.relative_to(PACKAGES).parts[2]
+    wrong = offences(package, path.read_text())
+    assert not wrong, f"{path.relative_to(PACKAGES)} may not import: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("cai_zero", "import cai_gemini"),
+        ("cai_zero", "def f():\n    from cai_pipeline.actions import Action"),
+        ("cai_gemini", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cai_zero.shards"),
+        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plan')"),
+        ("cai_tensor_parallel", "import transformers"),
+        ("cai_kernels", "from cai_mesh import Layout"),
+        ("cai_mesh", "import cai_apps"),
+        ("cai_mesh", "import transformers.modeling_utils"),
+    ],
+)
+def test_the_walk_sees_forbidden_imports(package: str, source: str):
+    assert offences(package, source)
+
+
+def test_the_walk_allows_the_permitted_ones():
+    assert not offences(
+        "cai_zero",
+        "import torch.distributed as dist\nfrom cai_mesh.flat import FlatChunk\nfrom . import shards",
+    )
+
+
+def test_importing_cai_mesh_stays_light():
+    script = "import sys, cai_mesh; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'cai_mesh'))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    public = {name for name in run.stdout.split() if not name.rpartition(".")[2].startswith("_")}
+    assert public <= LIGHT, f"import cai_mesh also loaded {sorted(public - LIGHT)}"

@@ -1,0 +1,218 @@
+"""What the nox sessions share: one torch for all, wheels built once, checks recorded by content.
+
+One torch. `pip install torch==2.13.0` runs once, first and on its own, into `.nox/torch`, which holds torch
+and torch's own dependencies and nothing else. Every other environment is an ordinary clean virtualenv with
+one extra file, `one-torch.pth`, that appends that site-packages directory to its `sys.path`; pip finds torch
+installed there and a constraints file forbids it any other. Where the interpreter that runs nox already has
+a GPU build of torch, that one is used in the same way and nothing is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".nox"
+RECORDS = CACHE / "records.json"
+PACKAGES = (
+    "cai-mesh",
+    "cai-tensor-parallel",
+    "cai-pipeline",
+    "cai-zero",
+    "cai-gemini",
+    "cai-kernels",
+    "cai-apps",
+)
+TESTED_TORCH = "2.13.0"
+
+
+def module(package: str) -> str:
+    """The import name of a package."""
+    return package.replace("-", "_")
+
+
+def project(package: str, root: Path = ROOT) -> dict:
+    """The parsed pyproject.toml of a package."""
+    return tomllib.loads((root / "packages" / package / "pyproject.toml").read_text())
+
+
+def siblings(package: str) -> list[Requirement]:
+    """The requirements of a package on other packages of this repository."""
+    requirements = map(Requirement, project(package)["project"]["dependencies"])
+    return [requirement for requirement in requirements if requirement.name in PACKAGES]
+
+
+def test_requirements(*packages: str) -> list[str]:
+    """What the tests of these packages need beyond the packages' own dependencies."""
+    return sorted({line for package in packages for line in project(package)["dependency-groups"]["test"]})
+
+
+def version(package: str) -> Version:
+    """The version of a package in the working tree."""
+    source = ROOT / "packages" / package / "src" / module(package) / "__init__.py"
+    line = next(line for line in source.read_text().splitlines() if line.startswith("__version__"))
+    return Version(line.split('"')[1])
+
+
+# --- one torch -----------------------------------------------------------------------
+
+
+def _existing_gpu_torch() -> list[Path]:
+    """The directories behind a GPU build of torch in the interpreter that runs nox, or none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return []
+    build = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
+    if not (build.get("cuda") or build.get("hip")):
+        return []
+    return [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+
+
+def _installed_torch(session: nox.Session) -> list[Path]:
+    """`.nox/torch`, installed on first use and again when `CAI_TORCH` asks for another one."""
+    wanted = os.environ.get("CAI_TORCH", TESTED_TORCH)
+    requirement = shlex.split(wanted if not wanted[0].isdigit() else f"torch=={wanted}")
+    home = CACHE / "torch"
+    marker = home / "requirement"
+    if not marker.exists() or marker.read_text() != wanted:
+        session.run_install(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
+        session.run_install(str(home / "bin" / "python"), "-m", "pip", "install", *requirement, external=True)
+        marker.write_text(wanted)
+    return sorted(home.glob("lib/python*/site-packages"))
+
+
+def link_torch(session: nox.Session) -> Path:
+    """Let this session's environment see the one torch; returns constraints that keep it the only one."""
+    asked = "CAI_TORCH" in os.environ
+    directories = (None if asked else _existing_gpu_torch()) or _installed_torch(session)
+    for site in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
+        (site / "one-torch.pth").write_text("".join(f"{directory}\n" for directory in directories))
+    found = "import importlib.metadata as m; print(m.version('torch'))"
+    release = session.run("python", "-c", found, silent=True).strip()
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text(f"torch=={release}\n")
+    return constraints
+
+
+def install_everything(session: nox.Session, *requirements: str) -> None:
+    """All seven packages, editable, over the one torch."""
+    constraints = link_torch(session)
+    session.install("hatchling", "editables")
+    editable = [word for package in PACKAGES for word in ("-e", str(ROOT / "packages" / package))]
+    session.install("--no-build-isolation", "-c", str(constraints), *editable, *requirements)
+
+
+# --- wheels --------------------------------------------------------------------------
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """One hash over files and directories, by relative name and content; caches and bytecode do not count."""
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts and not file.name.startswith("."):
+                total.update(
+                    f"{file.relative_to(ROOT)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
+                )
+    return total.hexdigest()[:16]
+
+
+def _builder(session: nox.Session) -> str:
+    """A Python with hatchling, the backend that `hatch build` calls, in an environment of its own."""
+    home = CACHE / "builder"
+    if not (home / "ready").exists():
+        session.run_install(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
+        session.run_install(
+            str(home / "bin" / "python"), "-m", "pip", "install", "-q", "hatchling", external=True
+        )
+        (home / "ready").touch()
+    return str(home / "bin" / "python")
+
+
+def build(
+    session: nox.Session, package: str, target: Path, *, source: Path = ROOT, kinds: tuple[str, ...]
+) -> None:
+    """Build the `sdist` and/or `wheel` of a package into `target`."""
+    python = _builder(session)
+    with session.chdir(source / "packages" / package):
+        for kind in kinds:
+            session.run(
+                python, "-m", "hatchling", "build", "-t", kind, "-d", str(target), external=True, silent=True
+            )
+
+
+def wheel(session: nox.Session, package: str, tag: str | None = None) -> Path:
+    """The wheel of a package at HEAD, or at a git tag; built once per content."""
+    source = ROOT
+    if tag is None:
+        target = (
+            CACHE
+            / "wheels"
+            / digest([ROOT / "packages" / package / name for name in ("src", "pyproject.toml")])
+        )
+    else:
+        target, source = CACHE / "wheels" / tag, CACHE / "tags" / tag
+        if not source.exists():
+            archive = subprocess.check_output(["git", "archive", tag, f"packages/{package}"], cwd=ROOT)
+            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                files.extractall(source, filter="data")
+    pattern = f"{module(package)}-*.whl"
+    if not list(target.glob(pattern)):
+        build(session, package, target, source=source, kinds=("wheel",))
+    return next(target.glob(pattern))
+
+
+def oldest(requirement: Requirement) -> str | None:
+    """The tag of the oldest released version a requirement admits; None: that is the working tree's."""
+    name = requirement.name
+    tags = subprocess.run(
+        ["git", "tag", "--list", f"{name}-v*"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    released = {Version(tag.removeprefix(f"{name}-v")): tag for tag in tags.split()}
+    admitted = sorted(version for version in released if version in requirement.specifier)
+    return released[admitted[0]] if admitted and admitted[0] < version(name) else None
+
+
+def install_wheels(
+    session: nox.Session, packages: Iterable[str], wheels: dict[str, Path], *extra: str
+) -> Path:
+    """Install packages into a clean environment, from these wheels, with what they declare and nothing else.
+
+    The wheels go in as constraints: a sibling is installed only when something declares it, and never from
+    an index.
+    """
+    constraints = link_torch(session)
+    pins = "".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items())
+    constraints.write_text(constraints.read_text() + pins)
+    session.install("-c", str(constraints), *packages, *extra)
+    return constraints
+
+
+# --- what was already shown ----------------------------------------------------------
+
+
+def shown(check: str, key: str) -> bool:
+    """Whether this check passed before on exactly this content."""
+    return RECORDS.exists() and json.loads(RECORDS.read_text()).get(check) == key
+
+
+def record(check: str, key: str) -> None:
+    """Remember that a check passed on this content."""
+    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    RECORDS.write_text(json.dumps(records | {check: key}, indent=1, sort_keys=True))
