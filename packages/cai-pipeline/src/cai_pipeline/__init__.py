@@ -1,1 +1,14 @@
+"""Pipeline parallelism: split a model over stages, and perform schedules that are lists of actions."""
+
+from __future__ import annotations
+
+from cai_pipeline import draw
+from cai_pipeline.actions import Action, Kind
+from cai_pipeline.check import check
+from cai_pipeline.lower import lower
+from cai_pipeline.schedules import SCHEDULES, program
+from cai_pipeline.simulate import simulate
+
 __version__ = "0.1.0"
+
+__all__ = ["SCHEDULES", "Action", "Kind", "check", "draw", "lower", "program", "simulate"]

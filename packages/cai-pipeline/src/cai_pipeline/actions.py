@@ -1,0 +1,112 @@
+"""What a rank does in one step, as data: an `Action` is one word, a `Program` one list of words per rank.
+
+A stage is counted over the whole model (0 holds the embeddings), not over the chunks of one rank, so a rank that
+holds several chunks simply has actions of several stages. Which rank holds a stage is read from the program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from cai_mesh.errors import PlanError
+
+
+class Kind(Enum):
+    """The verb of an action; the value is how it is written."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE = "REDUCE"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+TRANSFERS = SENDS | RECEIVES
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})
+
+_TEXT = re.compile(r"(\d+)(" + "|".join(sorted((k.value for k in Kind), key=len, reverse=True)) + r")(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One word of a program.
+
+    Args:
+        kind: what is done.
+        stage: the stage it is done for: a send leaves this stage, a receive arrives at it.
+        microbatch: the microbatch, or None for UNSHARD, RESHARD and REDUCE, which concern the stage's parameters.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what `str` wrote, e.g. `1F0` or `2UNSHARD`. Raises PlanError for anything else."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise PlanError("not an action", got=repr(text), expected="stage, kind, microbatch, such as 1F0")
+        kind, digits = Kind(match[2]), match[3]
+        if (kind in SHARDING) != (digits == ""):
+            rule = "no microbatch" if kind in SHARDING else "a microbatch"
+            raise PlanError(f"action {kind.name} takes {rule}", got=repr(text))
+        return cls(kind, int(match[1]), int(digits) if digits else None)
+
+    @property
+    def partner(self) -> Action:
+        """The action at the other end of a transfer: of `1SEND_F0` it is `2RECV_F0`, and back.
+
+        Raises PlanError when the action is not a transfer.
+        """
+        if self.kind not in _PARTNERS:
+            raise PlanError(f"action {self} is not a transfer and has no partner")
+        kind, step = _PARTNERS[self.kind]
+        return Action(kind, self.stage + step, self.microbatch)
+
+
+_PARTNERS = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+
+Program = list[list[Action]]
+"""One list of actions per pipeline rank."""
+
+
+def to_text(actions: Iterable[Action]) -> str:
+    """A rank's actions on one line, parsed back by `from_text`."""
+    return " ".join(map(str, actions))
+
+
+def from_text(text: str) -> list[Action]:
+    """The actions of a line written by `to_text`. Raises PlanError at the first word that is not one."""
+    return [Action.parse(word) for word in text.split()]
+
+
+def holders(program: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """Which rank holds each stage: stage -> rank. Raises PlanError when two ranks act for one stage."""
+    held: dict[int, int] = {}
+    for rank, actions in enumerate(program):
+        for action in actions:
+            if held.setdefault(action.stage, rank) != rank:
+                raise PlanError(
+                    f"action {action} of rank {rank} is of a stage that rank {held[action.stage]} holds",
+                    expected="every stage on exactly one rank",
+                )
+    return held

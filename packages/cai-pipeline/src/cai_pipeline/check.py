@@ -1,0 +1,204 @@
+"""Proof that a lowered program is right: what it must contain, in which order, and that it cannot deadlock.
+
+`check` either returns what the program needs (live activations per stage) or raises PlanError naming the action at
+fault. It looks at each rank alone first (counts, local order, sharding), then at each pair of ranks (sends and
+receives in the same order, since a wire has no labels), and last runs all ranks under the strictest reading of the
+executor: a batch of transfers blocks its rank until each partner has been reached, and a transfer forward is
+preceded by the exchange of its shape, which blocks in the same way. Whatever ends well under that also ends well
+when sends run beside compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cai_mesh.errors import PlanError
+from cai_pipeline.actions import COMPUTE, RECEIVES, SENDS, SHARDING, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.lower import batches
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a correct program needs.
+
+    Args:
+        peak_live: for each stage, the most microbatches whose activations it holds at one time.
+    """
+
+    peak_live: tuple[int, ...]
+
+
+def check(program: Program, microbatches: int, *, backward: bool = True) -> Report:
+    """Prove a lowered program.
+
+    Args:
+        program: each rank's actions, after `lower`.
+        microbatches: microbatches per step.
+        backward: whether each microbatch is also to be taken backward (False for evaluation).
+
+    Raises:
+        PlanError: naming the first action, in rank order, that is missing, repeated, too early, or in a deadlock.
+    """
+    held = holders(program)
+    stages = len(held)
+    if sorted(held) != list(range(stages)) or not stages:
+        raise PlanError("stages are not counted from 0 without gaps", got=sorted(held))
+    _check_counts(program, held, microbatches, backward)
+    peaks: dict[int, int] = {}
+    for rank, actions in enumerate(program):
+        peaks |= _check_rank(rank, actions, held, backward)
+    _check_wires(program, held)
+    _check_progress(program, held)
+    return Report(tuple(peaks[stage] for stage in range(stages)))
+
+
+def _refuse(action: Action, rank: int, why: str, position: int | None = None) -> PlanError:
+    where = f"rank {rank}" if position is None else f"rank {rank}, position {position}"
+    return PlanError(f"action {action} ({where}) {why}")
+
+
+def _check_counts(program: Program, held: Mapping[int, int], microbatches: int, backward: bool) -> None:
+    stages = len(held)
+    wanted: Counter[Action] = Counter()
+    for stage in range(stages):
+        wanted.update([Action(Kind.UNSHARD, stage), Action(Kind.RESHARD, stage)])
+        wanted.update([Action(Kind.REDUCE, stage)] if backward else [])
+        for m in range(microbatches):
+            wanted[Action(Kind.FORWARD, stage, m)] += 1
+            wanted.update([Action(Kind.BACKWARD, stage, m)] if backward else [])
+            if stage + 1 < stages and held[stage] != held[stage + 1]:
+                sends = [Action(Kind.SEND_F, stage, m)] + [Action(Kind.SEND_B, stage + 1, m)] * backward
+                wanted.update(sends + [send.partner for send in sends])
+    found = Counter(action for actions in program for action in actions)
+    for rank, actions in enumerate(program):
+        for position, action in enumerate(actions):
+            if action not in wanted:
+                raise _refuse(action, rank, "does not belong to this program", position)
+    for action, count in wanted.items():
+        if action.kind in SHARDING and action.kind is not Kind.REDUCE:
+            continue
+        if found[action] != count:
+            why = "is missing" if not found[action] else f"stands there {found[action]} times"
+            raise _refuse(action, held[action.stage], why)
+
+
+def _check_rank(rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool) -> dict[int, int]:
+    """Check one rank's order; return its stages' peaks of live activations."""
+    done: set[Action] = set()
+    unsharded: set[int] = set()
+    left = Counter(action.stage for action in actions if action.kind in COMPUTE)
+    live: Counter[int] = Counter()
+    peaks: dict[int, int] = {}
+    for position, action in enumerate(actions):
+        for earlier in _prerequisites(action, held):
+            if earlier not in done:
+                raise _refuse(action, rank, f"comes before {earlier}", position)
+        stage = action.stage
+        if action.kind in COMPUTE:
+            if stage not in unsharded:
+                raise _refuse(action, rank, "uses a stage that is not unsharded", position)
+            left[stage] -= 1
+            live[stage] += 1 if action.kind is Kind.FORWARD and backward else 0
+            peaks[stage] = max(peaks.get(stage, 1), live[stage])
+            live[stage] -= 1 if action.kind is Kind.BACKWARD else 0
+        elif action.kind is Kind.UNSHARD:
+            if stage in unsharded:
+                raise _refuse(action, rank, "finds the stage already unsharded", position)
+            unsharded.add(stage)
+        elif action.kind is Kind.RESHARD:
+            if stage not in unsharded:
+                raise _refuse(action, rank, "finds the stage not unsharded", position)
+            unsharded.remove(stage)
+        elif action.kind is Kind.REDUCE and left[stage]:
+            raise _refuse(action, rank, "comes before the stage's last backward", position)
+        done.add(action)
+    for stage in sorted(unsharded):
+        raise _refuse(Action(Kind.RESHARD, stage), rank, "is missing at the end")
+    return peaks
+
+
+def _prerequisites(action: Action, held: Mapping[int, int]) -> list[Action]:
+    """What the same rank must have done before `action`."""
+    stage, m, last = action.stage, action.microbatch, len(held) - 1
+    needs: list[Action] = []
+    if action.kind is Kind.FORWARD and stage > 0:
+        same = held[stage - 1] == held[stage]
+        needs.append(Action(Kind.FORWARD, stage - 1, m) if same else Action(Kind.RECV_F, stage, m))
+    elif action.kind is Kind.BACKWARD:
+        needs.append(Action(Kind.FORWARD, stage, m))
+        if stage < last:
+            same = held[stage + 1] == held[stage]
+            needs.append(Action(Kind.BACKWARD, stage + 1, m) if same else Action(Kind.RECV_B, stage, m))
+    elif action.kind is Kind.SEND_F:
+        needs.append(Action(Kind.FORWARD, stage, m))
+    elif action.kind is Kind.SEND_B:
+        needs.append(Action(Kind.BACKWARD, stage, m))
+    elif action.kind is Kind.RECV_B:
+        needs.append(Action(Kind.FORWARD, stage, m))
+    return needs
+
+
+def _check_wires(program: Program, held: Mapping[int, int]) -> None:
+    """Between two ranks, the k-th send must be the k-th receive."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, actions in enumerate(program):
+        for action in actions:
+            if action.kind in SENDS:
+                sent.setdefault((rank, held[action.partner.stage]), []).append(action)
+            elif action.kind in RECEIVES:
+                received.setdefault((held[action.partner.stage], rank), []).append(action)
+    for wire, sends in sent.items():
+        for send, receive in zip(sends, received[wire], strict=True):
+            if send.partner != receive:
+                why = f"gets what {send} (rank {wire[0]}) sends at that turn; receives and sends differ in order"
+                raise _refuse(receive, wire[1], why)
+
+
+class _Rank:
+    """A rank under blocking transfers: where it is, and which partners it still waits for."""
+
+    def __init__(self, actions: Sequence[Action], held: Mapping[int, int]):
+        self.phases: list[tuple[Action, list[tuple[str, Action]]]] = []
+        for batch in batches(actions, held):
+            moves = [(a if a.kind in SENDS else a.partner) for a in batch if a.kind in TRANSFERS]
+            shapes = [("shape", move) for move in moves if move.kind is Kind.SEND_F]
+            if shapes:
+                self.phases.append((batch[0], shapes))
+            if moves:
+                self.phases.append((batch[0], [("data", move) for move in moves]))
+        self.at = -1
+        self.waiting: set[tuple[str, Action]] = set()
+
+
+def _check_progress(program: Program, held: Mapping[int, int]) -> None:
+    """Run all ranks' transfers with blocking semantics; raise when they stop before the end.
+
+    Compute never waits for anything but earlier actions of its own rank, so only transfers can hold a rank up.
+    """
+    ranks = [_Rank(actions, held) for actions in program]
+    posted: dict[tuple[str, Action], int] = {}
+    ready = deque(range(len(ranks)))
+    while ready:
+        index = ready.popleft()
+        rank = ranks[index]
+        while not rank.waiting and rank.at + 1 < len(rank.phases):
+            rank.at += 1
+            for move in rank.phases[rank.at][1]:
+                if move not in posted:
+                    posted[move] = index
+                    rank.waiting.add(move)
+                    continue
+                other = ranks[posted[move]]
+                other.waiting.discard(move)
+                if not other.waiting:
+                    ready.append(posted[move])
+    stuck = [(i, rank.phases[rank.at][0]) for i, rank in enumerate(ranks) if rank.waiting]
+    if stuck:
+        raise PlanError(
+            f"action {stuck[0][1]} (rank {stuck[0][0]}) waits forever: the program deadlocks",
+            got=", ".join(f"rank {i} waits at {action}" for i, action in stuck),
+            expected="an order in which each transfer is reached by both of its ranks",
+        )

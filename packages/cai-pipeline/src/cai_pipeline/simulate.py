@@ -1,0 +1,107 @@
+"""What a program costs in time: durations in, a timeline and its bubble out. No tensors and no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cai_mesh.errors import PlanError
+from cai_pipeline.actions import COMPUTE, Action, Kind, Program, holders
+
+UNIT_DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
+"""A backward takes twice as long as a forward, which is near the truth for matrix products without recompute."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One compute action in time: [start, end) in the units of the durations, on a pipeline rank."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The compute of a step.
+
+    Args:
+        ranks: number of pipeline ranks.
+        spans: all compute actions, by rank and then by start.
+    """
+
+    ranks: int
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the start of the step to the end of its last compute action."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The share of rank-time in which nothing is computed, 0 to 1.
+
+        With equal stages, GPipe and 1F1B both come to (p - 1) / (m + p - 1).
+        """
+        total = self.ranks * self.makespan
+        return 1.0 - sum(span.end - span.start for span in self.spans) / total if total else 0.0
+
+
+def simulate(
+    program: Program,
+    durations: Mapping[Kind, float] | Callable[[Action], float] = UNIT_DURATIONS,
+    *,
+    transfer: float = 0.0,
+) -> Timeline:
+    """Time a program, lowered or not, with transfers that run beside compute.
+
+    Args:
+        program: each rank's actions; only compute takes time.
+        durations: time of a compute action, by kind or by a function of the action. Any unit, not negative.
+        transfer: time from the end of a compute action until its output is on another rank.
+
+    Raises:
+        PlanError: the actions wait for each other in a circle, or for one that is not in the program.
+    """
+    held = holders(program)
+    cost = durations if callable(durations) else lambda action: durations[action.kind]
+    queues = [[action for action in actions if action.kind in COMPUTE] for actions in program]
+    position = [0] * len(queues)
+    clock = [0.0] * len(queues)
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in queues]
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while position[rank] < len(queue):
+                action = queue[position[rank]]
+                start = _start(action, rank, held, ends, transfer)
+                if start is None:
+                    break
+                start = max(start, clock[rank])
+                ends[action] = clock[rank] = start + cost(action)
+                spans[rank].append(Span(rank, action, start, ends[action]))
+                position[rank] += 1
+                moved = True
+    for rank, queue in enumerate(queues):
+        if position[rank] < len(queue):
+            raise PlanError(f"action {queue[position[rank]]} (rank {rank}) can never start", fix="run check on it")
+    return Timeline(len(queues), tuple(span for of_rank in spans for span in of_rank))
+
+
+def _start(
+    action: Action, rank: int, held: Mapping[int, int], ends: Mapping[Action, float], transfer: float
+) -> float | None:
+    """The earliest start by data alone, or None while an input is not there."""
+    stage, m = action.stage, action.microbatch
+    inputs = []
+    if action.kind is Kind.FORWARD:
+        inputs += [Action(Kind.FORWARD, stage - 1, m)] * (stage > 0)
+    else:
+        inputs += [Action(Kind.FORWARD, stage, m)] + [Action(Kind.BACKWARD, stage + 1, m)] * (stage + 1 in held)
+    if any(needed not in ends for needed in inputs):
+        return None
+    return max((ends[i] + (transfer if held[i.stage] != rank else 0.0) for i in inputs), default=0.0)
