@@ -1,7 +1,8 @@
 """What a rank does in one step, as data: an `Action` is one word, a `Program` one list of words per rank.
 
-A stage is counted over the whole model (0 holds the embeddings), not over the chunks of one rank, so a rank that
-holds several chunks simply has actions of several stages. Which rank holds a stage is read from the program.
+A stage is counted over the whole model (0 holds the embeddings), not over the chunks of one rank, so a rank
+that holds several chunks simply has actions of several stages. Which rank holds a stage is read from the
+program.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Action:
     Args:
         kind: what is done.
         stage: the stage it is done for: a send leaves this stage, a receive arrives at it.
-        microbatch: the microbatch, or None for UNSHARD, RESHARD and REDUCE, which concern the stage's parameters.
+        microbatch: the microbatch, or None for UNSHARD, RESHARD and REDUCE, which concern the stage's
+            parameters.
     """
 
     kind: Kind

@@ -1,11 +1,11 @@
 """Proof that a lowered program is right: what it must contain, in which order, and that it cannot deadlock.
 
-`check` either returns what the program needs (live activations per stage) or raises PlanError naming the action at
-fault. It looks at each rank alone first (counts, local order, sharding), then at each pair of ranks (sends and
-receives in the same order, since a wire has no labels), and last runs all ranks under the strictest reading of the
-executor: a batch of transfers blocks its rank until each partner has been reached, and a transfer forward is
-preceded by the exchange of its shape, which blocks in the same way. Whatever ends well under that also ends well
-when sends run beside compute.
+`check` either returns what the program needs (live activations per stage) or raises PlanError naming the
+action at fault. It looks at each rank alone first (counts, local order, sharding), then at each pair of ranks
+(sends and receives in the same order, since a wire has no labels), and last runs all ranks under the
+strictest reading of the executor: a batch of transfers blocks its rank until each partner has been reached,
+and a transfer forward is preceded by the exchange of its shape, which blocks in the same way. Whatever ends
+well under that also ends well when sends run beside compute.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
         backward: whether each microbatch is also to be taken backward (False for evaluation).
 
     Raises:
-        PlanError: naming the first action, in rank order, that is missing, repeated, too early, or in a deadlock.
+        PlanError: naming the first action, in rank order, that is missing, repeated, too early, or in a
+            deadlock.
     """
     held = holders(program)
     stages = len(held)
@@ -51,7 +52,7 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
         peaks |= _check_rank(rank, actions, held, backward)
     _check_wires(program, held)
     _check_progress(program, held)
-    return Report(tuple(peaks[stage] for stage in range(stages)))
+    return Report(tuple(peaks.get(stage, 0) for stage in range(stages)))
 
 
 def _refuse(action: Action, rank: int, why: str, position: int | None = None) -> PlanError:
@@ -84,7 +85,9 @@ def _check_counts(program: Program, held: Mapping[int, int], microbatches: int, 
             raise _refuse(action, held[action.stage], why)
 
 
-def _check_rank(rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool) -> dict[int, int]:
+def _check_rank(
+    rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool
+) -> dict[int, int]:
     """Check one rank's order; return its stages' peaks of live activations."""
     done: set[Action] = set()
     unsharded: set[int] = set()
@@ -153,7 +156,7 @@ def _check_wires(program: Program, held: Mapping[int, int]) -> None:
     for wire, sends in sent.items():
         for send, receive in zip(sends, received[wire], strict=True):
             if send.partner != receive:
-                why = f"gets what {send} (rank {wire[0]}) sends at that turn; receives and sends differ in order"
+                why = f"gets what {send} (rank {wire[0]}) sends then; sends and receives differ in order"
                 raise _refuse(receive, wire[1], why)
 
 
@@ -176,7 +179,8 @@ class _Rank:
 def _check_progress(program: Program, held: Mapping[int, int]) -> None:
     """Run all ranks' transfers with blocking semantics; raise when they stop before the end.
 
-    Compute never waits for anything but earlier actions of its own rank, so only transfers can hold a rank up.
+    Compute never waits for anything but earlier actions of its own rank, so only transfers can hold a rank
+    up.
     """
     ranks = [_Rank(actions, held) for actions in program]
     posted: dict[tuple[str, Action], int] = {}

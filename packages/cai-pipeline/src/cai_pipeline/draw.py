@@ -29,7 +29,9 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     for rank in range(timeline.ranks):
         y = _TOP + rank * (_LANE + _GAP)
         parts.append(f'<text x="8" y="{y + _LANE / 2 + 4:g}">rank {rank}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 8}" height="{_LANE}" fill="#eeeeee"/>')
+        parts.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{width - _LEFT - 8}" height="{_LANE}" fill="#eeeeee"/>'
+        )
     parts += [_box(span, scale) for span in timeline.spans]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -51,8 +53,8 @@ def _box(span: Span, scale: float) -> str:
 def text(timeline: Timeline, *, width: int = 100) -> str:
     """The chart as one line per rank, at most `width` characters each.
 
-    A forward is drawn as its microbatch's last digit, a backward as a letter (a for microbatch 0), idle time as a
-    dot. Time is rounded to columns, so very short actions of a long step can fall between them.
+    A forward is drawn as its microbatch's last digit, a backward as a letter (a for microbatch 0), idle time
+    as a dot. Time is rounded to columns, so very short actions of a long step can fall between them.
     """
     columns = max(width - 5, 1)
     scale = columns / timeline.makespan if timeline.makespan else 1.0

@@ -1,7 +1,7 @@
 """From a schedule's compute actions to everything a rank does: transfers, and the sharding of parameters.
 
-Also says which neighbouring transfers are started together (`batches`), which the executor performs and the checker
-proves, so both mean the same thing.
+Also says which neighbouring transfers are started together (`batches`), which the executor performs and the
+checker proves, so both mean the same thing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def add_transfers(program: Program) -> Program:
         out: list[Action] = []
         for action in actions:
             if action.kind not in _DIRECTION:
-                raise PlanError(f"action {action} is not a compute action", expected="a program not yet lowered")
+                raise PlanError(
+                    f"action {action} is not a compute action", expected="a program not yet lowered"
+                )
             step, receive, send = _DIRECTION[action.kind]
             if elsewhere(action.stage - step, rank):
                 out.append(Action(receive, action.stage, action.microbatch))
@@ -43,7 +45,8 @@ _DIRECTION = {Kind.FORWARD: (1, Kind.RECV_F, Kind.SEND_F), Kind.BACKWARD: (-1, K
 
 
 def add_sharding(program: Program) -> Program:
-    """Insert UNSHARD before a stage's first action, RESHARD after its last, then REDUCE where it has backwards.
+    """Insert UNSHARD before a stage's first action, RESHARD after its last, then REDUCE if it has
+    backwards.
 
     The last send comes before RESHARD and REDUCE, since another rank waits for it.
     """
@@ -76,9 +79,9 @@ def lower(program: Program) -> Program:
 def batches(actions: Sequence[Action], held: Mapping[int, int]) -> list[tuple[Action, ...]]:
     """Group a rank's actions into what is started together.
 
-    A send and a receive that stand next to each other and go to the same neighbour form one batch: two ranks that
-    each want to send first would otherwise wait for each other. A batch has at most one send and one receive, so
-    the order on the wire is the order in the list. Everything else stands alone.
+    A send and a receive that stand next to each other and go to the same neighbour form one batch: two ranks
+    that each want to send first would otherwise wait for each other. A batch has at most one send and one
+    receive, so the order on the wire is the order in the list. Everything else stands alone.
 
     Args:
         actions: one rank's lowered actions.

@@ -9,7 +9,7 @@ from cai_mesh.errors import PlanError
 from cai_pipeline.actions import COMPUTE, Action, Kind, Program, holders
 
 UNIT_DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
-"""A backward takes twice as long as a forward, which is near the truth for matrix products without recompute."""
+"""A backward takes twice as long as a forward, near the truth for matrix products without recompute."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def simulate(
                 moved = True
     for rank, queue in enumerate(queues):
         if position[rank] < len(queue):
-            raise PlanError(f"action {queue[position[rank]]} (rank {rank}) can never start", fix="run check on it")
+            raise PlanError(
+                f"action {queue[position[rank]]} (rank {rank}) can never start", fix="run check on it"
+            )
     return Timeline(len(queues), tuple(span for of_rank in spans for span in of_rank))
 
 
@@ -101,7 +103,9 @@ def _start(
     if action.kind is Kind.FORWARD:
         inputs += [Action(Kind.FORWARD, stage - 1, m)] * (stage > 0)
     else:
-        inputs += [Action(Kind.FORWARD, stage, m)] + [Action(Kind.BACKWARD, stage + 1, m)] * (stage + 1 in held)
+        inputs += [Action(Kind.FORWARD, stage, m)] + [Action(Kind.BACKWARD, stage + 1, m)] * (
+            stage + 1 in held
+        )
     if any(needed not in ends for needed in inputs):
         return None
     return max((ends[i] + (transfer if held[i.stage] != rank else 0.0) for i in inputs), default=0.0)

@@ -1,7 +1,8 @@
 """1F1B (PipeDream-flush, Narayanan et al. 2021, https://arxiv.org/abs/2006.09503).
 
-A stage runs ahead by as many forwards as there are stages behind it, then alternates one forward and one backward.
-The bubble is GPipe's, but stage `s` holds at most `stages - s` live activations, however many microbatches.
+A stage runs ahead by as many forwards as there are stages behind it, then alternates one forward and one
+backward. The bubble is GPipe's, but stage `s` holds at most `stages - s` live activations, however many
+microbatches.
 """
 
 from __future__ import annotations

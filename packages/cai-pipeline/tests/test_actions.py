@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cai_mesh.errors import PlanError
+from cai_pipeline.actions import SHARDING, Action, Kind, from_text, holders, to_text
+
+actions = st.builds(
+    lambda kind, stage, m: Action(kind, stage, None if kind in SHARDING else m),
+    st.sampled_from(Kind),
+    st.integers(0, 999),
+    st.integers(0, 999),
+)
+
+
+@given(st.lists(actions))
+def test_what_is_printed_is_parsed_back(listed: list[Action]) -> None:
+    assert from_text(to_text(listed)) == listed
+
+
+def test_the_written_form_is_short() -> None:
+    assert to_text([Action(Kind.FORWARD, 1, 0), Action(Kind.SEND_F, 1, 0), Action(Kind.REDUCE, 12)]) == (
+        "1F0 1SEND_F0 12REDUCE"
+    )
+
+
+@pytest.mark.parametrize("word", ["", "F0", "1F", "1REDUCE0", "1X0", "1F0x", "-1F0"])
+def test_other_words_are_refused(word: str) -> None:
+    with pytest.raises(PlanError):
+        Action.parse(word)
+
+
+@given(actions.filter(lambda action: action.kind.name[:4] in ("SEND", "RECV")))
+def test_the_partner_of_a_partner_is_the_action(action: Action) -> None:
+    assert action.partner != action
+    assert action.partner.partner == action
+
+
+def test_compute_has_no_partner() -> None:
+    with pytest.raises(PlanError, match="1F0"):
+        _ = Action(Kind.FORWARD, 1, 0).partner
+
+
+def test_a_stage_is_on_one_rank() -> None:
+    assert holders([from_text("0F0 2F0"), from_text("1F0")]) == {0: 0, 2: 0, 1: 1}
+    with pytest.raises(PlanError, match="0F1"):
+        holders([from_text("0F0"), from_text("0F1")])

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cai_mesh.errors import PlanError
+from cai_pipeline.actions import SHARDING, TRANSFERS, Action, Program, from_text
+from cai_pipeline.check import check
+from cai_pipeline.lower import lower
+from cai_pipeline.schedules import SCHEDULES, forward_only, program
+
+names = st.sampled_from(sorted(SCHEDULES))
+stages = st.integers(1, 8)
+microbatches = st.integers(1, 12)
+
+
+@given(names, stages, microbatches)
+def test_every_schedule_is_right_at_every_size(name: str, p: int, m: int) -> None:
+    report = check(lower(program(name, p, m)), m)
+    expected = {"gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m)}[name]
+    assert report.peak_live == tuple(expected(stage) for stage in range(p))
+
+
+@given(stages, microbatches)
+def test_evaluation_is_right_and_holds_one_activation(p: int, m: int) -> None:
+    assert check(lower(forward_only(p, m)), m, backward=False).peak_live == (1,) * p
+
+
+def places(lowered: Program) -> list[tuple[int, int]]:
+    return [(rank, position) for rank, actions in enumerate(lowered) for position in range(len(actions))]
+
+
+@given(names, stages, microbatches, st.data())
+@settings(max_examples=200)
+def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
+    lowered = lower(program(name, p, m))
+    rank, position = data.draw(st.sampled_from(places(lowered)))
+    dropped = lowered[rank].pop(position)
+    with pytest.raises(PlanError) as refusal:
+        check(lowered, m)
+    if dropped.kind not in SHARDING:
+        assert f"action {dropped} (rank {rank})" in refusal.value.what
+    else:
+        assert refusal.value.what.startswith(f"action {dropped.stage}")
+
+
+@given(names, stages, microbatches, st.data())
+def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
+    lowered = lower(program(name, p, m))
+    rank, position = data.draw(st.sampled_from(places(lowered)))
+    repeated = lowered[rank][position]
+    lowered[rank].insert(position, repeated)
+    with pytest.raises(PlanError, match=f"action {repeated} "):
+        check(lowered, m)
+
+
+@given(names, st.integers(2, 6), microbatches, st.data())
+@settings(max_examples=200)
+def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
+    """Moving a backward or a send to the front of its rank breaks its dependency."""
+    lowered = lower(program(name, p, m))
+    movable = [
+        (r, i) for r, i in places(lowered) if lowered[r][i].kind.name in ("BACKWARD", "SEND_F", "SEND_B")
+    ]
+    rank, position = data.draw(st.sampled_from(movable))
+    moved = lowered[rank].pop(position)
+    lowered[rank].insert(0, moved)
+    with pytest.raises(PlanError, match=f"action {moved} .*comes before"):
+        check(lowered, m)
+
+
+@given(names, st.integers(2, 6), st.integers(2, 12), st.data())
+def test_receives_in_another_order_than_sends_are_named(
+    name: str, p: int, m: int, data: st.DataObject
+) -> None:
+    lowered = lower(program(name, p, m))
+    rank = data.draw(st.integers(1, p - 1))
+    receives = [i for i, action in enumerate(lowered[rank]) if action.kind.name == "RECV_F"]
+    at = data.draw(st.integers(0, len(receives) - 2))
+    first, second = receives[at], receives[at + 1]
+    actions = lowered[rank]
+    later = actions.pop(second)
+    actions.insert(first, later)
+    with pytest.raises(PlanError, match=f"action {later} .*differ in order"):
+        check(lowered, m)
+
+
+def test_two_ranks_that_both_send_first_deadlock() -> None:
+    """1F1B whose batch is torn apart: each rank's send waits for the receive behind the other's send."""
+    lowered = [
+        from_text(
+            "0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RESHARD 0UNSHARD 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE"
+        ),
+        from_text(
+            "1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RESHARD 1UNSHARD 1RECV_F1 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE"
+        ),
+    ]
+    with pytest.raises(PlanError, match=r"0SEND_F1.*deadlocks") as refusal:
+        check(lowered, 2)
+    assert "rank 1 waits at 1SEND_B0" in str(refusal.value)
+
+
+def test_one_rank_may_hold_neighbouring_stages() -> None:
+    """The shape of a later schedule: three stages on two ranks, the middle two in memory."""
+    compute = [from_text("0F0 0B0"), from_text("1F0 2F0 2B0 1B0")]
+    lowered = lower(compute)
+    assert not any(action.kind in TRANSFERS and action.stage == 2 for action in lowered[1])
+    assert check(lowered, 1).peak_live == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("0F0 0B0 0UNSHARD 0RESHARD 0REDUCE", "0F0"),
+        ("0UNSHARD 0F0 0REDUCE 0B0 0RESHARD", "0REDUCE"),
+        ("0UNSHARD 0F0 0B0 0REDUCE", "0RESHARD"),
+        ("0UNSHARD 0UNSHARD 0F0 0B0 0RESHARD 0REDUCE", "0UNSHARD"),
+        ("0RESHARD 0UNSHARD 0F0 0B0 0RESHARD 0REDUCE", "0RESHARD"),
+        ("0UNSHARD 0F0 0B0 0F7 0RESHARD 0REDUCE", "0F7"),
+        ("0UNSHARD 0F0 0B0 0SEND_F0 0RESHARD 0REDUCE", "0SEND_F0"),
+    ],
+)
+def test_wrong_use_of_a_stage_is_named(text: str, named: str) -> None:
+    with pytest.raises(PlanError, match=f"action {named} "):
+        check([from_text(text)], 1)
+
+
+def test_stages_without_gaps() -> None:
+    with pytest.raises(PlanError, match="gaps"):
+        check(lower([[Action.parse("1F0")]]), 1, backward=False)
