@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Iterable
+from importlib.metadata import distributions
 from pathlib import Path
 
 import nox
@@ -103,8 +104,7 @@ def link_torch(session: nox.Session) -> Path:
     directories = (None if asked else _existing_gpu_torch()) or _installed_torch(session)
     for site in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
         (site / "one-torch.pth").write_text("".join(f"{directory}\n" for directory in directories))
-    found = "import importlib.metadata as m; print(m.version('torch'))"
-    release = session.run("python", "-c", found, silent=True).strip()
+    release = next(iter(distributions(name="torch", path=[str(path) for path in directories]))).version
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text(f"torch=={release}\n")
     return constraints

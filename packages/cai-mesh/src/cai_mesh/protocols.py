@@ -26,6 +26,7 @@ class GradSync(Protocol):
 
     def defer(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate. A backward outside reduces what has accumulated."""
+        ...
 
     def finish(self) -> None:
         """Wait for every reduction of the step."""
@@ -42,6 +43,7 @@ class ParameterSharding(Protocol):
 
     def unshard(self, module: nn.Module) -> CommHandle:
         """Gather the parameters of `module` and everything below it."""
+        ...
 
     def reshard(self, module: nn.Module) -> None:
         """Free what `unshard` gathered."""
@@ -56,6 +58,7 @@ class Residency(Protocol):
 
     def fetch(self, chunk: FlatChunk) -> CommHandle:
         """Bring the chunk's data to its compute device."""
+        ...
 
     def release(self, chunk: FlatChunk) -> None:
         """The chunk is not in use; its device memory may be taken."""
