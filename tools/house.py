@@ -1,10 +1,10 @@
 """What the nox sessions share: one torch for all, wheels built once, checks recorded by content.
 
-One torch. `pip install torch==2.13.0` runs once, first and on its own, into `.nox/torch`, which holds torch
-and torch's own dependencies and nothing else. Every other environment is an ordinary clean virtualenv with
-one extra file, `one-torch.pth`, that appends that site-packages directory to its `sys.path`; pip finds torch
-installed there and a constraints file forbids it any other. Where the interpreter that runs nox already has
-a GPU build of torch, that one is used in the same way and nothing is installed.
+One torch. `pip install torch==2.13.0` runs once, first and on its own, into `.nox/torch-python*`, which holds
+torch and torch's own dependencies and nothing else. Every other environment is an ordinary clean virtualenv
+with one extra file, `one-torch.pth`, that appends that site-packages directory to its `sys.path`; pip finds
+torch installed there and a constraints file forbids it any other. Where the interpreter that runs nox already
+has a GPU build of torch, that one is used in the same way and nothing is installed.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _existing_gpu_torch() -> list[Path]:
 
 
 def _installed_torch(session: nox.Session) -> list[Path]:
-    """`.nox/torch`, installed on first use and again when `CAI_TORCH` asks for another one."""
-    wanted = os.environ.get("CAI_TORCH", TESTED_TORCH)
+    """`.nox/torch-python*`, installed on first use and again when `CAI_TORCH` asks for another one."""
+    wanted = os.environ.get("CAI_TORCH") or TESTED_TORCH
     requirement = shlex.split(wanted if not wanted[0].isdigit() else f"torch=={wanted}")
-    home = CACHE / "torch"
+    home = CACHE / f"torch-python{sys.version_info.major}.{sys.version_info.minor}"
     marker = home / "requirement"
     if not marker.exists() or marker.read_text() != wanted:
         session.run_install(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
@@ -100,8 +100,8 @@ def _installed_torch(session: nox.Session) -> list[Path]:
 
 def link_torch(session: nox.Session) -> Path:
     """Let this session's environment see the one torch; returns constraints that keep it the only one."""
-    asked = "CAI_TORCH" in os.environ
-    directories = (None if asked else _existing_gpu_torch()) or _installed_torch(session)
+    existing = [] if os.environ.get("CAI_TORCH") else _existing_gpu_torch()
+    directories = existing or _installed_torch(session)
     for site in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
         (site / "one-torch.pth").write_text("".join(f"{directory}\n" for directory in directories))
     release = next(iter(distributions(name="torch", path=[str(path) for path in directories]))).version
@@ -161,11 +161,8 @@ def wheel(session: nox.Session, package: str, tag: str | None = None) -> Path:
     """The wheel of a package at HEAD, or at a git tag; built once per content."""
     source = ROOT
     if tag is None:
-        target = (
-            CACHE
-            / "wheels"
-            / digest([ROOT / "packages" / package / name for name in ("src", "pyproject.toml")])
-        )
+        inputs = ("src", "pyproject.toml", "README.md", "LICENSE")
+        target = CACHE / "wheels" / digest(ROOT / "packages" / package / name for name in inputs)
     else:
         target, source = CACHE / "wheels" / tag, CACHE / "tags" / tag
         if not source.exists():
