@@ -1,0 +1,143 @@
+"""What a run is: one dataclass per section of the TOML file, the same ones the command line fills.
+
+A default is what a run gets when neither says otherwise. `None` means "worked out before the ranks start"
+(`cai_apps.validate.resolve`); the config.toml of a run directory holds the values that were worked out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "llama-tiny"
+    """A preset, a local directory with an HF config.json, or a hub id."""
+
+
+@dataclass(frozen=True)
+class Data:
+    source: str = "stdlib"
+    """'stdlib' (the Python standard library's text), a text file, a .jsonl file with a "text" field, a glob of
+    either, or a directory written by datasets.save_to_disk."""
+    tokenizer: str = "train"
+    """'train' (byte-level BPE, as large as the model's vocabulary, on this source), an HF directory or a hub id."""
+    sequence_length: int = 256
+    """Tokens of one packed sequence."""
+    limit_bytes: int | None = None
+    """Stop reading the source after this many bytes of text."""
+    validation_fraction: float = 0.02
+    """Part of the sequences that is kept for validation and never trained on."""
+    cache: str = "~/.cache/cai"
+    """Directory for trained tokenizers and tokenized text."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    mode: Literal["1d"] = "1d"
+    """Algorithm that splits the matrix products."""
+    size: int = 1
+    """Tensor-parallel degree."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    size: int = 1
+    """Pipeline stages."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of the forward and backward passes."""
+    microbatches: int | None = None
+    """Microbatches of a data rank in one step; None: global_batch / (data ranks * microbatch_size)."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    replicate: int = 1
+    """Data-parallel groups that each hold every shard (dp_replicate)."""
+    shard: int = 1
+    """Data ranks that ZeRO shards over (dp_shard); -1: all ranks the other degrees leave."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
+    tensor: Tensor = field(default_factory=Tensor)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+
+
+@dataclass(frozen=True)
+class Memory:
+    residency: Literal["device", "host"] = "device"
+    """Where parameters and optimizer state live between uses."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and run its forward again in backward."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    compute: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Dtype of forward and backward. With bf16 the master weights and optimizer state are fp32."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """Linear warmup to the peak, then half a cosine down to `floor` times the peak."""
+
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    """Step at which the floor is reached; None: the run's last step."""
+    floor: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = 100
+    """Optimizer steps of the whole run, steps before a resume included."""
+    global_batch: int = 8
+    """Sequences of one optimizer step, over all data ranks."""
+    microbatch_size: int = 1
+    """Sequences of one forward pass; a data rank accumulates global_batch / (data ranks * microbatch_size)."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs when the machine has enough of them for the mesh, else the CPU."""
+    validate_every: int = 0
+    """Steps between validations; 0: none."""
+    validation_batches: int = 4
+    """Global batches of one validation."""
+
+
+@dataclass(frozen=True)
+class Log:
+    directory: str | None = None
+    """Run directory; None: runs/<recipe or file name>-<time>."""
+    every: int = 10
+    """Steps between printed lines where the output is not a terminal."""
+    sample_tokens: int = 64
+    """Length of the text generated from the export at the end; 0: none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    parallel: Parallel = field(default_factory=Parallel)
+    memory: Memory = field(default_factory=Memory)
+    precision: Precision = field(default_factory=Precision)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_schedule: LrSchedule = field(default_factory=LrSchedule)
+    train: Train = field(default_factory=Train)
+    log: Log = field(default_factory=Log)

@@ -1,0 +1,114 @@
+"""TOML and the config dataclasses: reading with every key and value checked, and writing back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from cai_mesh.errors import ConfigError, did_you_mean
+
+from cai_apps.config import Config
+
+T = TypeVar("T")
+
+
+def read(path: Path) -> Config:
+    """The config of a TOML file.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, or a key or value is unknown.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}", fix="`cai recipes` lists the recipes that ship with cai") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML", cause=str(error)) from None
+    return from_table(Config, table, origin=str(path))
+
+
+def from_table(kind: type[T], table: Mapping[str, Any], *, origin: str, path: tuple[str, ...] = ()) -> T:
+    """A dataclass of `kind` from a nested mapping; keys the mapping lacks keep their defaults."""
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for key, value in table.items():
+        dotted = ".".join((*path, key))
+        if key not in hints:
+            raise unknown_key(dotted, [".".join((*path, name)) for name in hints], origin=origin)
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, Mapping):
+                raise _wrong_value(dotted, value, "a table", origin)
+            values[key] = from_table(typing.cast(type, hint), value, origin=origin, path=(*path, key))
+        else:
+            values[key] = _checked(value, hint, dotted, origin)
+    return kind(**values)
+
+
+def known_keys(kind: type = Config, path: tuple[str, ...] = ()) -> list[str]:
+    """Every dotted key of a config, e.g. "parallel.tensor.size"."""
+    keys: list[str] = []
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            keys += known_keys(typing.cast(type, hint), (*path, name))
+        else:
+            keys.append(".".join((*path, name)))
+    return keys
+
+
+def unknown_key(dotted: str, siblings: list[str], *, origin: str) -> ConfigError:
+    """The error for a key that does not exist; suggests a sibling first, then the same name elsewhere."""
+    fix = did_you_mean(dotted, siblings)
+    if not fix.startswith("did you mean"):
+        leaf = dotted.rpartition(".")[2]
+        elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == leaf]
+        fix = f"did you mean {elsewhere[0]!r}?" if elsewhere else fix
+    return ConfigError(f"unknown config key {dotted!r} in {origin}", fix=fix)
+
+
+def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices or isinstance(value, bool):
+            raise ConfigError(
+                f"{dotted} has an unknown value in {origin}",
+                got=repr(value),
+                expected=" or ".join(map(repr, choices)),
+                fix=did_you_mean(str(value), map(str, choices)),
+            )
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise _wrong_value(dotted, value, {"int": "an integer", "float": "a number", "str": "a string"}[hint.__name__], origin)
+    return value
+
+
+def _wrong_value(dotted: str, value: Any, expected: str, origin: str) -> ConfigError:
+    return ConfigError(f"{dotted} has a value of the wrong type in {origin}", got=repr(value), expected=expected)
+
+
+def to_toml(config: Any) -> str:
+    """TOML text that `read` turns back into an equal config. `None` values are left out, as TOML has no null."""
+    lines: list[str] = []
+    _write_table(config, (), lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
+    fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    scalars = [(name, item) for name, item in fields if not dataclasses.is_dataclass(item) and item is not None]
+    if path:
+        lines += ["", f"[{'.'.join(path)}]"]
+    lines += [f"{name} = {json.dumps(item, ensure_ascii=False)}" for name, item in scalars]
+    for name, item in fields:
+        if dataclasses.is_dataclass(item):
+            _write_table(item, (*path, name), lines)

@@ -1,0 +1,160 @@
+"""Text documents from the standard library, text files, JSONL files and HF dataset directories.
+
+A source is an iterator of strings in an order that depends only on the source, so every machine with the same
+files reads the same documents.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from cai_mesh.errors import DataError
+
+STDLIB = "stdlib"
+SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+
+
+def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:
+    """The documents of `data.source`, cut off after `limit_bytes` of UTF-8 text.
+
+    Raises:
+        DataError: nothing is there, a file is not UTF-8, or a JSONL line is broken (with its file and number).
+    """
+    left = limit_bytes
+    for text in _read(source):
+        if left is not None:
+            if left <= 0:
+                return
+            encoded = text.encode()
+            if len(encoded) > left:
+                text = encoded[:left].decode(errors="ignore")
+            left -= len(encoded)
+        if text:
+            yield text
+
+
+def fingerprint(source: str) -> str:
+    """A string that changes when the source's files do (names, sizes, modification times)."""
+    files = _stdlib_files() if source == STDLIB else _files_of(source)
+    digest = hashlib.sha256(source.encode())
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _read(source: str) -> Iterator[str]:
+    if source == STDLIB:
+        return _read_stdlib()
+    if is_dataset_directory(source):
+        return _read_dataset(Path(source).expanduser())
+    return _read_files(_files_of(source))
+
+
+def is_dataset_directory(source: str) -> bool:
+    """Whether the path was written by `datasets.save_to_disk`."""
+    directory = Path(source).expanduser()
+    return (directory / "dataset_info.json").is_file() or (directory / "dataset_dict.json").is_file()
+
+
+def _files_of(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if is_dataset_directory(source):
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    if path.is_dir():
+        raise DataError(
+            f"data.source is a directory that is not an HF dataset: {source}",
+            expected="a directory written by datasets.save_to_disk, a file, or a glob",
+            fix=f"for its text files use the glob '{source.rstrip('/')}/**/*.txt'",
+        )
+    matches = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+    files = sorted(file for file in matches if file.is_file())
+    if not files:
+        raise DataError(
+            f"data.source matches no file: {source}",
+            expected=f"{STDLIB!r}, a text or .jsonl file, a glob, or an HF dataset directory",
+            fix="check the path; relative paths start at the current directory",
+        )
+    return files
+
+
+def _read_files(files: Iterable[Path]) -> Iterator[str]:
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from read_jsonl(file)
+        else:
+            try:
+                yield file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file} is not UTF-8 text", got=str(error), fix="convert or leave out the file") from None
+
+
+def read_jsonl(file: Path) -> Iterator[str]:
+    """The "text" field of each line; blank lines are passed over.
+
+    Raises:
+        DataError: a line is not a JSON object with a string "text"; names the file and the line number.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f'"text" is {type(text).__name__}')
+            except (ValueError, KeyError, TypeError) as error:
+                cause = 'the object has no "text" field' if isinstance(error, KeyError) else str(error)
+                raise DataError(
+                    f"broken JSONL line at {file}:{number}",
+                    got=line.strip()[:80].decode(errors="replace"),
+                    expected='one object with a string field, {"text": "..."}',
+                    cause=cause,
+                    fix=f"correct or delete line {number}",
+                ) from None
+            yield text
+
+
+def _read_dataset(directory: Path) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{directory} is an HF dataset directory and the package 'datasets' is not installed",
+            fix="pip install 'cai-apps[data]'",
+        ) from None
+    table = datasets.load_from_disk(str(directory))
+    if hasattr(table, "keys"):
+        split = "train" if "train" in table else sorted(table)[0]
+        table = table[split]
+    if "text" not in table.column_names:
+        raise DataError(f"{directory} has no column 'text'", got=", ".join(table.column_names), expected="text")
+    for row in table:
+        yield row["text"]
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(file for file in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(file.relative_to(root).parts))
+
+
+def _read_stdlib() -> Iterator[str]:
+    """Sources and language reference, mixed in an order without theme: any prefix is a fair sample of both."""
+    from pydoc_data.topics import topics
+
+    readers: dict[str, Callable[[], str]] = {f"topic:{name}": partial(topics.__getitem__, name) for name in topics}
+    for file in _stdlib_files():
+        if file.parent.name != "pydoc_data":
+            readers[f"{file.parent.name}/{file.name}"] = partial(file.read_text, encoding="utf-8", errors="replace")
+    for name in sorted(readers, key=_spread):
+        yield readers[name]()
+
+
+def _spread(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()

@@ -1,0 +1,50 @@
+"""Where a model's shape comes from: a preset shipped here, a local HF directory, or a hub id.
+
+A preset is an HF config.json under `presets/`. Only shapes are read; weights are made by the run.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cai_mesh.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def presets() -> list[str]:
+    """Names of the model shapes that ship with cai."""
+    return sorted(file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json"))
+
+
+def load_model_config(name: str) -> PretrainedConfig:
+    """The HF config of a preset, a directory with a config.json, or a hub id.
+
+    Raises:
+        ConfigError: none of the three exists under this name.
+    """
+    from transformers import AutoConfig
+
+    if name in presets():
+        table = json.loads((_directory() / f"{name}.json").read_text(encoding="utf-8"))
+        return AutoConfig.for_model(table.pop("model_type"), **table)
+    directory = Path(name).expanduser()
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise ConfigError(f"model.name is a directory without a config.json: {name}", expected="an HF model directory")
+    try:
+        return AutoConfig.from_pretrained(directory if directory.is_dir() else name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model {name!r}",
+            expected="a preset, a local HF directory, or a hub id that can be downloaded",
+            cause=str(error).splitlines()[0],
+            fix=did_you_mean(name, presets()),
+        ) from None
+
+
+def _directory():
+    return resources.files("cai_apps") / "presets"

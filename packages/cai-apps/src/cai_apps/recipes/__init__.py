@@ -1,0 +1,38 @@
+"""Configs that ship with cai: `cai train llama-tiny`."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from cai_mesh.errors import ConfigError, did_you_mean
+
+from cai_apps import config_file
+from cai_apps.config import Config
+
+
+def names() -> list[str]:
+    """Recipe names, sorted."""
+    files = resources.files(__name__).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def describe(name: str) -> str:
+    """The comment on the first line of a recipe."""
+    text = (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+    return text.splitlines()[0].removeprefix("#").strip()
+
+
+def load(recipe: str) -> Config:
+    """The config of a recipe name or of a path to a TOML file.
+
+    Raises:
+        ConfigError: neither exists, or the file has an unknown key or value.
+    """
+    if recipe in names():
+        with resources.as_file(resources.files(__name__) / f"{recipe}.toml") as path:
+            return config_file.read(path)
+    if recipe.endswith(".toml") or os.sep in recipe:
+        return config_file.read(Path(recipe).expanduser())
+    raise ConfigError(f"no recipe {recipe!r}", expected="a recipe or a .toml file", fix=did_you_mean(recipe, names()))
