@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cai_mesh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def presets() -> list[str]:
@@ -48,3 +48,12 @@ def load_model_config(name: str) -> PretrainedConfig:
 
 def _directory():
     return resources.files("cai_apps") / "presets"
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole causal language model on the meta device: names and shapes, no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

@@ -15,8 +15,8 @@ ROUNDS = 4
 def permute(index: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
     """Where each position of the order points: int64 [...] in [0, size) -> int64 [...] in [0, size), one to one."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    seeds = _mix(np.array([seed, ~epoch & 0xFFFFFFFF], dtype=np.uint64))
-    keys = _mix(np.arange(ROUNDS, dtype=np.uint64) + seeds.sum(dtype=np.uint64))
+    stream = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
+    keys = _mix(np.arange(ROUNDS, dtype=np.uint64) + stream)
     value = _feistel(index.astype(np.uint64), half, keys)
     while (outside := value >= size).any():
         value[outside] = _feistel(value[outside], half, keys)

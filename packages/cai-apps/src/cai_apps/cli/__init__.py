@@ -1,0 +1,60 @@
+"""The command `cai`: finds a command's module, runs it, and shows errors as messages."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from cai_mesh.errors import CaiError, ConfigError, did_you_mean
+
+import cai_apps
+
+COMMANDS = {
+    "train": "train a model from a recipe or a TOML file",
+    "recipes": "list the recipes",
+}
+USER_ERROR = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs `cai <command> ...`; returns the exit code: 0, 1 for a failure, 2 for an error of the user."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return _dispatch(arguments)
+    except CaiError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if arguments[0] == "--version":
+        print(f"cai {cai_apps.__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        raise ConfigError(f"no command {command!r}", fix=did_you_mean(command, COMMANDS))
+    return importlib.import_module(f"cai_apps.cli.{command}").run(rest)
+
+
+def usage() -> str:
+    """The text of `cai --help`."""
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: cai COMMAND [ARGUMENTS] [--debug]",
+            "",
+            *lines,
+            "",
+            "`cai COMMAND --help` explains one command; --debug shows the traceback of an error; --version the version.",
+        ]
+    )

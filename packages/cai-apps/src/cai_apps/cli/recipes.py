@@ -1,0 +1,18 @@
+"""cai recipes"""
+
+from __future__ import annotations
+
+from cai_mesh.errors import ConfigError
+
+from cai_apps import recipes
+
+
+def run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: cai recipes\n\nList the recipes that `cai train` and `cai plan` take by name.")
+        return 0
+    if arguments:
+        raise ConfigError("cai recipes takes no argument", got=" ".join(arguments))
+    for name in recipes.names():
+        print(f"{name:<14}{recipes.describe(name)}")
+    return 0

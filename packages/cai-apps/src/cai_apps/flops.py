@@ -1,0 +1,57 @@
+"""Floating-point operations of training, and what a device could do at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from torch import nn
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 peak by a part of the device's name (vendor data sheets)."""
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs of forward and backward for one token, without recompute, in both usual conventions."""
+
+    causal: float
+    """Attention counts the positions a token may see: half the square."""
+    full: float
+    """Attention counts the whole square, as "PaLM" (Chowdhery et al., 2022, appendix B) does."""
+
+
+def token_flops(model: nn.Module, config: PretrainedConfig, sequence_length: int) -> TokenFlops:
+    """6 FLOPs per token for every weight that multiplies it, and 12 * layers * width * length for attention.
+
+    `model` is the whole model, its parameters may be on the meta device. An input embedding that is not also the
+    output head is a lookup and counts nothing.
+    """
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and (tied or parameter is not embedding) and not _is_position_table(name)
+    )
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    attention = 12 * config.num_hidden_layers * width * sequence_length
+    return TokenFlops(causal=6 * matrices + attention / 2, full=6 * matrices + attention)
+
+
+def _is_position_table(name: str) -> bool:
+    return name.endswith(("wpe.weight", "embed_positions.weight", "position_embeddings.weight"))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 peak of a known GPU in FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,31 @@
+"""Text from an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cai_mesh.errors import ConfigError
+
+from cai_apps.data.tokenizer import load_tokenizer
+
+
+def generate(directory: Path, prompt: str = "def ", *, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
+    """The prompt continued by up to `tokens` tokens; a temperature of 0 always takes the likeliest.
+
+    Raises:
+        ConfigError: `directory` is not an HF model directory with a tokenizer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
+    tokenizer = load_tokenizer(directory)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(directory).to(device).eval()
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        ids = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -1,0 +1,87 @@
+"""Starts ranks on this machine through torch's elastic agent, and reports the one that failed first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from cai_mesh import errors
+from cai_mesh.errors import CaiError
+
+PRELOADED = ["torch", "transformers", "cai_apps.worker", "transformers.models.llama.modeling_llama"]
+"""Imported once by the process all ranks are forked from."""
+
+
+class RankFailure(Exception):
+    """A rank ended with an error that is not the user's to fix from the message alone."""
+
+
+def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
+    """Device type and number of ranks for a mesh of `ranks`, or of all the machine's GPUs when that is None.
+
+    Raises:
+        MeshError: GPUs are asked for and there are too few.
+    """
+    import torch
+
+    available = torch.cuda.device_count() if wanted != "cpu" else 0
+    if ranks is None:
+        ranks = max(1, available)
+    if available >= ranks:
+        return "cuda", ranks
+    if wanted == "cuda":
+        raise errors.MeshError(
+            "the mesh needs more GPUs than this machine has",
+            got=f"{available} GPUs",
+            expected=f"{ranks}",
+            fix="lower the degrees, start ranks on several machines with `cai run`, or set train.device to \"cpu\"",
+        )
+    return "cpu", ranks
+
+
+def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: str) -> None:
+    """Runs `function(*arguments)` on each of `ranks` processes of this machine; one rank runs in this process.
+
+    Raises:
+        CaiError: a rank raised one; the first in time is raised here again.
+        RankFailure: a rank failed otherwise; its message has the rank and its traceback.
+    """
+    if ranks == 1:
+        function(*arguments)
+        return
+    if device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="cai",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="forkserver",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, function)(*arguments)
+    except ChildFailedError as failed:
+        raise _first_failure(failed) from None
+
+
+def _first_failure(failed: Any) -> Exception:
+    rank, failure = failed.get_first_failure()
+    details = failure.error_file_data["message"] if failure.error_file_data else failure.message
+    if not isinstance(details, dict):
+        return RankFailure(f"rank {rank} ended with exit code {failure.exitcode}: {details}")
+    kind, _, text = details["message"].partition(": ")
+    error = getattr(errors, kind, None)
+    if isinstance(error, type) and issubclass(error, CaiError):
+        return error(text)
+    return RankFailure(f"rank {rank} failed: {details['message']}\n{details['extraInfo']['py_callstack'].rstrip()}")

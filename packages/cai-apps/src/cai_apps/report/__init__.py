@@ -1,0 +1,1 @@
+"""What a run did: plots and one HTML page."""

@@ -1,0 +1,74 @@
+"""The files of a run.
+
+    RUN_DIR/config.toml      the config with everything worked out
+            metrics.jsonl    one record per step
+            checkpoints/ plots/ export/ crash/
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from cai_mesh.errors import ConfigError
+
+from cai_apps import config_file
+from cai_apps.config import Config
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @classmethod
+    def create(cls, config: Config, label: str) -> RunDirectory:
+        """Makes the directory `config.log.directory`, or runs/<label>-<time>, and writes the config there."""
+        path = Path(config.log.directory or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S}").expanduser().absolute()
+        run = cls(path)
+        for directory in (run.checkpoints, run.plots, run.crash):
+            directory.mkdir(parents=True, exist_ok=True)
+        run.config_file.write_text(config_file.to_toml(config), encoding="utf-8")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run directory.
+
+        Raises:
+            ConfigError: the path has no config.toml.
+        """
+        run = cls(Path(path).expanduser().absolute())
+        if not run.config_file.is_file():
+            raise ConfigError(f"not a run directory: {path}", expected="a directory with the config.toml of a run")
+        return run
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def crash(self) -> Path:
+        return self.path / "crash"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def record_crash(self, rank: int, error: BaseException) -> None:
+        """Writes the traceback of a rank to crash/rank-<rank>.txt."""
+        text = "".join(traceback.format_exception(error))
+        (self.crash / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
