@@ -17,7 +17,8 @@ from pathlib import Path
 from cai_mesh.errors import DataError
 
 STDLIB = "stdlib"
-SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "encodings"}
+"""Not part of the library, its tests, or tables of numbers."""
 
 
 def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:
