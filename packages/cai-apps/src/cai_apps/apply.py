@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cai_mesh.build import build_mesh
-from cai_mesh.errors import ConfigError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.config import Config
 from cai_apps.validate import mesh_spec
+from cai_mesh.build import build_mesh
+from cai_mesh.errors import ConfigError
 
 
 @dataclass

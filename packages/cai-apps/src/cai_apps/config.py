@@ -19,10 +19,10 @@ class Model:
 @dataclass(frozen=True)
 class Data:
     source: str = "stdlib"
-    """'stdlib' (the Python standard library's text), a text file, a .jsonl file with a "text" field, a glob of
-    either, or a directory written by datasets.save_to_disk."""
+    """'stdlib' (the Python standard library's text), a text file, a .jsonl file with a "text" field, a glob
+    of either, or a directory written by datasets.save_to_disk."""
     tokenizer: str = "train"
-    """'train' (byte-level BPE, as large as the model's vocabulary, on this source), an HF directory or a hub id."""
+    """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
     sequence_length: int = 256
     """Tokens of one packed sequence."""
     limit_bytes: int | None = None
@@ -109,7 +109,7 @@ class Train:
     global_batch: int = 8
     """Sequences of one optimizer step, over all data ranks."""
     microbatch_size: int = 1
-    """Sequences of one forward pass; a data rank accumulates global_batch / (data ranks * microbatch_size)."""
+    """Sequences of one forward pass of a data rank."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cai_mesh.errors import ConfigError, did_you_mean
-
 from cai_apps.config import Config
+from cai_mesh.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -27,7 +26,9 @@ def read(path: Path) -> Config:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no config file {path}", fix="`cai recipes` lists the recipes that ship with cai") from None
+        raise ConfigError(
+            f"no config file {path}", fix="`cai recipes` lists the recipes that ship with cai"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML", cause=str(error)) from None
     return from_table(Config, table, origin=str(path))
@@ -63,12 +64,10 @@ def known_keys(kind: type = Config, path: tuple[str, ...] = ()) -> list[str]:
 
 
 def unknown_key(dotted: str, siblings: list[str], *, origin: str) -> ConfigError:
-    """The error for a key that does not exist; suggests a sibling first, then the same name elsewhere."""
-    fix = did_you_mean(dotted, siblings)
-    if not fix.startswith("did you mean"):
-        leaf = dotted.rpartition(".")[2]
-        elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == leaf]
-        fix = f"did you mean {elsewhere[0]!r}?" if elsewhere else fix
+    """The error for a key that does not exist; suggests the same name elsewhere first, then a close sibling."""
+    leaf = dotted.rpartition(".")[2]
+    elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == leaf]
+    fix = f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(dotted, siblings)
     return ConfigError(f"unknown config key {dotted!r} in {origin}", fix=fix)
 
 
@@ -88,16 +87,23 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise _wrong_value(dotted, value, {"int": "an integer", "float": "a number", "str": "a string"}[hint.__name__], origin)
+        raise _wrong_value(
+            dotted,
+            value,
+            {"int": "an integer", "float": "a number", "str": "a string"}[hint.__name__],
+            origin,
+        )
     return value
 
 
 def _wrong_value(dotted: str, value: Any, expected: str, origin: str) -> ConfigError:
-    return ConfigError(f"{dotted} has a value of the wrong type in {origin}", got=repr(value), expected=expected)
+    return ConfigError(
+        f"{dotted} has a value of the wrong type in {origin}", got=repr(value), expected=expected
+    )
 
 
 def to_toml(config: Any) -> str:
-    """TOML text that `read` turns back into an equal config. `None` values are left out, as TOML has no null."""
+    """TOML text that `read` turns back into an equal config. `None` is left out, as TOML has no null."""
     lines: list[str] = []
     _write_table(config, (), lines)
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -105,7 +111,9 @@ def to_toml(config: Any) -> str:
 
 def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
     fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    scalars = [(name, item) for name, item in fields if not dataclasses.is_dataclass(item) and item is not None]
+    scalars = [
+        (name, item) for name, item in fields if not dataclasses.is_dataclass(item) and item is not None
+    ]
     if path:
         lines += ["", f"[{'.'.join(path)}]"]
     lines += [f"{name} = {json.dumps(item, ensure_ascii=False)}" for name, item in scalars]

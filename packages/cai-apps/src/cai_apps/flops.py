@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from torch import nn
+    from transformers import PretrainedConfig
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
@@ -26,10 +26,10 @@ class TokenFlops:
 
 
 def token_flops(model: nn.Module, config: PretrainedConfig, sequence_length: int) -> TokenFlops:
-    """6 FLOPs per token for every weight that multiplies it, and 12 * layers * width * length for attention.
+    """6 FLOPs per token and weight, 12 * layers * width * length for attention.
 
-    `model` is the whole model, its parameters may be on the meta device. An input embedding that is not also the
-    output head is a lookup and counts nothing.
+    `model` is the whole model, its parameters may be on the meta device. An input embedding that is not also
+    the output head is a lookup and counts nothing.
     """
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cai_apps.data.tokenizer import load_tokenizer
 from cai_mesh.errors import ConfigError
 
-from cai_apps.data.tokenizer import load_tokenizer
 
-
-def generate(directory: Path, prompt: str = "def ", *, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
+def generate(
+    directory: Path, prompt: str = "def ", *, tokens: int = 64, temperature: float = 0.8, seed: int = 0
+) -> str:
     """The prompt continued by up to `tokens` tokens; a temperature of 0 always takes the likeliest.
 
     Raises:

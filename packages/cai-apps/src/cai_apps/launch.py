@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,17 @@ PRELOADED = ["torch", "transformers", "cai_apps.worker", "transformers.models.ll
 """Imported once by the process all ranks are forked from."""
 
 
+GRACE_SECONDS = 1.0
+"""How long a failed rank stays before it exits. A rank that only lost a peer so leaves after that peer, and
+the agent, which reports the first exit it sees, names the rank where it began."""
+
+
 class RankFailure(Exception):
     """A rank ended with an error that is not the user's to fix from the message alone."""
 
 
 def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
-    """Device type and number of ranks for a mesh of `ranks`, or of all the machine's GPUs when that is None.
+    """Device type and number of ranks for a mesh of `ranks`; None: of all the machine's GPUs.
 
     Raises:
         MeshError: GPUs are asked for and there are too few.
@@ -36,13 +43,13 @@ def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
             "the mesh needs more GPUs than this machine has",
             got=f"{available} GPUs",
             expected=f"{ranks}",
-            fix="lower the degrees, start ranks on several machines with `cai run`, or set train.device to \"cpu\"",
+            fix='lower the degrees, start on several machines with `cai run`, or set train.device = "cpu"',
         )
     return "cpu", ranks
 
 
 def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: str) -> None:
-    """Runs `function(*arguments)` on each of `ranks` processes of this machine; one rank runs in this process.
+    """Runs `function(*arguments)` in `ranks` processes of this machine; one rank runs in this process.
 
     Raises:
         CaiError: a rank raised one; the first in time is raised here again.
@@ -69,19 +76,33 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
         max_restarts=0,
         monitor_interval=0.1,
     )
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they print tracebacks of their own
     try:
-        elastic_launch(config, function)(*arguments)
+        elastic_launch(config, _as_rank)(function, *arguments)
     except ChildFailedError as failed:
         raise _first_failure(failed) from None
+
+
+def _as_rank(function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except CaiError:
+        raise
+    except Exception:
+        time.sleep(GRACE_SECONDS)
+        raise
 
 
 def _first_failure(failed: Any) -> Exception:
     rank, failure = failed.get_first_failure()
     details = failure.error_file_data["message"] if failure.error_file_data else failure.message
     if not isinstance(details, dict):
-        return RankFailure(f"rank {rank} ended with exit code {failure.exitcode}: {details}")
+        return RankFailure(f"rank {rank} ended with exit code {failure.exitcode} and no traceback: {details}")
     kind, _, text = details["message"].partition(": ")
     error = getattr(errors, kind, None)
     if isinstance(error, type) and issubclass(error, CaiError):
         return error(text)
-    return RankFailure(f"rank {rank} failed: {details['message']}\n{details['extraInfo']['py_callstack'].rstrip()}")
+    return RankFailure(
+        f"rank {rank} failed: {details['message']}\n{details['extraInfo']['py_callstack'].rstrip()}"
+    )

@@ -1,7 +1,7 @@
 """The training loop: what a step is, whatever the layout.
 
-A step sums the loss of its target tokens and divides by their number in the whole global batch, so masks, packing,
-microbatches and data ranks change nothing; gradients are then summed over the data ranks by the session.
+A step sums the loss of its target tokens and divides by their number in the whole global batch, so masks,
+packing, microbatches and data ranks change nothing; the session then sums gradients over the data ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from cai_mesh.axes import DATA_AXES
-from cai_mesh.build import group
-from cai_mesh.collectives import all_reduce
-from cai_mesh.errors import DataError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +22,10 @@ from cai_apps.flops import TokenFlops, peak_flops
 from cai_apps.memory import peak_memory
 from cai_apps.metrics import Metrics
 from cai_apps.schedule import learning_rate
+from cai_mesh.axes import DATA_AXES
+from cai_mesh.build import group
+from cai_mesh.collectives import all_reduce
+from cai_mesh.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,17 @@ class Loop:
                 f"the loss of step {position.step + 1} is not finite",
                 got=value,
                 cause="often a learning rate that is too high",
-                fix="lower optimizer.lr, lengthen lr_schedule.warmup_steps or resume from an earlier checkpoint",
+                fix="lower optimizer.lr or lengthen lr_schedule.warmup_steps",
             )
         tokens = config.train.global_batch * config.data.sequence_length
-        position = Position(position.step + 1, position.samples + config.train.global_batch, position.tokens + tokens)
+        position = Position(
+            position.step + 1, position.samples + config.train.global_batch, position.tokens + tokens
+        )
         seconds = time.perf_counter() - start
         return position, self._metrics(position, value, float(norm), lr, tokens, seconds)
 
     def validate(self, batches: Batches) -> float:
-        """Mean loss per target token of the first `validation_batches` global batches, or of as many as there are."""
+        """Mean loss per target token of at most `validation_batches` global batches."""
         summed, targets = 0.0, 0
         whole = max(1, batches.split.size // batches.global_batch)
         for batch in range(min(whole, self.session.config.train.validation_batches)):
@@ -109,12 +111,14 @@ class Loop:
         return summed / targets
 
     def _read(self, batches: Batches, samples: int) -> tuple[list[dict[str, Tensor]], int]:
-        """This rank's microbatches on its device, and the number of target tokens of the whole global batch."""
+        """This rank's microbatches on its device; the target tokens of the whole global batch."""
         microbatches = batches.at(samples)
         total = int(self._sum_over_data(torch.tensor(count_targets(microbatches), dtype=torch.float64)))
         if total == 0:
             raise DataError("a global batch has no target token", expected="some label that is not -100")
-        return [{name: value.to(self.device) for name, value in batch.items()} for batch in microbatches], total
+        return [
+            {name: value.to(self.device) for name, value in batch.items()} for batch in microbatches
+        ], total
 
     def _sum_over_data(self, value: Tensor) -> float:
         value = value.detach().to(device=self.device, dtype=torch.float64)

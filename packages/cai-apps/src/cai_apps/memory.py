@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of the rank that needed most: allocated on its GPU, or resident in host memory. Collective."""
+    """Peak bytes of the rank that needed most: allocated on its GPU, or resident on the host. Collective."""
     if device.type == "cuda":
         own = torch.cuda.max_memory_allocated(device)
     else:

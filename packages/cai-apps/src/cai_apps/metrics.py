@@ -48,7 +48,11 @@ class MetricsFile:
         self._file.flush()
 
     def write(self, metrics: Metrics) -> None:
-        record = {key: value for key, value in asdict(metrics).items() if key != "validation_loss" or value is not None}
+        record = {
+            key: value
+            for key, value in asdict(metrics).items()
+            if key != "validation_loss" or value is not None
+        }
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
@@ -66,7 +70,9 @@ def read(path: Path) -> list[dict]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise DataError(f"no metrics at {path}", expected="the directory of a run that has trained a step") from None
+        raise DataError(
+            f"no metrics at {path}", expected="the directory of a run that has trained a step"
+        ) from None
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def presets() -> list[str]:
     """Names of the model shapes that ship with cai."""
-    return sorted(file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json"))
+    return sorted(
+        file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json")
+    )
 
 
 def load_model_config(name: str) -> PretrainedConfig:
@@ -34,7 +36,9 @@ def load_model_config(name: str) -> PretrainedConfig:
         return AutoConfig.for_model(table.pop("model_type"), **table)
     directory = Path(name).expanduser()
     if directory.is_dir() and not (directory / "config.json").is_file():
-        raise ConfigError(f"model.name is a directory without a config.json: {name}", expected="an HF model directory")
+        raise ConfigError(
+            f"model.name is a directory without a config.json: {name}", expected="an HF model directory"
+        )
     try:
         return AutoConfig.from_pretrained(directory if directory.is_dir() else name)
     except (OSError, ValueError) as error:

@@ -40,7 +40,9 @@ class LiveProgress:
         from rich.progress import Progress as Bar
 
         eta = TimeRemainingColumn(elapsed_when_finished=True)
-        self._bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[line]}"), eta)
+        self._bar = Bar(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[line]}"), eta
+        )
         self._bar.start()
         self._task = self._bar.add_task("step", total=total, completed=start, line="")
 

@@ -1,8 +1,8 @@
 """The files of a run.
 
-    RUN_DIR/config.toml      the config with everything worked out
-            metrics.jsonl    one record per step
-            checkpoints/ plots/ export/ crash/
+RUN_DIR/config.toml      the config with everything worked out
+        metrics.jsonl    one record per step
+        checkpoints/ plots/ export/ crash/
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from cai_mesh.errors import ConfigError
-
 from cai_apps import config_file
 from cai_apps.config import Config
+from cai_mesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,11 @@ class RunDirectory:
     @classmethod
     def create(cls, config: Config, label: str) -> RunDirectory:
         """Makes the directory `config.log.directory`, or runs/<label>-<time>, and writes the config there."""
-        path = Path(config.log.directory or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S}").expanduser().absolute()
+        path = (
+            Path(config.log.directory or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S}")
+            .expanduser()
+            .absolute()
+        )
         run = cls(path)
         for directory in (run.checkpoints, run.plots, run.crash):
             directory.mkdir(parents=True, exist_ok=True)
@@ -41,7 +44,9 @@ class RunDirectory:
         """
         run = cls(Path(path).expanduser().absolute())
         if not run.config_file.is_file():
-            raise ConfigError(f"not a run directory: {path}", expected="a directory with the config.toml of a run")
+            raise ConfigError(
+                f"not a run directory: {path}", expected="a directory with the config.toml of a run"
+            )
         return run
 
     @property

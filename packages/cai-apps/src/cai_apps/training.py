@@ -59,7 +59,7 @@ def _announce(job: Job, ranks: int) -> None:
     parallel = job.config.parallel
     print(
         f"{job.config.model.name}: data {parallel.replicate * parallel.shard} x tensor {parallel.tensor.size}"
-        f" x pipeline {parallel.pipeline.size}, ZeRO-{parallel.zero}, {ranks} {job.device} rank{'s' * (ranks > 1)},"
-        f" {job.prepared.tokens:,} tokens of text",
+        f" x pipeline {parallel.pipeline.size}, ZeRO-{parallel.zero},"
+        f" {ranks} {job.device} rank{'s' * (ranks > 1)}, {job.prepared.tokens:,} tokens of text",
         flush=True,
     )

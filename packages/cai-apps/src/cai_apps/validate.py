@@ -1,4 +1,4 @@
-"""Checks a config against the model and the ranks, and works out what it leaves open, before any rank starts."""
+"""Checks a config against model and ranks and fills in what it leaves open, before any rank starts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cai_apps.config import Config
 from cai_mesh.errors import ConfigError, MeshError
 from cai_mesh.spec import MeshSpec
-
-from cai_apps.config import Config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -58,14 +57,14 @@ def microbatches(config: Config) -> int:
     given = parallel.pipeline.microbatches
     found, left = divmod(train.global_batch, per_pass)
     if left or (given is not None and given != found):
-        count = "microbatches" if given is None else given
+        whole = per_pass * (given or max(1, round(train.global_batch / per_pass)))
+        count = "any number of microbatches" if given is None else f"microbatches {given}"
         raise ConfigError(
             "batch sizes disagree",
             got=f"train.global_batch = {train.global_batch}",
-            expected=f"replicate {parallel.replicate} * shard {parallel.shard} * microbatches {count}"
-            f" * microbatch_size {train.microbatch_size} = {per_pass if given is None else per_pass * given}"
-            + (" * microbatches" if given is None else ""),
-            fix=f"set train.global_batch to {per_pass * (given or max(1, round(train.global_batch / per_pass)))}",
+            expected=f"replicate {parallel.replicate} * shard {parallel.shard}"
+            f" * microbatch_size {train.microbatch_size} * {count}",
+            fix=f"set train.global_batch to {whole}",
         )
     return found
 
@@ -147,9 +146,13 @@ def _check_ranges(config: Config) -> None:
         if value is not None and value < smallest:
             raise ConfigError(f"{key} is too small", got=value, expected=f"at least {smallest}")
     if config.data.validation_fraction >= 1:
-        raise ConfigError("data.validation_fraction leaves nothing to train on", got=config.data.validation_fraction)
+        raise ConfigError(
+            "data.validation_fraction leaves nothing to train on", got=config.data.validation_fraction
+        )
     if config.parallel.shard < 1 and config.parallel.shard != -1:
-        raise MeshError("parallel.shard is not a degree", got=config.parallel.shard, expected="at least 1, or -1")
+        raise MeshError(
+            "parallel.shard is not a degree", got=config.parallel.shard, expected="at least 1, or -1"
+        )
 
 
 def _divisors(number: int) -> str:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cai_mesh.axes import DATA_AXES
-from cai_mesh.build import degree, index
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_apps.apply import Session, apply
+from cai_apps.apply import apply
 from cai_apps.config import Config
 from cai_apps.data.batches import Batches, split
 from cai_apps.data.prepare import Prepared
@@ -23,6 +21,8 @@ from cai_apps.metrics import Metrics, MetricsFile
 from cai_apps.models import load_model_config, meta_model
 from cai_apps.progress import open_progress
 from cai_apps.run_directory import RunDirectory
+from cai_mesh.axes import DATA_AXES
+from cai_mesh.build import degree, index
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ class Job:
 def start_rank(device_type: str) -> torch.device:
     """Joins the process group with the environment's rank, or makes a group of one; the rank's device."""
     backend = "nccl" if device_type == "cuda" else "gloo"
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
@@ -100,7 +104,9 @@ class Recorder:
 
     def __init__(self, job: Job, position: Position):
         self._file = MetricsFile(job.run.metrics, from_step=position.step)
-        self._progress = open_progress(job.config.train.steps, start=position.step, every=job.config.log.every)
+        self._progress = open_progress(
+            job.config.train.steps, start=position.step, every=job.config.log.every
+        )
 
     def record(self, metrics: Metrics) -> None:
         self._file.write(metrics)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 
-from cai_mesh.errors import CaiError, ConfigError, did_you_mean
-
 import cai_apps
+from cai_apps.launch import RankFailure
+from cai_mesh.errors import CaiError, ConfigError, did_you_mean
 
 COMMANDS = {
     "train": "train a model from a recipe or a TOML file",
     "recipes": "list the recipes",
 }
-USER_ERROR = 2
+FAILURE, USER_ERROR = 1, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except RankFailure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILURE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -55,6 +58,6 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`cai COMMAND --help` explains one command; --debug shows the traceback of an error; --version the version.",
+            "`cai COMMAND --help` explains a command; --debug shows the traceback of an error.",
         ]
     )

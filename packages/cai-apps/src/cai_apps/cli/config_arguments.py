@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cai_mesh.errors import ConfigError
-
 from cai_apps import config_file, recipes
 from cai_apps.config import Config
+from cai_mesh.errors import ConfigError
 
 
 def parse(arguments: list[str], *, command: str, description: str) -> tuple[Config, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cai_mesh.errors import ConfigError
-
 from cai_apps import recipes
+from cai_mesh.errors import ConfigError
 
 
 def run(arguments: list[str]) -> int:

@@ -1,8 +1,9 @@
 """Packed sequences and which of them a data rank reads in a step.
 
-The stream of tokens is cut into sequences of equal length; the last ones are kept for validation. Step s of a run
-consumes the samples [s * B, (s + 1) * B) of an endless shuffled order, whatever the layout; a data rank takes a
-contiguous part of those. So the position of a run is one number, and any layout goes on where another stopped.
+The stream of tokens is cut into sequences of equal length; the last ones are kept for validation. Step s of a
+run consumes the samples [s * B, (s + 1) * B) of an endless shuffled order, whatever the layout; a data rank
+takes a contiguous part of those. So the position of a run is one number, and any layout goes on where another
+stopped.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from cai_mesh.errors import DataError
 from torch import Tensor
 
 from cai_apps.data.prepare import Prepared
 from cai_apps.data.shuffle import permute
+from cai_mesh.errors import DataError
 
 IGNORED = -100
 

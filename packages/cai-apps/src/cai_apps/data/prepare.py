@@ -4,8 +4,8 @@
     <cache>/<key>/tokens.bin      the documents joined by the end-of-sequence token, uint16 or uint32
     <cache>/<key>/dataset.json    dtype and number of tokens, written last
 
-The key is a digest of everything the files depend on, so a finished directory is never out of date. It is written
-under a temporary name and renamed; of two writers one wins and both have the same result.
+The key is a digest of everything the files depend on, so a finished directory is never out of date. It is
+written under a temporary name and renamed; of two writers one wins and both have the same result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cai_mesh.errors import DataError
 
 from cai_apps.config import Data
 from cai_apps.data import sources
 from cai_apps.data.tokenizer import load_tokenizer, train_tokenizer
+from cai_mesh.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -108,7 +108,9 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, documents: Iterable[str]) -> It
     """int64 token ids of each document, ending with the end-of-sequence token."""
     documents = iter(documents)
     while batch := list(islice(documents, DOCUMENTS_AT_ONCE)):
-        for ids in tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]:
+        for ids in tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]:
             yield np.array([*ids, tokenizer.eos_token_id], dtype=np.int64)
 
 
@@ -121,7 +123,7 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
             got=f"id {largest}",
             expected=f"ids below vocab_size = {vocab_size}",
             cause="the tokenizer was made for another model",
-            fix="use the model's own tokenizer, or data.tokenizer = \"train\"",
+            fix='use the model\'s own tokenizer, or data.tokenizer = "train"',
         )
 
 

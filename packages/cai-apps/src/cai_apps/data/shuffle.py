@@ -1,8 +1,8 @@
 """A random order of n samples as a pure function of (seed, epoch), in constant memory.
 
-A four-round Feistel network over the smallest even number of bits that holds n is a permutation of that many bits;
-walking its cycles until the value falls below n makes it a permutation of n (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002).
+A four-round Feistel network over the smallest even number of bits that holds n is a permutation of that
+range; walking its cycles until the value falls below n makes it a permutation of n (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROUNDS = 4
 
 
 def permute(index: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Where each position of the order points: int64 [...] in [0, size) -> int64 [...] in [0, size), one to one."""
+    """Where each position of the order points: int64 [...] in [0, size), one to one."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     stream = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
     keys = _mix(np.arange(ROUNDS, dtype=np.uint64) + stream)

@@ -17,7 +17,15 @@ from pathlib import Path
 from cai_mesh.errors import DataError
 
 STDLIB = "stdlib"
-SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "encodings"}
+SKIPPED_DIRECTORIES = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "encodings",
+}
 """Not part of the library, its tests, or tables of numbers."""
 
 
@@ -25,7 +33,7 @@ def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:
     """The documents of `data.source`, cut off after `limit_bytes` of UTF-8 text.
 
     Raises:
-        DataError: nothing is there, a file is not UTF-8, or a JSONL line is broken (with its file and number).
+        DataError: nothing is there, a file is not UTF-8, or a JSONL line is broken (named with its file).
     """
     left = limit_bytes
     for text in _read(source):
@@ -93,7 +101,9 @@ def _read_files(files: Iterable[Path]) -> Iterator[str]:
             try:
                 yield file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(f"{file} is not UTF-8 text", got=str(error), fix="convert or leave out the file") from None
+                raise DataError(
+                    f"{file} is not UTF-8 text", got=str(error), fix="convert or leave out the file"
+                ) from None
 
 
 def read_jsonl(file: Path) -> Iterator[str]:
@@ -135,24 +145,32 @@ def _read_dataset(directory: Path) -> Iterator[str]:
         split = "train" if "train" in table else sorted(table)[0]
         table = table[split]
     if "text" not in table.column_names:
-        raise DataError(f"{directory} has no column 'text'", got=", ".join(table.column_names), expected="text")
+        raise DataError(
+            f"{directory} has no column 'text'", got=", ".join(table.column_names), expected="text"
+        )
     for row in table:
         yield row["text"]
 
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(file for file in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(file.relative_to(root).parts))
+    return sorted(
+        file for file in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(file.relative_to(root).parts)
+    )
 
 
 def _read_stdlib() -> Iterator[str]:
-    """Sources and language reference, mixed in an order without theme: any prefix is a fair sample of both."""
+    """Sources and language reference, mixed without theme: any prefix is a fair sample of both."""
     from pydoc_data.topics import topics
 
-    readers: dict[str, Callable[[], str]] = {f"topic:{name}": partial(topics.__getitem__, name) for name in topics}
+    readers: dict[str, Callable[[], str]] = {
+        f"topic:{name}": partial(topics.__getitem__, name) for name in topics
+    }
     for file in _stdlib_files():
         if file.parent.name != "pydoc_data":
-            readers[f"{file.parent.name}/{file.name}"] = partial(file.read_text, encoding="utf-8", errors="replace")
+            readers[f"{file.parent.name}/{file.name}"] = partial(
+                file.read_text, encoding="utf-8", errors="replace"
+            )
     for name in sorted(readers, key=_spread):
         yield readers[name]()
 

@@ -1,4 +1,4 @@
-"""A tokenizer: a byte-level BPE trained on the run's own text, or one loaded from an HF directory or hub id."""
+"""A byte-level BPE trained on the run's own text, or a tokenizer loaded from an HF directory or hub id."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser() if Path(name).expanduser().exists() else name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            Path(name).expanduser() if Path(name).expanduser().exists() else name
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no tokenizer {str(name)!r}",
@@ -70,5 +72,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
             cause=str(error).splitlines()[0],
         ) from None
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer {str(name)!r} has no end-of-sequence token", expected="an eos_token")
+        raise ConfigError(
+            f"the tokenizer {str(name)!r} has no end-of-sequence token", expected="an eos_token"
+        )
     return tokenizer

@@ -6,10 +6,9 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from cai_mesh.errors import ConfigError, did_you_mean
-
 from cai_apps import config_file
 from cai_apps.config import Config
+from cai_mesh.errors import ConfigError, did_you_mean
 
 
 def names() -> list[str]:
@@ -35,4 +34,6 @@ def load(recipe: str) -> Config:
             return config_file.read(path)
     if recipe.endswith(".toml") or os.sep in recipe:
         return config_file.read(Path(recipe).expanduser())
-    raise ConfigError(f"no recipe {recipe!r}", expected="a recipe or a .toml file", fix=did_you_mean(recipe, names()))
+    raise ConfigError(
+        f"no recipe {recipe!r}", expected="a recipe or a .toml file", fix=did_you_mean(recipe, names())
+    )

@@ -15,10 +15,15 @@ def draw_loss(run: RunDirectory) -> Path:
     records = metrics.read(run.metrics)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss per token (nats)")
-    axes.plot([record["step"] for record in records], [record["loss"] for record in records], label="training")
+    axes.plot(
+        [record["step"] for record in records], [record["loss"] for record in records], label="training"
+    )
     validated = [record for record in records if "validation_loss" in record]
     if validated:
-        steps, losses = [record["step"] for record in validated], [record["validation_loss"] for record in validated]
+        steps, losses = (
+            [record["step"] for record in validated],
+            [record["validation_loss"] for record in validated],
+        )
         axes.plot(steps, losses, "o-", label="validation")
         axes.legend()
     axes.grid(alpha=0.3)
