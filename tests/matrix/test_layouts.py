@@ -1,0 +1,118 @@
+"""The same training under the product of layouts, ZeRO stages, schedules and models, through `cai train`.
+
+Every case trains in float64 from the same seed on the same text and must give the losses of the run on one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pydoc_data.topics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.matrix
+
+STEPS = 4
+TOLERANCE = 1e-9
+CONFIG = """
+[model]
+name = "{model}"
+[data]
+source = "{source}"
+sequence_length = 64
+limit_bytes = 300000
+cache = "{cache}"
+[parallel]
+replicate = {replicate}
+shard = {shard}
+zero = {zero}
+tensor = {{ mode = "1d", size = {tensor} }}
+pipeline = {{ size = {pipeline}, schedule = "{schedule}" }}
+[precision]
+compute = "fp64"
+[train]
+steps = {steps}
+global_batch = 16
+device = "cpu"
+[log]
+directory = "{directory}"
+sample_tokens = 0
+"""
+
+
+class Case(NamedTuple):
+    model: str
+    replicate: int = 1
+    shard: int = 1
+    zero: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}={value}" for name, value in self._asdict().items())
+
+
+def cases() -> list[Case]:
+    found = []
+    degrees = itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2))
+    for model, (replicate, shard, tensor, pipeline) in itertools.product(
+        ("llama-tiny", "gpt2-tiny"), degrees
+    ):
+        if not 1 < replicate * shard * tensor * pipeline <= 8:
+            continue
+        stages = (0, 1, 2, 3) if replicate * shard > 1 else (0,)
+        schedules = ("gpipe", "1f1b") if pipeline > 1 else ("1f1b",)
+        for zero, schedule in itertools.product(stages, schedules):
+            found.append(Case(model, replicate, shard, zero, tensor, pipeline, schedule))
+    return found
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+def losses(case: Case, folder: Path) -> list[float]:
+    """Train as `case` says and return the loss of every step."""
+    (folder / "text.txt").write_text("\n\n".join(pydoc_data.topics.topics.values()))
+    directory = folder / str(case)
+    places = {
+        "source": folder / "text.txt",
+        "cache": folder / "cache",
+        "directory": directory,
+        "steps": STEPS,
+    }
+    file = folder / f"{case}.toml"
+    file.write_text(CONFIG.format(**case._asdict(), **places))
+    command = [sys.executable, "-m", "cai_apps", "train", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+
+@pytest.fixture(scope="session")
+def one_rank(folder: Path):
+    known: dict[str, list[float]] = {}
+
+    def losses_of(model: str) -> list[float]:
+        if model not in known:
+            known[model] = losses(Case(model), folder)
+        return known[model]
+
+    return losses_of
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_losses_are_those_of_one_rank(case: Case, folder: Path, one_rank, record_property):
+    expected, got = one_rank(case.model), losses(case, folder)
+    difference = max(abs(a - b) for a, b in zip(expected, got, strict=True))
+    record_property("loss_difference", difference)
+    assert len(got) == STEPS
+    assert difference < TOLERANCE
