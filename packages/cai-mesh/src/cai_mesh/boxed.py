@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from cai_mesh.collectives import all_gather_object
 from cai_mesh.layout import Box, Layout
+from cai_mesh.reduce import ReduceSpec
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """A 1-d tensor that is elements `range` of the row-major local tensor described by `layout`."""
+
+    layout: Layout
+    range: tuple[int, int]
+
+
+def attach_flat(tensor: torch.Tensor, layout: Layout, flat_range: tuple[int, int]) -> None:
+    """Say of which elements of which local tensor a 1-d tensor is a part."""
+    tensor.cai_flat = FlatPart(layout, flat_range)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -30,14 +44,22 @@ class BoxedTensor:
     @staticmethod
     def from_param(tensor: torch.Tensor) -> BoxedTensor:
         """The boxes of a local tensor by its attached layout, of a DTensor's local part, or of a whole tensor."""
-        from cai_mesh.reduce import ReduceSpec
+        return BoxedTensor.like(tensor, tensor)
 
-        layout = Layout.of(tensor)
-        local = tensor.detach()
+    @staticmethod
+    def like(param: torch.Tensor, value: torch.Tensor) -> BoxedTensor:
+        """The boxes of `value`, a tensor laid out as `param` is (an optimizer's moment, a gradient)."""
+        owner = ReduceSpec.of(param).owner
+        local = value.detach()
         if hasattr(local, "to_local"):
             local = local.to_local()
+        flat = getattr(param, "cai_flat", None)
+        if flat is not None:
+            boxed = BoxedTensor.from_flat(flat.layout, flat.range, local)
+            return replace(boxed, owner=owner)
+        layout = Layout.of(param)
         pieces = tuple((box, local[index]) for index, box in layout.slices())
-        return BoxedTensor(layout.global_shape, tensor.dtype, pieces, ReduceSpec.of(tensor).owner)
+        return BoxedTensor(layout.global_shape, value.dtype, pieces, owner)
 
     @staticmethod
     def from_flat(layout: Layout, flat_range: tuple[int, int], flat: torch.Tensor) -> BoxedTensor:

@@ -26,7 +26,6 @@ class GradSync(Protocol):
 
     def defer(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate. A backward outside reduces what has accumulated."""
-        ...
 
     def finish(self) -> None:
         """Wait for every reduction of the step."""
@@ -43,7 +42,6 @@ class ParameterSharding(Protocol):
 
     def unshard(self, module: nn.Module) -> CommHandle:
         """Gather the parameters of `module` and everything below it."""
-        ...
 
     def reshard(self, module: nn.Module) -> None:
         """Free what `unshard` gathered."""
@@ -52,19 +50,35 @@ class ParameterSharding(Protocol):
         """Start reducing the gradients accumulated below `module`."""
 
 
+class Stored:
+    """A chunk-shaped or shard-shaped tensor that stays between uses.
+
+    Args:
+        chunk: of which chunk it is (a part).
+        home: the tensor that stays, in whatever memory its residency chose.
+        device: where it is used.
+    """
+
+    def __init__(self, chunk: FlatChunk, home: torch.Tensor, device: torch.device):
+        self.chunk, self.home, self.device = chunk, home, device
+        self.on_device: torch.Tensor | None = home if home.device == device else None
+
+
 @runtime_checkable
 class Residency(Protocol):
-    """Which memory a chunk's data lives in between uses."""
+    """Which memory data lives in between uses."""
 
-    def fetch(self, chunk: FlatChunk) -> CommHandle:
-        """Bring the chunk's data to its compute device."""
-        ...
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The home of a tensor that is to stay: itself, or a copy in another memory, complete on return."""
 
-    def release(self, chunk: FlatChunk) -> None:
-        """The chunk is not in use; its device memory may be taken."""
+    def fetch(self, stored: Stored) -> CommHandle:
+        """Bring the data to its device; it is in `stored.on_device` after `wait`."""
 
-    def evict(self, chunk: FlatChunk) -> None:
-        """Move the chunk's data off the device now."""
+    def release(self, stored: Stored) -> None:
+        """The device copy is not in use any more and was not changed; its memory may be taken."""
+
+    def evict(self, stored: Stored) -> None:
+        """Write a changed device copy back to its home and free it."""
 
 
 class GradSink(Protocol):
@@ -84,13 +98,16 @@ class Done:
 class OnDevice:
     """The `Residency` that leaves everything where it is."""
 
-    def fetch(self, chunk: FlatChunk) -> CommHandle:
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def fetch(self, stored: Stored) -> CommHandle:
         return Done()
 
-    def release(self, chunk: FlatChunk) -> None:
+    def release(self, stored: Stored) -> None:
         return None
 
-    def evict(self, chunk: FlatChunk) -> None:
+    def evict(self, stored: Stored) -> None:
         return None
 
 

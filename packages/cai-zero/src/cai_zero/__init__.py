@@ -1,1 +1,18 @@
+"""ZeRO: sharded data parallelism for an ordinary optimizer (stages 0 to 2) or module (stage 3)."""
+
+from cai_zero.module import ModuleSharding, shard_module, sharding_of
+from cai_zero.optimizer import ShardedOptimizer, shard_optimizer
+from cai_zero.precision import MixedPrecision
+from cai_zero.state import optimizer_state
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "MixedPrecision",
+    "ModuleSharding",
+    "ShardedOptimizer",
+    "optimizer_state",
+    "shard_module",
+    "shard_optimizer",
+    "sharding_of",
+]

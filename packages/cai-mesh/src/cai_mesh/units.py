@@ -1,0 +1,223 @@
+"""Blocks of a model whose parameters live in one chunk, whole only while they are used.
+
+A `FlatUnit` keeps, for one module, the flat part of its chunk that stays (the *shard*: this rank's rows, or all of
+them on one device) and the whole chunk in compute dtype, which exists between `gather_storage` and `free_storage`.
+Who fills the whole chunk (an all-gather, a copy from the host) is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cai_mesh.boxed import attach_flat
+from cai_mesh.errors import PlanError
+from cai_mesh.flat import FlatChunk
+from cai_mesh.layout import canonical_name
+from cai_mesh.norm import Span, attach_spans
+from cai_mesh.reduce import ReduceSpec, attach_reduce
+
+
+def blocks(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """The parameters of a model by unit: each outermost element of an `nn.ModuleList`, and the model for the rest.
+
+    Names are fully qualified and canonical. A parameter that two blocks share belongs to the model. Blocks are in
+    the order of their first parameter; the model, if it has parameters of its own, comes last.
+    """
+    inside: dict[str, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(prefix.startswith(p + ".") for p in inside):
+            inside.update({f"{prefix}.{name}".lstrip("."): child for name, child in module.named_children()})
+    homes: dict[int, nn.Module] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        block = next((inside[p] for p in _prefixes(name) if p in inside), model)
+        home = homes.setdefault(id(param), block)
+        if home is not block:
+            homes[id(param)] = model
+        first.setdefault(id(param), (canonical_name(name, param), param))
+    found: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+    for key, entry in first.items():
+        found.setdefault(homes[key], []).append(entry)
+    if model in found:
+        found[model] = found.pop(model)
+    return found
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    parts = name.split(".")
+    return (".".join(parts[:i]) for i in range(1, len(parts)))
+
+
+@dataclass
+class _Site:
+    """One place where a module refers to a parameter."""
+
+    module: nn.Module
+    attribute: str
+    index: int
+
+
+class FlatUnit:
+    """The chunk of one module's parameters: a shard that stays and a whole that comes and goes.
+
+    Args:
+        root: model in which every reference to the parameters is replaced.
+        params: (canonical name, parameter) pairs of the unit, all on one device.
+        world, index: number of shards and which one this rank keeps.
+        shard_axes: mesh axes along which the shards differ.
+        master, compute: dtypes of the shard and of the whole chunk.
+        device: where the whole chunk is used.
+        place: returns the home of the shard (to move it to another memory); default: it stays on `device`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        world: int,
+        index: int,
+        shard_axes: frozenset[str],
+        master: torch.dtype,
+        compute: torch.dtype,
+        device: torch.device,
+        place: Callable[[torch.Tensor], torch.Tensor] = lambda shard: shard,
+    ):
+        self.params = [param for _, param in params]
+        self.chunk = FlatChunk(params, world=world)
+        self.low, self.high = self.chunk.shard_range(index)
+        full = self.chunk.allocate(master, device)
+        self.chunk.fill(full, self.params)
+        self.shard = place(full[self.low : self.high].clone())
+        del full
+        self.whole = torch.empty(self.chunk.numel, dtype=compute, device=device)
+        self.used = [
+            _whole_parameter(v, p)
+            for v, p in zip(self.chunk.views(self.whole.data), self.params, strict=True)
+        ]
+        self.kept = self._shard_parameters(shard_axes)
+        self._sites = _sites(root, self.params)
+        self.is_whole = True
+        self._shard_gradient: torch.Tensor | None = None
+        self.free_storage()
+
+    def _shard_parameters(self, shard_axes: frozenset[str]) -> list[nn.Parameter]:
+        held = {part.slot.name: part for part in self.chunk.overlaps(self.low, self.high)}
+        kept = []
+        for slot, original in zip(self.chunk.slots, self.params, strict=True):
+            part = held.get(slot.name)
+            low, high, start = (part.low, part.high, part.start) if part else (0, 0, 0)
+            param = nn.Parameter(self.shard[start : start + high - low], requires_grad=original.requires_grad)
+            attach_flat(param, slot.layout, (low, high))
+            spec = ReduceSpec.of(original)
+            attach_reduce(param, spec)
+            axes = slot.layout.sharded_axes | shard_axes
+            attach_spans(param, [Span(0, high - low, axes, spec.owner)])
+            _keep_name(original, param)
+            kept.append(param)
+        return kept
+
+    def allocate_storage(self) -> None:
+        """Give the whole chunk its memory back; its contents are undefined until the caller fills them."""
+        storage = self.whole.untyped_storage()
+        storage.resize_(self.whole.numel() * self.whole.element_size())
+
+    def swap_in(self) -> None:
+        """Let the modules see whole parameters."""
+        self._refer(self.used)
+        self.is_whole = True
+
+    def free_storage(self) -> None:
+        """Let the modules see the shards and free the whole chunk."""
+        if self.is_whole:
+            self._refer(self.kept)
+        self.whole.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    def _refer(self, params: Sequence[nn.Parameter]) -> None:
+        for site in self._sites:
+            site.module._parameters[site.attribute] = params[site.index]
+
+    def take_gradients(self, buffer: torch.Tensor, *, fresh: bool) -> None:
+        """Move the gradients of this backward pass into a buffer of the whole chunk, adding unless `fresh`."""
+        gather_gradients(self.used, self.chunk.views(buffer), fresh=fresh)
+
+    def set_shard_gradient(self, grad: torch.Tensor) -> None:
+        """Point every kept parameter's `grad` at its part of a shard-shaped tensor."""
+        self._shard_gradient = grad
+        for slot, param in zip(self.chunk.slots, self.kept, strict=True):
+            if param.requires_grad:
+                start = max(slot.offset - self.low, 0) if param.numel() else 0
+                param.grad = grad[start : start + param.numel()]
+
+    @property
+    def shard_gradient(self) -> torch.Tensor | None:
+        """What `set_shard_gradient` was given, or None once the loop has cleared the gradients."""
+        if self._shard_gradient is not None and all(p.grad is None for p in self.kept):
+            self._shard_gradient = None
+        return self._shard_gradient
+
+
+def gather_gradients(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor], *, fresh: bool) -> None:
+    """Add the `.grad` of every parameter to its view (copy when `fresh`, zero where there is none) and drop it."""
+    have = [(view, p.grad) for view, p in zip(views, params, strict=True) if p.grad is not None]
+    if fresh:
+        missing = [view for view, p in zip(views, params, strict=True) if p.grad is None]
+        if missing:
+            torch._foreach_zero_(missing)
+    if have:
+        targets, grads = [view for view, _ in have], [grad for _, grad in have]
+        if fresh:
+            torch._foreach_copy_(targets, grads)
+        elif all(t.dtype == g.dtype for t, g in have):
+            torch._foreach_add_(targets, grads)
+        else:
+            torch._foreach_add_(targets, [g.to(t.dtype) for t, g in have])
+    for param in params:
+        param.grad = None
+
+
+def _whole_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
+    param = nn.Parameter(view, requires_grad=original.requires_grad)
+    layout = getattr(original, "cai_layout", None)
+    if layout is not None:
+        param.cai_layout = layout  # type: ignore[attr-defined]
+    attach_reduce(param, ReduceSpec.of(original))
+    _keep_name(original, param)
+    return param
+
+
+def _keep_name(original: nn.Parameter, param: nn.Parameter) -> None:
+    if getattr(original, "cai_name", None):
+        param.cai_name = original.cai_name  # type: ignore[attr-defined]
+
+
+def _sites(root: nn.Module, params: Sequence[nn.Parameter]) -> list[_Site]:
+    where = {id(param): i for i, param in enumerate(params)}
+    sites = [
+        _Site(module, attribute, where[id(param)])
+        for module in root.modules()
+        for attribute, param in module._parameters.items()
+        if param is not None and id(param) in where
+    ]
+    if {site.index for site in sites} != set(range(len(params))):
+        raise PlanError(
+            "a parameter to be sharded is not part of the model", fix="pass the model that owns it"
+        )
+    return sites
+
+
+def check_parameters(params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex or sparse ones."""
+    for name, param in params:
+        if not param.is_floating_point() or param.layout is not torch.strided:
+            raise PlanError(
+                f"parameter {name!r} cannot be sharded",
+                got=f"{param.dtype}, {param.layout}",
+                expected="a dense real floating-point tensor",
+                fix="register it as a buffer",
+            )

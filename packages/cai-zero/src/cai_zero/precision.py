@@ -1,0 +1,45 @@
+"""Which dtype for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cai_mesh.errors import PlanError
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of a sharded model.
+
+    Args:
+        compute: of parameters while modules use them, and of activations that follow from them. None: as they are.
+        master: of the weights the optimizer steps, and so of its state. None: float32 when `compute` has fewer bits
+            than that, else `compute`.
+        reduce: in which gradients are accumulated and reduced. None: `master`.
+    """
+
+    compute: torch.dtype | None = None
+    master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def resolve(self, param: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """(compute, master, reduce) for parameters of dtype `param`. Raises `PlanError` for non-float dtypes."""
+        compute = self.compute or param
+        master = self.master or (torch.float32 if compute.itemsize < 4 else compute)
+        reduce = self.reduce or master
+        for use, dtype in (("compute", compute), ("master", master), ("reduce", reduce)):
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise PlanError(
+                    f"{use} dtype is not supported",
+                    got=dtype,
+                    expected="float64, float32, bfloat16 or float16",
+                )
+        if compute == torch.float16:
+            raise PlanError(
+                "float16 compute needs a loss scale, which cai-zero does not have yet",
+                got=compute,
+                fix="use bfloat16",
+            )
+        return compute, master, reduce

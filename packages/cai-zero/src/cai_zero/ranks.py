@@ -1,0 +1,82 @@
+"""Which ranks share the rows of a parameter, and which hold copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_mesh import build
+from cai_mesh.axes import GRADIENT_AXES
+from cai_mesh.errors import MeshError
+from cai_mesh.reduce import ReduceSpec
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The data-parallel axes of a mesh, resolved to process groups (None: a world of one).
+
+    Args:
+        mesh: the mesh itself, for norms.
+        shard_axes: axes over which rows are divided.
+        shard: their process group; `index` of `size` is this rank.
+        replicate_axes, replicate: axes and group of ranks that hold the same rows.
+    """
+
+    mesh: DeviceMesh | None
+    shard_axes: tuple[str, ...]
+    shard: dist.ProcessGroup | None
+    size: int
+    index: int
+    replicate_axes: tuple[str, ...]
+    replicate: dist.ProcessGroup | None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.replicate_axes + self.shard_axes
+
+    def divisor(self, spec: ReduceSpec) -> float:
+        """By what a gradient's sum is divided."""
+        if spec.divisor is not None:
+            return spec.divisor
+        return float(build.degree(self.mesh, self.axes)) if self.mesh is not None else 1.0
+
+    def other_axes(self, spec: ReduceSpec) -> tuple[str, ...]:
+        """Axes a gradient is summed over besides the data axes (tp, for partial gradients)."""
+        return tuple(axis for axis in spec.sum_axes if axis not in GRADIENT_AXES and axis not in self.axes)
+
+
+def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
+    """Find the data axes of a mesh.
+
+    A mesh with any of `dp_replicate, dp_shard, cp` is read by those names: rows are divided over `dp_shard` and
+    `cp`, copied over `dp_replicate`. Any other mesh of one dimension divides over it; of two, copies over the first
+    and divides over the second. `sharded=False` (stage 0) treats all of them as copies.
+    """
+    if mesh is None:
+        return DataRanks(None, (), None, 1, 0, (), None)
+    names = build.axis_names(mesh)
+    if any(axis in names for axis in GRADIENT_AXES):
+        copies = tuple(a for a in names if a == "dp_replicate")
+        rows = tuple(a for a in names if a in ("dp_shard", "cp"))
+    elif len(names) <= 2:
+        copies, rows = names[:-1], names[-1:]
+    else:
+        raise MeshError(
+            "cai-zero cannot tell the data axes of this mesh",
+            got=names,
+            expected="dp_replicate, dp_shard or cp among the names, or at most two dimensions",
+            fix='name the axes, or pass a slice of the mesh such as mesh["data"]',
+        )
+    if not sharded:
+        copies, rows = copies + rows, ()
+    return DataRanks(
+        mesh,
+        rows,
+        build.group(mesh, rows) if rows else None,
+        build.degree(mesh, rows),
+        build.index(mesh, rows),
+        copies,
+        build.group(mesh, copies) if copies else None,
+    )

@@ -1,0 +1,81 @@
+"""The state of an optimizer by parameter name, so that it can be saved and loaded on any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.layout import canonical_name
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make a fresh optimizer allocate its state, changing no parameter: one step with zero gradients and rate 0."""
+    if optimizer.state:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [(p, p.grad) for p in params]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    values = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    with torch.no_grad():
+        for (p, grad), value in zip(kept, values, strict=True):
+            p.grad = grad
+            p.copy_(value)
+            step = optimizer.state[p].get("step")
+            if isinstance(step, torch.Tensor):
+                step.zero_()
+
+
+def state_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors an optimizer keeps for a parameter, allocated if they were not yet."""
+    initialize_state(optimizer)
+    return {slot: value for slot, value in optimizer.state[param].items() if isinstance(value, torch.Tensor)}
+
+
+def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of every param group that JSON can hold."""
+    plain = (bool, int, float, str, type(None))
+    return [
+        {
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in group.items()
+            if isinstance(v, plain) or _numbers(v)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(x, (int, float)) for x in value)
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Take over saved hyperparameters, keeping the kind of sequence each had."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, BoxedTensor | list]:
+    """State (`NAME.SLOT`) and `param_groups` of an ordinary optimizer over a model's own parameters.
+
+    For stage 3 and for unsharded loops. Tensors are views, so loading a checkpoint fills the optimizer in place.
+    """
+    found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(optimizer)}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        for slot, value in state_slots(optimizer, param).items():
+            same = value.shape == param.shape
+            boxed = BoxedTensor.like(param, value) if same else BoxedTensor.from_param(value)
+            found[f"{canonical_name(name, param)}.{slot}"] = boxed
+    return found
