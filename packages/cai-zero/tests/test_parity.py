@@ -174,7 +174,7 @@ def mixed(stage):
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
         opt = shard_optimizer(inner, mesh, model=model, stage=stage, precision=precision)
     seen = []
-    model.layers[0].register_forward_hook(lambda m, a, out: seen.append(m.up(a[0]).dtype))
+    model.layers[0].register_forward_pre_hook(lambda m, a: seen.append(m.up.weight.dtype))
     losses = []
     for step in range(30):
         loss = loss_of(model, data(step % 3, 0, dist.get_rank(), 2))

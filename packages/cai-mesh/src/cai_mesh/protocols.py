@@ -26,6 +26,7 @@ class GradSync(Protocol):
 
     def defer(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate. A backward outside reduces what has accumulated."""
+        ...
 
     def finish(self) -> None:
         """Wait for every reduction of the step."""
@@ -42,6 +43,7 @@ class ParameterSharding(Protocol):
 
     def unshard(self, module: nn.Module) -> CommHandle:
         """Gather the parameters of `module` and everything below it."""
+        ...
 
     def reshard(self, module: nn.Module) -> None:
         """Free what `unshard` gathered."""
@@ -70,9 +72,11 @@ class Residency(Protocol):
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The home of a tensor that is to stay: itself, or a copy in another memory, complete on return."""
+        ...
 
     def fetch(self, stored: Stored) -> CommHandle:
         """Bring the data to its device; it is in `stored.on_device` after `wait`."""
+        ...
 
     def release(self, stored: Stored) -> None:
         """The device copy is not in use any more and was not changed; its memory may be taken."""
