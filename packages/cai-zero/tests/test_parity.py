@@ -182,7 +182,7 @@ def mixed(stage):
         opt.step()
         opt.zero_grad()
         losses.append(float(loss.detach()))
-    state = opt.state[next(p for p in opt.param_groups[0]["params"] if p.numel())]
+    state = next(state for p, state in opt.state.items() if p.numel())
     return seen[0], state["exp_avg"].dtype, losses
 
 
