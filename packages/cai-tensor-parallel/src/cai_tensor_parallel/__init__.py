@@ -1,1 +1,17 @@
+"""Tensor parallelism from a plan of roles: `parallelize` an ordinary or Hugging Face model over a mesh axis."""
+
+from cai_tensor_parallel.parallelize import parallelize
+from cai_tensor_parallel.plan import ROLES, Plan, plan_for
+from cai_tensor_parallel.vocab import gather_logits, vocab_parallel_cross_entropy, vocab_parallel_embedding
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "ROLES",
+    "Plan",
+    "gather_logits",
+    "parallelize",
+    "plan_for",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+]

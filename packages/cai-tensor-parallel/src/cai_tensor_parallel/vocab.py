@@ -1,0 +1,151 @@
+"""Embedding, logits and cross-entropy over a vocabulary cut into consecutive parts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from cai_mesh.autograd import gather_from, reduce_from
+from cai_mesh.errors import PlanError
+
+
+def vocab_parallel_embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    vocab_start: int,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Look up ids in a table cut by rows.
+
+    Args:
+        ids: [...], int64, over the whole vocabulary.
+        weight: [V/tp, D], rows `vocab_start` onwards.
+        padding_idx: an id of the whole vocabulary whose row gets no gradient.
+
+    Returns [..., D]: every rank's rows where it has them, zeros elsewhere, summed over the group.
+    """
+    outside = (ids < vocab_start) | (ids >= vocab_start + weight.shape[0])
+    local = (ids - vocab_start).masked_fill(outside, 0)
+    if padding_idx is not None:
+        padding_idx -= vocab_start
+        if not 0 <= padding_idx < weight.shape[0]:
+            padding_idx = None
+    if weight.shape[0] == 0:
+        rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
+    else:
+        rows = F.embedding(local, weight, padding_idx).masked_fill(outside.unsqueeze(-1), 0.0)
+    return reduce_from(rows, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per-token loss. Two small all-reduces of [T]; the softmax is kept for backward, in the logits' dtype at least."""
+
+    @staticmethod
+    def forward(ctx, logits, target, vocab_start, group_name, ignore_index):
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        scores = logits.to(dtype)
+        floor = torch.finfo(dtype).min
+        top = scores.amax(-1) if scores.shape[1] else scores.new_full(scores.shape[:1], floor)
+        top = _reduce(top, "max", group_name)
+        exps = torch.exp(scores - top[:, None])
+        outside = (target < vocab_start) | (target >= vocab_start + scores.shape[1])
+        local = (target - vocab_start).masked_fill(outside, 0)
+        picked = scores.gather(1, local[:, None])[:, 0] if scores.shape[1] else torch.zeros_like(top)
+        sums = torch.stack((exps.sum(-1), picked.masked_fill(outside, 0.0)))
+        total, picked = _reduce(sums, "sum", group_name).unbind(0)
+        ignored = target == ignore_index
+        ctx.save_for_backward(exps, total, local, outside, ignored)
+        ctx.dtype = logits.dtype
+        return (torch.log(total) + top - picked).masked_fill(ignored, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        exps, total, local, outside, ignored = ctx.saved_tensors
+        grad = grad.masked_fill(ignored, 0.0)
+        out = exps * (grad / total)[:, None]
+        if out.shape[1]:
+            out.scatter_add_(1, local[:, None], -grad.masked_fill(outside, 0.0)[:, None])
+        return out.to(ctx.dtype), None, None, None, None
+
+
+def _reduce(x: torch.Tensor, op: str, group_name: str | None) -> torch.Tensor:
+    return x if group_name is None else funcol.wait_tensor(funcol.all_reduce(x, op, group_name))
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    vocab_start: int,
+    ignore_index: int = -100,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+) -> torch.Tensor:
+    """Cross-entropy of logits cut by vocabulary, without gathering them (Megatron-LM, arXiv:1909.08053, section 3).
+
+    Args:
+        logits: [T, V/tp], columns `vocab_start` onwards; any float dtype, computed in float32 (float64 stays).
+        target: [T], int64, over the whole vocabulary, or `ignore_index`. Not checked against the vocabulary.
+        group: ranks that hold the other columns (None: all are here).
+        reduction: "mean" divides by the number of targets that are not ignored, as `torch.nn.functional` does.
+
+    Returns a scalar, or [T] for "none" (0 where ignored).
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise PlanError("unknown reduction of a loss", got=reduction, expected="none, mean or sum")
+    name = group.group_name if group is not None else None
+    losses = _CrossEntropy.apply(logits, target, vocab_start, name, ignore_index)
+    assert isinstance(losses, torch.Tensor)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (target != ignore_index).sum()
+
+
+def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Whole logits [..., V] from cut ones [..., V/tp]; differentiable, the result used alike on all ranks."""
+    if group is None:
+        return logits
+    widest = -(-vocab_size // group.size())
+    padded = F.pad(logits, (0, widest - logits.shape[-1]))
+    return gather_from(padded, -1, group)[..., :vocab_size]
+
+
+class CausalLMLoss:
+    """Stands in for a Hugging Face model's `loss_function` when its logits are cut by vocabulary."""
+
+    def __init__(self, group: dist.ProcessGroup | None, vocab_start: int):
+        self.group, self.vocab_start = group, vocab_start
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """The loss of next-token prediction: mean over targets, or the sum over `num_items_in_batch`."""
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"
+        loss = vocab_parallel_cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.flatten(),
+            self.group,
+            vocab_start=self.vocab_start,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
