@@ -64,7 +64,7 @@ def known_keys(kind: type = Config, path: tuple[str, ...] = ()) -> list[str]:
 
 
 def unknown_key(dotted: str, siblings: list[str], *, origin: str) -> ConfigError:
-    """The error for a key that does not exist; suggests the same name elsewhere first, then a close sibling."""
+    """The error for a key that does not exist; suggests the same name elsewhere, else a close sibling."""
     leaf = dotted.rpartition(".")[2]
     elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == leaf]
     fix = f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(dotted, siblings)
