@@ -18,9 +18,11 @@ def generate(
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     if not (directory / "config.json").is_file():
         raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
+    logging.disable_progress_bar()
     tokenizer = load_tokenizer(directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(directory).to(device).eval()

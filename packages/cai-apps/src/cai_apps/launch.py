@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cai_mesh import errors
@@ -15,6 +17,9 @@ from cai_mesh.errors import CaiError
 PRELOADED = ["torch", "transformers", "cai_apps.worker", "transformers.models.llama.modeling_llama"]
 """Imported once by the process all ranks are forked from."""
 
+
+FAILURE, USER_ERROR = 1, 2
+"""Exit codes."""
 
 GRACE_SECONDS = 1.0
 """How long a failed rank stays before it exits. A rank that only lost a peer so leaves after that peer, and
@@ -61,7 +66,6 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
     if device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     multiprocessing.set_forkserver_preload(PRELOADED)
@@ -76,10 +80,30 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
         max_restarts=0,
         monitor_interval=0.1,
     )
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+    with _failures_named():
+        elastic_launch(config, _as_rank)(function, *arguments)
+
+
+def run_launcher(options: argparse.Namespace) -> None:
+    """Runs torch.distributed.run with its own parsed options.
+
+    Raises:
+        RankFailure: a rank failed; names it and, where it left one, has its traceback.
+    """
+    from torch.distributed.run import run
+
+    with _failures_named():
+        run(options)
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they print tracebacks of their own
     try:
-        elastic_launch(config, _as_rank)(function, *arguments)
+        yield
     except ChildFailedError as failed:
         raise _first_failure(failed) from None
 
@@ -96,9 +120,9 @@ def _as_rank(function: Callable[..., Any], *arguments: Any) -> None:
 
 def _first_failure(failed: Any) -> Exception:
     rank, failure = failed.get_first_failure()
-    details = failure.error_file_data["message"] if failure.error_file_data else failure.message
+    details = (failure.error_file_data or {}).get("message")
     if not isinstance(details, dict):
-        return RankFailure(f"rank {rank} ended with exit code {failure.exitcode} and no traceback: {details}")
+        return RankFailure(f"rank {rank} ended with exit code {failure.exitcode} and left no traceback")
     kind, _, text = details["message"].partition(": ")
     error = getattr(errors, kind, None)
     if isinstance(error, type) and issubclass(error, CaiError):

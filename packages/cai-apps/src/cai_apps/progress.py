@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections import deque
+from statistics import fmean
 from typing import Protocol
 
 from cai_apps.metrics import Metrics
+
+RECENT = 10
+"""Steps whose mean time gives the ETA."""
 
 
 class Progress(Protocol):
@@ -21,13 +25,15 @@ def open_progress(total: int, *, start: int, every: int) -> Progress:
 
 class PlainProgress:
     def __init__(self, total: int, start: int, every: int):
-        self._total, self._start, self._every, self._begin = total, start, every, time.monotonic()
+        self._total, self._start, self._every = total, start, every
+        self._seconds: deque[float] = deque(maxlen=RECENT)
 
     def update(self, metrics: Metrics) -> None:
-        done = metrics.step - self._start
-        if done != 1 and metrics.step % self._every and metrics.step != self._total:
+        self._seconds.append(metrics.step_seconds)
+        first = metrics.step == self._start + 1
+        if not first and metrics.step % self._every and metrics.step != self._total:
             return
-        left = (time.monotonic() - self._begin) / done * (self._total - metrics.step)
+        left = fmean(self._seconds) * (self._total - metrics.step)
         print(f"step {metrics.step}/{self._total}  {describe(metrics)}  ETA {_clock(left)}", flush=True)
 
     def close(self) -> None:

@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cai_apps import launch
 from cai_apps.config import Config
 from cai_apps.models import load_model_config
 from cai_apps.run_directory import RunDirectory
-from cai_apps.validate import mesh_spec, resolve
+from cai_apps.validate import launched, mesh_spec, resolve
+from cai_mesh.errors import CaiError
 
 if TYPE_CHECKING:
-    from cai_apps.worker import Job
+    from cai_apps.ranks import Job
 
 
 def train(config: Config, *, label: str = "run") -> RunDirectory:
     """Trains as `config` says and returns the run's directory.
 
+    Under a launcher (RANK is set) this process is one of its ranks; otherwise the ranks are started here.
+
     Raises:
         CaiError: anything the user can fix; before any rank starts where it can be known by then.
     """
-    spec = mesh_spec(config)
-    ranks = None if config.parallel.shard == -1 else spec.world_size
+    return _train_as_rank(config, label) if launched() else _train_here(config, label)
+
+
+def _train_here(config: Config, label: str) -> RunDirectory:
+    ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
     device, ranks = launch.choose_device(config.train.device, ranks)
     config = resolve(config, load_model_config(config.model.name), ranks)
-    job = prepare_job(config, label, device)
-    _announce(job, ranks)
+    from cai_apps.ranks import make_job
     from cai_apps.worker import run_rank
 
+    job = make_job(config, label, device)
+    _announce(job, ranks)
     launch.launch(run_rank, job, ranks=ranks, device=device)
     finish(job)
     return job.run
 
 
-def prepare_job(config: Config, label: str, device: str) -> Job:
-    """Tokenizes the data, makes the run directory and gathers both in what the ranks are given."""
-    from cai_apps.data.prepare import prepare
-    from cai_apps.worker import Job
+def _train_as_rank(config: Config, label: str) -> RunDirectory:
+    """Rank 0 names and makes the run directory; the first rank of each machine tokenizes while the others wait."""
+    with _said_by_first_rank():
+        device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        config = resolve(config, load_model_config(config.model.name), int(os.environ["WORLD_SIZE"]))
+    import torch
 
-    prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)
-    return Job(config, RunDirectory.create(config, label).path, prepared, device)
+    from cai_apps.ranks import join_job, start_rank
+    from cai_apps.worker import do_job
+
+    place = start_rank(device)
+    job = join_job(config, label, device)
+    first = os.environ["RANK"] == "0"
+    if first:
+        _announce(job, int(os.environ["WORLD_SIZE"]))
+    do_job(job, place)
+    if first:
+        finish(job)
+    torch.distributed.destroy_process_group()
+    return job.run
+
+
+@contextmanager
+def _said_by_first_rank() -> Iterator[None]:
+    """For errors that every rank finds alike: the other ranks leave in silence, after rank 0 has had time to speak."""
+    try:
+        yield
+    except CaiError:
+        if os.environ["RANK"] == "0":
+            raise
+        time.sleep(launch.GRACE_SECONDS)
+        sys.exit(launch.USER_ERROR)
 
 
 def finish(job: Job) -> None:
@@ -47,9 +84,8 @@ def finish(job: Job) -> None:
     from cai_apps.generate import generate
     from cai_apps.report.plots import draw_loss
 
-    draw_loss(job.run)
     print(f"run directory  {job.directory}")
-    print(f"loss plot      {job.run.plots / 'loss.png'}")
+    print(f"loss plot      {draw_loss(job.run)}")
     print(f"HF export      {job.run.export}")
     if job.config.log.sample_tokens:
         print(f"sample         {generate(job.run.export, tokens=job.config.log.sample_tokens)}")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,52 +16,30 @@ from cai_apps.loop import Loop, Position
 from cai_apps.metrics import Metrics, MetricsFile
 from cai_apps.models import load_model_config, meta_model
 from cai_apps.progress import open_progress
-from cai_apps.run_directory import RunDirectory
+from cai_apps.ranks import Job, start_rank
 from cai_mesh.axes import DATA_AXES
 from cai_mesh.build import degree, index
 
 
-@dataclass(frozen=True)
-class Job:
-    """Everything a rank needs to know; decided once, before the ranks start."""
-
-    config: Config
-    directory: Path
-    prepared: Prepared
-    device: str
-    """"cpu" or "cuda"."""
-
-    @property
-    def run(self) -> RunDirectory:
-        return RunDirectory(self.directory)
-
-
-def start_rank(device_type: str) -> torch.device:
-    """Joins the process group with the environment's rank, or makes a group of one; the rank's device."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    device = (
-        torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device
-
-
 def run_rank(job: Job) -> None:
-    """Trains, then writes the export. A failure leaves its traceback in crash/ and is raised again."""
+    """A rank started here: joins the others, does the job and leaves."""
     device = start_rank(job.device)
+    try:
+        do_job(job, device)
+    finally:
+        if dist.get_world_size() == 1:
+            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def do_job(job: Job, device: torch.device) -> None:
+    """Trains and exports. A failure leaves its traceback in crash/ and is raised again."""
     try:
         train(job, device)
     except BaseException as error:
         job.run.record_crash(dist.get_rank(), error)
         raise
-    dist.destroy_process_group()
 
 
 def train(job: Job, device: torch.device) -> None:

@@ -6,14 +6,17 @@ import importlib
 import sys
 
 import cai_apps
-from cai_apps.launch import RankFailure
+from cai_apps.launch import FAILURE, USER_ERROR, RankFailure
 from cai_mesh.errors import CaiError, ConfigError, did_you_mean
 
 COMMANDS = {
     "train": "train a model from a recipe or a TOML file",
+    "run": "start ranks on one or several machines with torch's launcher",
+    "doctor": "show what this machine offers",
+    "generate": "continue a prompt with an exported model",
+    "report": "write one HTML file about a run",
     "recipes": "list the recipes",
 }
-FAILURE, USER_ERROR = 1, 2
 
 
 def main(arguments: list[str] | None = None) -> int:

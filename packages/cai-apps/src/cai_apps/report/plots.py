@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cai_apps import metrics
 from cai_apps.run_directory import RunDirectory
 
-
-def draw_loss(run: RunDirectory) -> Path:
-    """Draws training and validation loss over the steps to plots/loss.png."""
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    records = metrics.read(run.metrics)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss per token (nats)")
-    axes.plot(
-        [record["step"] for record in records], [record["loss"] for record in records], label="training"
-    )
-    validated = [record for record in records if "validation_loss" in record]
-    if validated:
-        steps, losses = (
-            [record["step"] for record in validated],
-            [record["validation_loss"] for record in validated],
-        )
-        axes.plot(steps, losses, "o-", label="validation")
+
+@dataclass(frozen=True)
+class Curve:
+    """Fields of metrics.jsonl that share one plot."""
+
+    title: str
+    fields: tuple[str, ...]
+
+
+LOSS = Curve("loss per token (nats)", ("loss", "validation_loss"))
+CURVES = (
+    LOSS,
+    Curve("gradient norm", ("grad_norm",)),
+    Curve("learning rate", ("lr",)),
+    Curve("tokens per second", ("tokens_per_second",)),
+)
+
+
+def draw(records: list[dict], curve: Curve) -> Figure:
+    """A figure of a curve over the steps; steps that lack a field are passed over."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel=curve.title)
+    for field in curve.fields:
+        points = [(record["step"], record[field]) for record in records if field in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), "-" if len(points) == len(records) else "o-", label=field)
+    if len(axes.lines) > 1:
         axes.legend()
     axes.grid(alpha=0.3)
+    return figure
+
+
+def curve_svg(records: list[dict], curve: Curve) -> str:
+    """The `<svg>` element of a curve."""
+    text = io.StringIO()
+    draw(records, curve).savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def draw_loss(run: RunDirectory) -> Path:
+    """Draws training and validation loss to plots/loss.png."""
     path = run.plots / "loss.png"
-    figure.savefig(path, dpi=120)
+    draw(metrics.read(run.metrics), LOSS).savefig(path, dpi=120)
     return path
