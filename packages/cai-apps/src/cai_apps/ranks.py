@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cai_apps.config import Config
+from cai_apps.data.batches import split
 from cai_apps.data.prepare import Prepared, prepare
 from cai_apps.models import load_model_config
 from cai_apps.run_directory import RunDirectory
@@ -36,7 +37,8 @@ class Job:
 
 def make_job(config: Config, label: str, device: str) -> Job:
     """Prepares the data and makes the run directory."""
-    return Job(config, RunDirectory.create(config, label).path, _prepare(config), device)
+    prepared = _prepare(config)
+    return Job(config, RunDirectory.create(config, label).path, prepared, device)
 
 
 def join_job(config: Config, label: str, device: str) -> Job:
@@ -55,7 +57,11 @@ def join_job(config: Config, label: str, device: str) -> Job:
 
 
 def _prepare(config: Config) -> Prepared:
-    return prepare(config.data, load_model_config(config.model.name).vocab_size)
+    prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)
+    split(
+        prepared, config.data.sequence_length, config.data.validation_fraction
+    )  # raises when there is too little
+    return prepared
 
 
 def local_rank() -> int:

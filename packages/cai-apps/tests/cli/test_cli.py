@@ -1,0 +1,136 @@
+"""Commands in this process: help, and errors of the user as a message with exit code 2 and no traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import cai_apps
+from cai_apps.cli import COMMANDS, main
+from cai_mesh.errors import CaiError
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr) of `cai *arguments`."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as left:
+        code = left.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    code, out, err = run(capsys, command, "--help")
+    assert code == 0
+    assert f"cai {command}" in out
+    assert err == ""
+
+
+def test_help_lists_every_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(command in out for command in COMMANDS)
+    assert run(capsys)[1] == out
+
+
+def test_version(capsys):
+    assert run(capsys, "--version")[1] == f"cai {cai_apps.__version__}\n"
+
+
+def test_recipes(capsys):
+    assert "llama-8b" in run(capsys, "recipes")[1]
+
+
+WRONG = {
+    "command": (["trian"], "did you mean 'train'?"),
+    "recipe": (["train", "llama-tinny"], "did you mean 'llama-tiny'?"),
+    "no recipe": (["train"], "needs a recipe"),
+    "flag": (["train", "llama-tiny", "--train.stepz", "3"], "did you mean 'train.steps'?"),
+    "nested flag": (
+        ["train", "llama-tiny", "--parallel.tensor.sizes=2"],
+        "did you mean 'parallel.tensor.size'?",
+    ),
+    "axis": (
+        ["train", "llama-tiny", "--parallel.context.size", "2"],
+        "unknown config key 'parallel.context.size'",
+    ),
+    "option": (["generate", "somewhere", "--promt", "x"], "did you mean 'prompt'?"),
+    "value": (["train", "llama-tiny", "--train.steps", "many"], "--train.steps"),
+    "heads": (["train", "llama-tiny", "--parallel.tensor.size", "3"], "4 attention heads do not divide"),
+    "layers": (["train", "llama-tiny", "--parallel.pipeline.size", "5"], "4 layers cannot be split"),
+    "batch": (["train", "llama-tiny", "--train.global_batch", "17"], "batch sizes disagree"),
+    "not a run": (["report", "/"], "not a run directory"),
+    "not an export": (["generate", "/"], "not an HF model directory"),
+}
+
+
+@pytest.mark.parametrize("arguments, part", WRONG.values(), ids=WRONG)
+def test_error_of_the_user(capsys, arguments, part):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert part in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_file_with_an_unknown_key(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\ntensr = { size = 2 }\n")
+    code, _, err = run(capsys, "train", str(file))
+    assert code == 2
+    assert f"unknown config key 'parallel.tensr' in {file}" in err
+    assert "did you mean 'parallel.tensor'?" in err
+
+
+def test_half_a_launcher(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    code, _, err = run(capsys, "train", "llama-tiny")
+    assert code == 2
+    assert "RANK is set but WORLD_SIZE and MASTER_ADDR" in err
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(CaiError):
+        main(["train", "llama-tinny", "--debug"])
+
+
+DATA = {
+    "broken line": ('{"text": "fine"}\n{"text": \n', ":2"),
+    "empty": ("", "the dataset is empty"),
+    "too small": ('{"text": "short"}\n', "too small to train on"),
+}
+
+
+@pytest.mark.parametrize("text, part", DATA.values(), ids=DATA)
+def test_bad_data_is_found_before_ranks_start(capsys, tmp_path, text, part):
+    (tmp_path / "a.jsonl").write_text(text)
+    run_directory = tmp_path / "run"
+    places = ["--data.source", str(tmp_path / "a.jsonl"), "--data.cache", str(tmp_path / "cache")]
+    code, out, err = run(capsys, "train", "llama-tiny", *places, "--log.directory", str(run_directory))
+    assert code == 2
+    assert part in err
+    assert out == ""
+    assert not run_directory.exists()
+
+
+def test_report_of_a_run(capsys, tmp_path):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 2\n")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "pipeline.svg").write_text("<?xml version='1.0'?><svg id='chart'></svg>")
+    record = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 8, "tokens_per_second": 4.0, "mfu": None}
+    lines = [json.dumps({"step": step, **record, "memory_bytes": 2**30}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    code, out, _ = run(capsys, "report", str(tmp_path))
+    assert code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert str(tmp_path / "report.html") in out
+    assert page.count("<svg") == 5
+    assert "steps = 2" in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
