@@ -5,10 +5,23 @@ from __future__ import annotations
 from cai_pipeline import draw
 from cai_pipeline.actions import Action, Kind
 from cai_pipeline.check import check
+from cai_pipeline.executor import PipelineRunner
 from cai_pipeline.lower import lower
 from cai_pipeline.schedules import SCHEDULES, program
 from cai_pipeline.simulate import simulate
+from cai_pipeline.split import split
 
 __version__ = "0.1.0"
 
-__all__ = ["SCHEDULES", "Action", "Kind", "check", "draw", "lower", "program", "simulate"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "PipelineRunner",
+    "check",
+    "draw",
+    "lower",
+    "program",
+    "simulate",
+    "split",
+]

@@ -1,0 +1,73 @@
+"""Which layers go to which stage: contiguous runs whose slowest one is as fast as can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from cai_mesh.errors import PlanError
+
+LOOKUP_COST = 0.125
+"""Cost of one embedding parameter, where 1 is that of a parameter in a matrix product: a lookup computes nothing,
+but its gradient and its update pass through memory."""
+
+
+def balance_layers(
+    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Divide layers into contiguous stages so that the costliest stage costs least.
+
+    Args:
+        costs: cost of each layer, in any unit, not negative.
+        stages: number of stages; each gets at least one layer.
+        first: what the first stage carries beside its layers (embeddings).
+        last: what the last stage carries beside its layers (final norm and head).
+
+    Returns:
+        the layers of each stage. Among equally good divisions, the one with the smallest sum of squared costs.
+
+    Raises:
+        PlanError: there are fewer layers than stages.
+    """
+    check_enough_layers(len(costs), stages)
+    total = [0.0, *itertools.accumulate(costs)]
+    layers = len(costs)
+    # best[end]: (slowest stage, sum of squares, starts) of layers [0, end) on the stages so far
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        behind = stages - 1 - stage
+        ends = range(stage + 1, layers - behind + 1) if behind else (layers,)
+        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in ends:
+            options = []
+            for start, (slowest, squares, starts) in best.items():
+                if start < end:
+                    cost = total[end] - total[start] + extra
+                    options.append((max(slowest, cost), squares + cost * cost, (*starts, start)))
+            following[end] = min(options)
+        best = following
+    bounds = (*best[layers][2], layers)
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def explicit_layers(counts: Sequence[int], layers: int, stages: int) -> list[range]:
+    """The stages that hold `counts` layers each, in order. Raises PlanError when that is no division of them."""
+    if len(counts) != stages or sum(counts) != layers or min(counts, default=0) < 1:
+        raise PlanError(
+            "the given balance does not divide the layers over the stages",
+            got=list(counts),
+            expected=f"{stages} positive numbers that add up to {layers}",
+        )
+    return [range(end - count, end) for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
+
+
+def check_enough_layers(layers: int, stages: int) -> None:
+    """Raise PlanError when some stage would stay without a layer."""
+    if layers < stages:
+        raise PlanError(
+            "the model has fewer layers than there are pipeline stages",
+            got=f"{layers} layers, {stages} stages",
+            expected="at least one layer per stage",
+            fix=f"use a pipeline degree of at most {layers}, or a deeper model",
+        )

@@ -1,0 +1,285 @@
+"""Performs one rank's actions: the only place where a schedule meets tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_mesh.build import degree, group, index, require_axis
+from cai_mesh.collectives import broadcast
+from cai_mesh.errors import PlanError
+from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
+from cai_pipeline.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.check import check
+from cai_pipeline.lower import batches, lower
+from cai_pipeline.schedules import forward_only, program
+from cai_pipeline.stage import Stage, run_stage
+from cai_pipeline.transfer import Arrival, Meta, Wire
+
+Inputs = Mapping[str, Any]
+LossFn = Callable[[Any, Any], torch.Tensor]
+Boundary = tuple[int, tuple[Any, ...]]
+
+
+class PipelineRunner:
+    """Runs training and evaluation steps of a split model on the ranks of a pipeline.
+
+    Every rank of the pp group makes one and calls the same methods with the same microbatches. With a pp degree of
+    1 (a mesh without splitting, any model) a step is plain gradient accumulation.
+
+    Args:
+        model: what `split` returned.
+        mesh: the mesh given to `split`.
+        schedule: name in SCHEDULES.
+        microbatches: microbatches per step.
+        loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
+            microbatches, so any division is its own.
+        grad_sync: combines gradients over data ranks: it is deferred for all but the last backward, and finished
+            at the end of a step.
+        sharding: shards parameters; obeys the schedule's UNSHARD, RESHARD and REDUCE when its driver is "actions".
+
+    Raises:
+        PlanError: the schedule is unknown or does not fit, or the model is not split for this mesh.
+        MeshError: the mesh has no axis "pp".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int,
+        loss_fn: LossFn,
+        grad_sync: GradSync | None = None,
+        sharding: ParameterSharding | None = None,
+    ):
+        require_axis(mesh, "pp", "PipelineRunner")
+        self.stages = degree(mesh, "pp")
+        stage = Stage.of(model)
+        if stage.count != self.stages:
+            raise PlanError(
+                "the model is not split for this mesh",
+                got=f"{stage.count} stages, pp degree {self.stages}",
+                fix="call split(model, mesh) with the same mesh first",
+            )
+        self.program = lower(program(schedule, self.stages, microbatches))
+        check(self.program, microbatches)
+        self.model = model
+        self.microbatches = microbatches
+        self.loss_fn = loss_fn
+        self.grad_sync = grad_sync
+        self.sharding = sharding if sharding is not None and sharding.driver == "actions" else None
+        self.rank = index(mesh, "pp")
+        self.group = group(mesh, "pp")
+        self.device = torch.device(mesh.device_type)
+        self.wire = Wire(self.group, self.device) if self.group is not None else None
+        self.metas: dict[Boundary, Meta] = {}
+
+    def step(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
+        """Forward and backward of all microbatches; gradients are added to `.grad`.
+
+        Args:
+            microbatches: keyword arguments of the model for each microbatch, the same on all pp ranks.
+            targets: the second argument of `loss_fn` for each microbatch; used on the last stage.
+
+        Returns:
+            the loss summed over microbatches, on every stage: float64, no dims, no graph.
+
+        Raises:
+            PlanError: not as many microbatches as the schedule was made for, or as targets.
+        """
+        if len(microbatches) != self.microbatches:
+            raise PlanError("wrong number of microbatches", got=len(microbatches), expected=self.microbatches)
+        work = _Work(self, microbatches, _targets(microbatches, targets), training=True)
+        work.perform(self.program)
+        if self.grad_sync is not None:
+            self.grad_sync.finish()
+        return self._shared(work.loss)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
+        """The loss of any number of microbatches, forward only; result as of `step`. The model's mode is yours."""
+        work = _Work(self, microbatches, _targets(microbatches, targets), training=False)
+        work.perform(lower(forward_only(self.stages, len(microbatches))))
+        return self._shared(work.loss)
+
+    @torch.no_grad()
+    def forward(self, microbatch: Inputs) -> Any:
+        """What the model returns for one microbatch, on the last stage; None on the others."""
+        work = _Work(self, [microbatch], None, training=False)
+        work.perform(lower(forward_only(self.stages, 1)))
+        return work.output
+
+    def _shared(self, loss: torch.Tensor) -> torch.Tensor:
+        broadcast(loss, self.stages - 1, self.group).wait()
+        return loss
+
+
+def _targets(microbatches: Sequence[Inputs], targets: Sequence[Any]) -> Sequence[Any]:
+    if not microbatches or len(targets) != len(microbatches):
+        raise PlanError(
+            "each microbatch needs a target", got=f"{len(microbatches)} microbatches, {len(targets)} targets"
+        )
+    return targets
+
+
+@dataclass
+class _Live:
+    """What a backward needs of its forward: the leaf that was received, and the graph's end without its tensor."""
+
+    received: torch.Tensor | None
+    end: torch.Tensor | GradientEdge | None
+
+
+class _Work:
+    """The state of one step: what has arrived, what is to be sent, what awaits its backward."""
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        inputs: Sequence[Inputs],
+        targets: Sequence[Any] | None,
+        *,
+        training: bool,
+    ):
+        self.runner = runner
+        self.inputs = inputs
+        self.targets = targets
+        self.training = training
+        self.signatures = [_signature(each, runner.device) for each in inputs]
+        self.loss = torch.zeros((), dtype=torch.float64, device=runner.device)
+        self.output: Any = None
+        self.arrivals: dict[Action, Arrival] = {}
+        self.outgoing: dict[Action, torch.Tensor] = {}
+        self.live: dict[tuple[int, int | None], _Live] = {}
+        self.unsharding: CommHandle | None = None
+        self.backwards_left = len(inputs)
+        self.do: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.UNSHARD: self._unshard,
+            Kind.RESHARD: self._reshard,
+            Kind.REDUCE: self._reduce,
+        }
+
+    def perform(self, whole: Program) -> None:
+        """Perform this rank's part of a lowered program."""
+        held = holders(whole)
+        for batch in batches(whole[self.runner.rank], held):
+            if batch[0].kind in TRANSFERS:
+                self._transfer(batch, held[batch[0].partner.stage])
+            else:
+                self.do[batch[0].kind](batch[0])
+        if self.runner.wire is not None:
+            self.runner.wire.finish()
+
+    def _forward(self, action: Action) -> None:
+        self._wait_unsharded()
+        runner, m = self.runner, action.microbatch
+        assert m is not None
+        received = self._arrived(Kind.RECV_F, action)
+        if received is not None and self.training:
+            received.requires_grad_()
+        result = run_stage(runner.model, received, self.inputs[m])
+        if not Stage.of(runner.model).is_last:
+            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = result
+            end = get_gradient_edge(result) if result.requires_grad else None
+        elif self.targets is None:
+            self.output, end = result, None
+        else:
+            end = runner.loss_fn(result, self.targets[m])
+            if end.numel() != 1:
+                raise PlanError("loss_fn must return a scalar", got=f"a tensor of shape {tuple(end.shape)}")
+            self.loss += end.detach().to(self.loss.device, torch.float64).reshape(())
+        if self.training:
+            self.live[action.stage, m] = _Live(received, end)
+
+    def _backward(self, action: Action) -> None:
+        self._wait_unsharded()
+        live = self.live.pop((action.stage, action.microbatch))
+        gradient = self._arrived(Kind.RECV_B, action)
+        self.backwards_left -= 1
+        sync = self.runner.grad_sync
+        with sync.defer() if sync is not None and self.backwards_left else nullcontext():
+            if live.end is not None:
+                torch.autograd.backward((live.end,), (gradient,))
+        if live.received is not None:
+            found = live.received.grad
+            found = torch.zeros_like(live.received) if found is None else found
+            self.outgoing[Action(Kind.SEND_B, action.stage, action.microbatch)] = found
+
+    def _unshard(self, action: Action) -> None:
+        if self.runner.sharding is not None:
+            self.unsharding = self.runner.sharding.unshard(self.runner.model)
+
+    def _wait_unsharded(self) -> None:
+        if self.unsharding is not None:
+            self.unsharding.wait()
+            self.unsharding = None
+
+    def _reshard(self, action: Action) -> None:
+        if self.runner.sharding is not None:
+            self.runner.sharding.reshard(self.runner.model)
+
+    def _reduce(self, action: Action) -> None:
+        if self.runner.sharding is not None:
+            self.runner.sharding.reduce(self.runner.model)
+
+    def _arrived(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        arrival = self.arrivals.pop(Action(kind, action.stage, action.microbatch), None)
+        return None if arrival is None else arrival.take()
+
+    def _transfer(self, batch: tuple[Action, ...], peer: int) -> None:
+        wire, metas = self.runner.wire, self.runner.metas
+        assert wire is not None
+        send = next((action for action in batch if action.kind in SENDS), None)
+        receive = next((action for action in batch if action.kind in RECEIVES), None)
+        tensor = self.outgoing.pop(send).detach().contiguous() if send is not None else None
+        announced = self._announcement(send, tensor)
+        unknown = receive is not None and self._boundary(receive) not in metas
+        if announced is not None or unknown:
+            told = wire.exchange_meta(peer, announced, unknown)
+            if receive is not None and told is not None:
+                metas[self._boundary(receive)] = told
+        expected = metas[self._boundary(receive)] if receive is not None else None
+        arrival = wire.exchange(peer, tensor, expected)
+        if receive is not None and arrival is not None:
+            self.arrivals[receive] = arrival
+
+    def _announcement(self, send: Action | None, tensor: torch.Tensor | None) -> Meta | None:
+        """What to tell the receiver ahead of a tensor, or None when it knows."""
+        if send is None or tensor is None:
+            return None
+        metas, boundary, meta = self.runner.metas, self._boundary(send), Meta.of(tensor)
+        if boundary not in metas:
+            metas[boundary] = meta
+            return meta
+        if metas[boundary] != meta:
+            raise PlanError(
+                f"stage {send.stage} has an output of another shape or dtype than before for the same inputs",
+                got=meta,
+                expected=metas[boundary],
+                cause="the model's dtype changed after its PipelineRunner was made",
+                fix="make a new PipelineRunner",
+            )
+        return None
+
+    def _boundary(self, transfer: Action) -> Boundary:
+        """What decides a transfer's shape: the stage in front of the boundary and the shapes of the inputs."""
+        assert transfer.microbatch is not None
+        front = transfer.stage - (transfer.kind in (Kind.RECV_F, Kind.SEND_B))
+        return front, self.signatures[transfer.microbatch]
+
+
+def _signature(inputs: Inputs, device: torch.device) -> tuple[Any, ...]:
+    """What ranks with the same inputs agree on and what decides the shape and dtype of activations."""
+    tensors = ((k, tuple(v.shape), v.dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor))
+    return (torch.is_autocast_enabled(device.type), *sorted(tensors, key=lambda entry: entry[0]))

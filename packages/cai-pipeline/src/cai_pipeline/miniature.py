@@ -1,0 +1,152 @@
+"""A small real instance of a model's own class and config, on which `split` is tried before it is trusted.
+
+Everything that only says how large the model is gets small; everything that says how it computes stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cai_mesh.errors import PlanError
+
+LAYERS = 8
+HEADS = 4
+HIDDEN = 32
+VOCABULARY = 64
+PARAMETER_LIMIT = 20_000_000
+
+_SMALL = {
+    "intermediate_size": 24,
+    "ffn_dim": 24,
+    "n_inner": 24,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "rotary_dim": 4,
+    "vocab_size": VOCABULARY,
+}
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """A model class and a small config; equal when the class and all config values are."""
+
+    model_class: type[nn.Module]
+    values: str
+    attention: str
+    config: Any = field(compare=False, repr=False)
+
+    def build(self) -> nn.Module:
+        """The instance: float64, on the CPU, evaluation mode, random parameters that no initializer made special."""
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model = self.model_class(copy.deepcopy(self.config)).double().eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.2, generator=generator).requires_grad_(True)
+        return model
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Token ids [2, 12] of which the first row ends with two padding tokens."""
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(4, VOCABULARY, (2, 12), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+def miniature(model: nn.Module) -> Miniature:
+    """The small twin of a transformers causal LM.
+
+    The narrow config is tried first; where its class refuses that, one that only has fewer layers and words.
+    Raises PlanError when `model` has no config, or no small instance can be built.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
+        raise PlanError(
+            f"cannot split {type(model).__name__}",
+            got="a module without a transformers config",
+            expected="a causal language model of transformers >= 5",
+        )
+    failure: Exception | None = None
+    for narrow in (True, False):
+        try:
+            small = _shrink(config, narrow)
+            values = small.to_json_string(use_diff=False)
+            twin = Miniature(type(model), values, small._attn_implementation, small)
+            if _parameter_count(twin) > PARAMETER_LIMIT:
+                break
+            built = twin.build()
+            with torch.no_grad(), torch.device("cpu"):
+                built(**twin.inputs(), use_cache=False)
+        except Exception as error:
+            failure = failure or error
+            continue
+        return twin
+    raise PlanError(
+        f"cannot build a small {type(model).__name__} to try the split on",
+        got=f"{type(failure).__name__}: {failure}" if failure else f"over {PARAMETER_LIMIT:,} parameters",
+        cause="its config ties sizes together in a way that is not known here",
+    ) from failure
+
+
+def _parameter_count(twin: Miniature) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in twin.model_class(copy.deepcopy(twin.config)).parameters())
+
+
+def _shrink(config: Any, narrow: bool) -> Any:
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    _fewer_layers(text)
+    if narrow:
+        _narrower(text)
+    else:
+        text.vocab_size = min(text.vocab_size, VOCABULARY)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(text, name, None)
+        if not isinstance(value, int) or value >= VOCABULARY:
+            setattr(text, name, None)
+    if getattr(small, "_experts_implementation", None) is not None:
+        small._experts_implementation = "eager"
+    if small._attn_implementation not in ("eager", "sdpa"):
+        small._attn_implementation = "sdpa"
+    return small
+
+
+def _fewer_layers(text: Any) -> None:
+    before = text.num_hidden_layers
+    after = min(before, LAYERS)
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:after])
+    text.num_hidden_layers = after
+
+
+def _narrower(text: Any) -> None:
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if getattr(text, "word_embed_proj_dim", None) is not None:
+        text.word_embed_proj_dim = HIDDEN if text.word_embed_proj_dim == hidden else HIDDEN // 2
+    if getattr(text, "num_key_value_heads", None) is not None:
+        text.num_key_value_heads = HEADS if kv_heads == heads else min(kv_heads, HEADS // 2)
+    latent_attention = hasattr(text, "qk_rope_head_dim")
+    if vars(text).get("head_dim") is not None and not latent_attention:
+        text.head_dim = HIDDEN // HEADS
+    text.hidden_size, text.num_attention_heads = HIDDEN, HEADS
+    for name, value in _SMALL.items():
+        now = getattr(text, name, None)
+        if isinstance(now, int):
+            setattr(text, name, min(now, value))

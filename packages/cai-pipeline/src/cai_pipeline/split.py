@@ -1,0 +1,119 @@
+"""Turn a whole model into one stage of a pipeline, in place and without changing a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_mesh.build import axis_names, coordinate, degree, require_axis
+from cai_mesh.errors import PlanError
+from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_pipeline.anatomy import Anatomy, layers_of
+from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
+from cai_pipeline.miniature import miniature
+from cai_pipeline.proof import prove
+from cai_pipeline.stage import Stage
+from cai_pipeline.surgery import cut, tied_parameters
+
+Balance = Literal["auto"] | Sequence[int]
+
+
+def split(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    stages: int | None = None,
+    chunks: int = 1,
+    balance: Balance = "auto",
+) -> Any:
+    """Keep of a transformers causal LM the stage of this rank; the other parts become empty stand-ins.
+
+    Call it on all ranks, on the whole model (best on the meta device), before any other transform. Before the model
+    is touched, a small instance of its class and config is split, chained and compared with itself unsplit: logits,
+    loss and all gradients. Parameters that the first and the last stage share (tied embeddings) stay on both, with
+    the first as owner; their `ReduceSpec.tied` is the group of the two holders.
+
+    Args:
+        model: a causal LM of transformers >= 5; may be on the meta device.
+        mesh: a mesh with an axis "pp". A degree of 1 keeps the whole model.
+        stages: number of stages; the pp degree, which is also the default.
+        chunks: stages per rank, 1.
+        balance: "auto" for stages of equal cost, counting parameters, where an embedding's count an eighth; or the
+            number of layers of each stage.
+
+    Returns:
+        `model`, with its `Stage` at `model.cai_stage`.
+
+    Raises:
+        PlanError: the model cannot be split, or not into so many stages.
+        MeshError: the mesh has no axis "pp".
+    """
+    require_axis(mesh, "pp", "split")
+    count = degree(mesh, "pp")
+    _check_request(model, count, stages, chunks)
+    index = coordinate(mesh)["pp"]
+    if count == 1:
+        model.cai_stage = Stage(0, 1, range(0))  # type: ignore[assignment]
+        return model
+    twin = miniature(model)
+    layers = len(model.get_submodule(layers_of(model)))  # type: ignore[arg-type]
+    check_enough_layers(layers, count)
+    anatomy = prove(twin)
+    owned = _divide(model, anatomy, count, balance)
+    tied = tied_parameters(model, anatomy, owned)
+    group = _holders_group(mesh) if tied else None
+    cut(model, anatomy, owned, index, tied)
+    for name, parameter in tied.items():
+        if index not in (0, count - 1):
+            continue
+        parameter.cai_name = name  # type: ignore[attr-defined]
+        attach_reduce(parameter, replace(ReduceSpec.of(parameter), tied=group, owner=index == 0))
+    return model
+
+
+def _check_request(model: nn.Module, count: int, stages: int | None, chunks: int) -> None:
+    if chunks != 1:
+        raise PlanError("a rank holds one chunk", got=f"chunks={chunks}", expected=1)
+    if stages is not None and stages != count:
+        raise PlanError(
+            "one stage per pipeline rank", got=f"stages={stages}", expected=f"{count}, the pp degree"
+        )
+    if hasattr(model, "cai_stage"):
+        raise PlanError("the model is split already", got=model.cai_stage)
+
+
+def _divide(model: nn.Module, anatomy: Anatomy, count: int, balance: Balance) -> list[range]:
+    def size(name: str) -> float:
+        return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
+
+    stack = model.get_submodule(anatomy.layers)
+    costs = [size(f"{anatomy.layers}.{name}") for name, _ in stack.named_children()]
+    if isinstance(balance, str):
+        if balance != "auto":
+            raise PlanError(
+                "unknown balance", got=repr(balance), expected="'auto' or the layers of each stage"
+            )
+        first = LOOKUP_COST * sum(map(size, anatomy.before))
+        return balance_layers(costs, count, first=first, last=sum(map(size, anatomy.after)))
+    return explicit_layers(balance, len(costs), count)
+
+
+def _holders_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of the first and last rank along pp; None on the ranks in between.
+
+    All ranks create the groups of all lines along pp, in the same order.
+    """
+    if degree(mesh, "pp") == 2:
+        return mesh.get_group("pp")
+    lines = mesh.mesh.movedim(axis_names(mesh).index("pp"), -1).reshape(-1, degree(mesh, "pp")).tolist()
+    own: dist.ProcessGroup | None = None
+    for line in lines:
+        created = dist.new_group([line[0], line[-1]])
+        if dist.get_rank() in line and isinstance(created, dist.ProcessGroup):
+            own = created
+    return own

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cai_mesh.errors import PlanError
+from cai_pipeline.balance import balance_layers, explicit_layers
+
+costs = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9)
+
+
+@given(costs, st.integers(1, 5), st.floats(0.0, 20.0), st.floats(0.0, 20.0))
+def test_no_other_division_has_a_faster_slowest_stage(
+    layers: list[float], stages: int, first: float, last: float
+) -> None:
+    if len(layers) < stages:
+        return
+
+    def slowest(bounds: tuple[int, ...]) -> float:
+        totals = [sum(layers[a:b]) for a, b in itertools.pairwise((0, *bounds, len(layers)))]
+        totals[0] += first
+        totals[-1] += last
+        return max(totals)
+
+    best = min(map(slowest, itertools.combinations(range(1, len(layers)), stages - 1)))
+    found = balance_layers(layers, stages, first=first, last=last)
+    assert [i for owned in found for i in owned] == list(range(len(layers)))
+    assert all(found)
+    assert slowest(tuple(owned.start for owned in found[1:])) == pytest.approx(best)
+
+
+def test_a_heavy_head_takes_layers_away() -> None:
+    assert balance_layers([1.0] * 12, 3, last=4.0) == [range(5), range(5, 10), range(10, 12)]
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(PlanError, match="fewer layers"):
+        balance_layers([1.0] * 3, 4)
+
+
+def test_layers_by_hand() -> None:
+    assert explicit_layers([1, 3], 4, 2) == [range(1), range(1, 4)]
+    for wrong in ([4], [1, 2], [4, 0]):
+        with pytest.raises(PlanError):
+            explicit_layers(wrong, 4, 2)

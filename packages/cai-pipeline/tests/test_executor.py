@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_families import build, config_of, token_ids
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+from cai_mesh.errors import PlanError
+from cai_mesh.layout import canonical_name
+from cai_mesh.reduce import ReduceSpec
+from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
+from cai_pipeline import PipelineRunner, split
+
+STEPS = 3
+
+
+def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum") / 100.0
+
+
+def batches(count: int, step: int, ragged: bool) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """Microbatches and targets of one step; ragged ones differ in length."""
+    lengths = [6 + 2 * (m % 3) if ragged else 8 for m in range(count)]
+    ids = [token_ids(100 * step + m, length=length) for m, length in enumerate(lengths)]
+    return [{"input_ids": each} for each in ids], [each.roll(-1, 1) for each in ids]
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def reference(family: str, microbatches: int, ragged: bool) -> list[dict[str, torch.Tensor]]:
+    """Loss, gradients and parameters after each step of a plain loop in this process."""
+    model = build(config_of(family, 5))
+    optimizer = optimizer_of(model)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for inputs, target in zip(*batches(microbatches, step, ragged), strict=True):
+            part = loss_of(model(**inputs), target)
+            part.backward()
+            loss += part.detach()
+        steps.append(snapshot(model, loss, optimizer))
+    return steps
+
+
+def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Loss and gradients, then a step, then the parameters."""
+    record = {"loss": loss.clone()}
+    own = {canonical_name(name, parameter): parameter for name, parameter in model.named_parameters()}
+    record |= {f"grad.{name}": parameter.grad.clone() for name, parameter in own.items()}
+    optimizer.step()
+    record |= {f"value.{name}": parameter.detach().clone() for name, parameter in own.items()}
+    return record
+
+
+def sum_tied_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        if (group := ReduceSpec.of(parameter).tied) is not None:
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def train(
+    family: str, stages: int, schedule: str, counts: tuple[int, ...], ragged: bool
+) -> dict[int, list[dict[str, torch.Tensor]]]:
+    mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
+    trained = {}
+    for microbatches in counts:
+        model = split(build(config_of(family, 5)), mesh)
+        optimizer = optimizer_of(model)
+        runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=microbatches, loss_fn=loss_of)
+        trained[microbatches] = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = runner.step(*batches(microbatches, step, ragged))
+            sum_tied_gradients(model)
+            trained[microbatches].append(snapshot(model, loss, optimizer))
+    return trained
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("family", "stages", "ragged"),
+    [("llama", 2, False), ("llama", 4, True), ("gpt2", 2, True), ("gpt2", 4, False), ("llama", 1, True)],
+)
+def test_training_is_that_of_one_process(family: str, stages: int, schedule: str, ragged: bool) -> None:
+    counts = (1, 2, 4, 5)
+    ranks = run_ranks(stages, train, family, stages, schedule, counts, ragged)
+    for microbatches in counts:
+        for step, expected in enumerate(reference(family, microbatches, ragged)):
+            for rank in ranks:
+                found = rank[microbatches][step]
+                assert_same_as_one_device(found, {name: expected[name] for name in found}, tolerance=1e-9)
+            held = {name for rank in ranks for name in rank[microbatches][step]}
+            assert held == set(expected)
+
+
+def evaluate(family: str, stages: int) -> tuple[float, float, Any]:
+    mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
+    model = split(build(config_of(family, 5)), mesh)
+    runner = PipelineRunner(model, mesh, microbatches=2, loss_fn=loss_of)
+    inputs, targets = batches(3, 0, ragged=True)
+    loss = runner.evaluate(inputs, targets)
+    output = runner.forward(inputs[1])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return float(loss), float(loss), None if output is None else output.logits
+
+
+def test_evaluation_and_forward() -> None:
+    model = build(config_of("gptj", 5))
+    inputs, targets = batches(3, 0, ragged=True)
+    with torch.no_grad():
+        expected = sum(float(loss_of(model(**i), t)) for i, t in zip(inputs, targets, strict=True))
+        logits = model(**inputs[1]).logits
+    ranks = run_ranks(2, evaluate, "gptj", 2)
+    assert [rank[0] for rank in ranks] == pytest.approx([expected] * 2, rel=1e-12)
+    assert ranks[0][2] is None
+    torch.testing.assert_close(ranks[1][2], logits, rtol=1e-12, atol=1e-12)
+
+
+class Recorder:
+    """A gradient sync and a parameter sharding that write down how they are called."""
+
+    driver = "actions"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        self.calls.append("defer")
+        yield
+        self.calls.append("end")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def unshard(self, module: torch.nn.Module) -> Recorder:
+        self.calls.append("unshard")
+        return self
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    def reshard(self, module: torch.nn.Module) -> None:
+        self.calls.append("reshard")
+
+    def reduce(self, module: torch.nn.Module) -> None:
+        self.calls.append("reduce")
+
+
+def record(driver: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = split(build(config_of("llama", 2)), mesh)
+    recorder = Recorder()
+    recorder.driver = driver
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: recorder.calls.append("grad"))
+    runner = PipelineRunner(
+        model, mesh, microbatches=3, loss_fn=loss_of, grad_sync=recorder, sharding=recorder
+    )
+    runner.step(*batches(3, 0, ragged=False))
+    return [call for i, call in enumerate(recorder.calls) if recorder.calls[i - 1 : i] != [call]]
+
+
+def test_gradients_are_deferred_up_to_the_last_backward() -> None:
+    backwards = ["defer", "grad", "end", "defer", "grad", "end", "grad"]
+    for calls in run_ranks(2, record, "actions"):
+        assert calls == ["unshard", "wait", *backwards, "reshard", "reduce", "finish"]
+    for calls in run_ranks(2, record, "hooks"):
+        assert calls == [*backwards, "finish"]
+
+
+def count_live(schedule: str) -> int:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = split(build(config_of("llama", 2)), mesh)
+    live = peak = 0
+
+    class Counted(torch.autograd.Function):
+        """An identity whose saved tensor is alive exactly as long as a microbatch's graph."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            nonlocal live, peak
+            live += 1
+            peak = max(peak, live)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            nonlocal live
+            live -= 1
+            return grad
+
+    layer = model.model.layers[model.cai_stage.layers.start]
+    layer.register_forward_hook(lambda module, args, output: Counted.apply(output))
+    runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=5, loss_fn=loss_of)
+    runner.step(*batches(5, 0, ragged=False))
+    return peak
+
+
+def test_live_activations_are_what_the_checker_says() -> None:
+    assert run_ranks(2, count_live, "gpipe") == [5, 5]
+    assert run_ranks(2, count_live, "1f1b") == [2, 1]
+
+
+def fail_on_the_last_stage() -> None:
+    def broken(output: Any, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no loss today")
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = split(build(config_of("llama", 2)), mesh)
+    runner = PipelineRunner(model, mesh, microbatches=2, loss_fn=broken)
+    runner.step(*batches(2, 0, ragged=False))
+
+
+def test_a_failing_rank_takes_the_others_down() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="no loss today"):
+        run_ranks(2, fail_on_the_last_stage)
+    assert time.monotonic() - start < 20
+
+
+def refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    whole = build(config_of("llama", 2))
+    messages = []
+
+    def expect(fn: Any) -> None:
+        with pytest.raises(PlanError) as refusal:
+            fn()
+        messages.append(str(refusal.value))
+
+    expect(lambda: PipelineRunner(whole, mesh, microbatches=2, loss_fn=loss_of))
+    model = split(whole, mesh)
+    expect(lambda: PipelineRunner(model, mesh, schedule="2f2b", microbatches=2, loss_fn=loss_of))
+    expect(lambda: PipelineRunner(model, mesh, microbatches=0, loss_fn=loss_of))
+    runner = PipelineRunner(model, mesh, microbatches=2, loss_fn=loss_of)
+    inputs, targets = batches(2, 0, ragged=False)
+    expect(lambda: runner.step(inputs[:1], targets[:1]))
+    expect(lambda: runner.step(inputs, targets[:1]))
+    expect(lambda: runner.evaluate([], []))
+    expect(lambda: split(model, mesh))
+    return messages
+
+
+def test_wrong_use_is_refused_before_anything_is_sent() -> None:
+    expected = ["not split", "unknown schedule", "nothing to do", "number of microbatches"]
+    expected += ["needs a target", "needs a target", "split already"]
+    for messages in run_ranks(2, refused):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message

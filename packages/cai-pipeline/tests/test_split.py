@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from pipeline_families import FAMILIES, build, config_of, token_ids
+from torch.distributed.device_mesh import init_device_mesh
+
+from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.layout import canonical_name
+from cai_mesh.reduce import ReduceSpec
+from cai_mesh.testing import assert_names_kept, run_ranks
+from cai_pipeline import split
+from cai_pipeline.anatomy import layers_of
+from cai_pipeline.balance import balance_layers
+from cai_pipeline.miniature import miniature
+from cai_pipeline.proof import chain, gradients, prove
+from cai_pipeline.stage import run_stage
+from cai_pipeline.surgery import cut, tied_parameters
+
+
+def parts_of(whole: Any, count: int) -> list[Any]:
+    anatomy = prove(miniature(whole))
+    owned = balance_layers([1.0] * len(whole.get_submodule(anatomy.layers)), count)
+    parts = []
+    for index in range(count):
+        part = copy.deepcopy(whole)
+        tied = tied_parameters(part, anatomy, owned)
+        cut(part, anatomy, owned, index, tied)
+        for name, parameter in tied.items():
+            parameter.cai_name = name
+        parts.append(part)
+    return parts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_stages_compute_what_the_model_computes(family: str, padded: bool) -> None:
+    whole = build(config_of(family, 7))
+    parts = parts_of(whole, 4)
+    inputs = {"input_ids": token_ids(1), "labels": token_ids(2)}
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][1, -3:] = 0
+    expected = whole(**inputs)
+    expected.loss.backward()
+    output = chain(parts, inputs)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=0)
+    found = gradients(parts)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(found.pop(name), parameter.grad, rtol=1e-12, atol=1e-12)
+    assert not found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_kept_and_every_parameter_has_one_owner(family: str) -> None:
+    whole = build(config_of(family, 5))
+    names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+    held: list[str] = []
+    for part in parts_of(whole, 3):
+        own = [name for name, _ in part.named_parameters()]
+        assert_names_kept(names, own)
+        held += own
+    assert len(held) == len(set(held))
+    assert {name for name, _ in whole.named_parameters()} <= set(held)
+
+
+def test_a_layer_keeps_its_index_and_an_absent_one_its_attributes() -> None:
+    parts = parts_of(build(config_of("gemma3", 6)), 3)
+    names = [name for name, _ in parts[1].named_parameters()]
+    assert {name.split(".")[2] for name in names} == {"2", "3"}
+    absent = parts[1].model.layers[5]
+    assert absent.cai_absent
+    assert not list(absent.parameters())
+    assert absent.hidden_size == 32
+
+
+def test_a_stage_refuses_to_run_alone() -> None:
+    parts = parts_of(build(config_of("llama", 2)), 2)
+    for part in parts:
+        with pytest.raises(PlanError, match="one stage of a pipeline"):
+            part(input_ids=token_ids(0))
+    with pytest.raises(PlanError, match="without the output"):
+        run_stage(parts[1], None, {"input_ids": token_ids(0)})
+
+
+def test_skipped_layers_are_noticed() -> None:
+    config = config_of("opt", 2)
+    config.layerdrop = 1.0
+    first = parts_of(build(config), 2)[0].train()
+    with pytest.raises(PlanError, match="layerdrop"):
+        run_stage(first, None, {"input_ids": token_ids(0)})
+
+
+class LeakyLlama(hf.LlamaForCausalLM):
+    """A model whose output uses the embeddings past the layers, which a pipeline cannot hand over."""
+
+    def forward(self, input_ids: Any, labels: Any = None, use_cache: bool = False, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+        logits = self.lm_head(hidden + self.model.embed_tokens(input_ids))
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+        return hf.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class MixingLlama(hf.LlamaForCausalLM):
+    """A model with a parameter beside its layers."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def test_a_model_that_leaks_around_its_layers_is_refused() -> None:
+    with torch.device("meta"):
+        model = LeakyLlama(config_of("llama", 4))
+    with pytest.raises(PlanError, match="Leaky"):
+        prove(miniature(model))
+
+
+def test_a_parameter_beside_the_layers_is_refused() -> None:
+    with torch.device("meta"):
+        model = MixingLlama(config_of("llama", 4))
+    with pytest.raises(PlanError, match="beside its layers"):
+        prove(miniature(model))
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(PlanError, match="Linear"):
+        miniature(torch.nn.Linear(2, 2))
+    with torch.device("meta"):
+        t5 = hf.T5ForConditionalGeneration(hf.T5Config(num_layers=2, d_model=8, d_ff=8, d_kv=4, num_heads=2))
+    with pytest.raises(PlanError):
+        layers_of(t5)
+
+
+def test_the_trial_leaves_random_numbers_alone() -> None:
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config_of("llama", 3))
+    before = torch.get_rng_state()
+    prove(miniature(model))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def split_on_ranks(family: str, layers: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp_shard")[: len(shape)])
+    with torch.device("meta"):
+        whole = hf.AutoModelForCausalLM.from_config(config_of(family, layers))
+        model = split(whole, mesh)
+    assert model is whole
+    specs = {name: ReduceSpec.of(parameter) for name, parameter in model.named_parameters()}
+    return {
+        "layers": model.cai_stage.layers,
+        "names": {name: canonical_name(name, parameter) for name, parameter in model.named_parameters()},
+        "tied": {
+            name: (torch.distributed.get_process_group_ranks(spec.tied), spec.owner)
+            for name, spec in specs.items()
+            if spec.tied is not None
+        },
+    }
+
+
+def test_tied_embeddings_stay_on_both_ends() -> None:
+    ranks = run_ranks(6, split_on_ranks, "gpt2", 3, (3, 2))
+    word = "transformer.wte.weight"
+    assert [each["tied"] for each in ranks] == [
+        {word: ([0, 4], True)},
+        {word: ([1, 5], True)},
+        {},
+        {},
+        {"lm_head.weight": ([0, 4], False)},
+        {"lm_head.weight": ([1, 5], False)},
+    ]
+    assert ranks[4]["names"]["lm_head.weight"] == word
+    assert ranks[0]["names"][word] == word
+    assert "lm_head.weight" not in ranks[0]["names"]
+
+
+def test_heavy_ends_get_fewer_layers() -> None:
+    ranks = run_ranks(2, split_on_ranks, "llama", 12, (2,))
+    assert [each["layers"] for each in ranks] == [range(6), range(6, 12)]
+    assert not ranks[0]["tied"]
+
+
+def refused_split(layers: int, options: dict[str, Any], axis: str) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config_of("llama", layers))
+    before = [name for name, _ in model.named_parameters()]
+    with pytest.raises((PlanError, MeshError)) as refusal:
+        split(model, mesh, **options)
+    assert before == [name for name, _ in model.named_parameters()]
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "axis", "message"),
+    [
+        (1, {}, "pp", "fewer layers"),
+        (4, {"chunks": 2}, "pp", "one chunk"),
+        (4, {"stages": 3}, "pp", "one stage per"),
+        (4, {"balance": [1, 2]}, "pp", "does not divide"),
+        (4, {"balance": "speed"}, "pp", "unknown balance"),
+        (4, {}, "tp", "'pp'"),
+    ],
+)
+def test_requests_that_do_not_fit(layers: int, options: dict[str, Any], axis: str, message: str) -> None:
+    for text in run_ranks(2, refused_split, layers, options, axis):
+        assert message in text
