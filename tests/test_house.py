@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -12,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists())
 SOURCE_LINES = 450
+FUNCTION_LINES = 60
+ARGUMENTS = 10
 
 
 def source(package: Path) -> Path:
@@ -83,3 +86,36 @@ def test_no_path_of_one_machine_is_written_down():
                 f"{path.relative_to(ROOT)}:{n}" for n, line in enumerate(lines, 1) if private.search(line)
             ]
     assert not found
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([argument for argument in named if argument.arg not in ("self", "cls")])
+
+
+def test_functions_fit_a_screen():
+    long = []
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for function in functions(ast.parse(path.read_text())):
+            lines = function.end_lineno - function.lineno + 1
+            if lines > FUNCTION_LINES or arguments(function) > ARGUMENTS:
+                long.append(
+                    f"{path.relative_to(ROOT)}: {function.name}: {lines} lines, {arguments(function)} arguments"
+                )
+    assert not long
+
+
+def test_nothing_is_left_for_later():
+    words = ("TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error")
+    sources = {path: path.read_text() for path in ROOT.glob("packages/*/src/**/*.py")}
+    assert not [
+        str(path.relative_to(ROOT)) for path, text in sources.items() if any(word in text for word in words)
+    ]
+    trees = {path: ast.walk(ast.parse(text)) for path, text in sources.items()}
+    assert not [
+        str(path) for path, nodes in trees.items() if any(isinstance(node, ast.Global) for node in nodes)
+    ]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.autograd.function import once_differentiable
 
+from cai_mesh import _exit  # noqa: F401  (registers itself)
 from cai_mesh.errors import LayoutError
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from cai_mesh import _exit  # noqa: F401  (registers itself)
 from cai_mesh.protocols import CommHandle, Done
 
 Op = Literal["sum", "max", "min", "avg"]
