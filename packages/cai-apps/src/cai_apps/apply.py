@@ -1,71 +1,221 @@
-"""The order of transforms, in one place."""
+"""The order of transforms, in one place: from a config to a session that trains.
+
+Meta build, split over stages, parallelize, recompute, materialize, shard, and a runner for the schedule. Every
+transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from cai_apps.config import Config
-from cai_apps.validate import mesh_spec
-from cai_mesh.build import build_mesh
-from cai_mesh.errors import ConfigError
+from cai_apps.materialize import materialize
+from cai_apps.models import meta_model
+from cai_apps.recompute import recompute_blocks
+from cai_apps.validate import mesh_spec, microbatches
+from cai_gemini import HostResidency
+from cai_mesh import rng
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.build import build_mesh, coordinate, group
+from cai_mesh.layout import canonical_name
+from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.protocols import GradSync
+from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_pipeline import PipelineRunner, split
+from cai_tensor_parallel import parallelize, vocab_parallel_cross_entropy, vocab_start
+from cai_zero import (
+    MixedPrecision,
+    ShardedOptimizer,
+    optimizer_state,
+    restore_groups,
+    shard_module,
+    shard_optimizer,
+    sharding_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass
 class Session:
+    """A model, its optimizer and the runner of its schedule on one mesh.
+
+    A step is `step` (forward and backward of every microbatch) and `update`. Gradients are those of the sum of the
+    loss over target tokens, divided by `total_tokens`, so that layouts and masks change nothing.
+    """
+
     config: Config
     mesh: DeviceMesh
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    runner: PipelineRunner
+    sync: GradSync
+    steps: int = 0
+    """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
     def step(self, microbatches: list[dict[str, Tensor]], *, total_tokens: int) -> Tensor:
-        total = torch.zeros((), device=microbatches[0]["input_ids"].device)
-        for batch in microbatches:
-            loss = self._loss(batch) / total_tokens
-            loss.backward()
-            total += loss.detach()
-        return total
+        """Forward and backward of this data rank's microbatches.
+
+        Args:
+            microbatches: `input_ids` and `labels` [B, S]; alike on the pp, cp and tp ranks of a data rank.
+            total_tokens: target tokens (labels that are not -100, shifted) of the whole global batch.
+
+        Returns this data rank's part of the loss, a float64 scalar, on every rank.
+        """
+        differing = {a: i for a, i in coordinate(self.mesh).items() if a != "tp"}
+        rng.seed_torch(self.config.train.seed, self.steps, differing)
+        self.model.train()
+        return self.runner.step(*_split_targets(microbatches, total_tokens))
 
     def update(self, lr: float) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        """Clip, step at learning rate `lr`, drop the gradients; returns the gradient norm before clipping."""
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr
+        self.sync.finish()
+        clip = self.config.optimizer.clip
+        if isinstance(self.optimizer, ShardedOptimizer):
+            norm = self.optimizer.clip_grad_norm_(clip)
+        else:
+            norm = clip_grad_norm_(self.model.parameters(), clip, self.mesh)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.steps += 1
         return norm
 
-    @torch.no_grad()
     def evaluate(self, microbatches: list[dict[str, Tensor]], *, total_tokens: int) -> Tensor:
-        return torch.stack([self._loss(batch) / total_tokens for batch in microbatches]).sum()
+        """The loss of `step`, forward only, in evaluation mode."""
+        self.model.eval()
+        return self.runner.evaluate(*_split_targets(microbatches, total_tokens))
 
-    def export(self, directory, tokenizer) -> None:
-        self.model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
 
-    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.model(input_ids=batch["input_ids"], use_cache=False).logits
-        return nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
+        """
+        named = {canonical_name(n, p): p for n, p in self.model.named_parameters()}
+        if isinstance(self.optimizer, ShardedOptimizer):
+            model = {n: BoxedTensor.from_param(p) for n, p in named.items() if not p.requires_grad}
+            model |= self.optimizer.weights()
+            held = self.optimizer.state_for_checkpoint()
+        else:
+            model = {n: BoxedTensor.from_param(p) for n, p in named.items()}
+            held = optimizer_state(self.optimizer, self.model)
+        return {
+            **{f"model.{name}": value for name, value in model.items()},
+            **{f"optimizer.{name}": value for name, value in held.items()},
+        }
+
+    def loaded(self, values: Mapping[str, Any], step: int) -> None:
+        """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`."""
+        restore_groups(self.optimizer, values["optimizer.param_groups"])
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.publish()
+        self.steps = step
+
+
+Microbatches = list[dict[str, Tensor]]
+
+
+def _split_targets(microbatches: Microbatches, total: int) -> tuple[Microbatches, list[tuple[Tensor, int]]]:
+    inputs = [{"input_ids": batch["input_ids"]} for batch in microbatches]
+    return inputs, [(batch["labels"], total) for batch in microbatches]
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Cross-entropy of next tokens, summed and divided by a number of targets given with the labels.
+
+    Args:
+        group: tensor-parallel ranks whose logits are cut by vocabulary (None: logits are whole).
+        vocab_start: this rank's first column.
+    """
+
+    group: dist.ProcessGroup | None
+    vocab_start: int
+
+    def __call__(self, output: Any, target: tuple[Tensor, int]) -> Tensor:
+        """`output.logits` [B, S, V/tp] and labels [B, S] (-100: no target) -> scalar, float32 or wider."""
+        labels, total = target
+        logits = output.logits[:, :-1].flatten(0, 1)
+        labels = labels[:, 1:].flatten()
+        if self.group is None:
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            return F.cross_entropy(wide, labels, reduction="sum") / total
+        start = self.vocab_start
+        return (
+            vocab_parallel_cross_entropy(logits, labels, self.group, vocab_start=start, reduction="sum")
+            / total
         )
 
 
-def apply(config: Config, model_config: Any, *, device: torch.device) -> Session:
-    from transformers import AutoModelForCausalLM
+def apply(config: Config, model_config: PretrainedConfig, *, device: torch.device) -> Session:
+    """Build the session a resolved config describes. Collective: every rank of the job calls it.
 
-    if mesh_spec(config).world_size > 1:
-        raise ConfigError("one rank only for now")
-    torch.manual_seed(config.train.seed)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.precision.compute]
-    model = AutoModelForCausalLM.from_config(model_config, dtype=dtype).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.optimizer.lr,
-        betas=(config.optimizer.beta1, config.optimizer.beta2),
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
+    The order is: meta build, `split`, `parallelize`, recompute, materialize, the optimizer and its sharding, runner.
+    Raises `CaiError`s of those transforms before any memory is allocated.
+    """
+    mesh = build_mesh(mesh_spec(config), device_type=device.type)
+    model = meta_model(model_config)
+    split(model, mesh)
+    parallelize(model, mesh)
+    loss = TokenLoss(group(mesh, "tp"), _head_start(model))
+    if config.memory.recompute == "full":
+        recompute_blocks(model)
+    for param in model.parameters():
+        attach_reduce(param, replace(ReduceSpec.of(param), divisor=1.0))
+    compute = DTYPES[config.precision.compute]
+    master = torch.float32 if compute == torch.bfloat16 else compute
+    materialize(model, seed=config.train.seed, dtype=master, device=device)
+    optimizer, sync = _shard(config, model, mesh, MixedPrecision(compute=compute, master=master))
+    runner = PipelineRunner(
+        model,
+        mesh,
+        schedule=config.parallel.pipeline.schedule,
+        microbatches=microbatches(config),
+        loss_fn=loss,
+        grad_sync=sync,
     )
-    return Session(config, build_mesh(mesh_spec(config), device_type=device.type), model, optimizer)
+    return Session(config, mesh, model, optimizer, runner, sync)
+
+
+def _head_start(model: nn.Module) -> int:
+    """First vocabulary column of this rank's output layer (0 on stages without one)."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    weight = getattr(head, "weight", None)
+    return vocab_start(weight) if weight is not None else 0
+
+
+def _shard(
+    config: Config, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
+) -> tuple[torch.optim.Optimizer, GradSync]:
+    if config.parallel.zero == 3:
+        residency = HostResidency() if config.memory.residency == "host" else None
+        shard_module(model, mesh, precision=precision, residency=residency)
+        return _adamw(config, model), sharding_of(model)
+    optimizer = shard_optimizer(
+        _adamw(config, model), mesh, model=model, stage=config.parallel.zero, precision=precision
+    )
+    return optimizer, optimizer
+
+
+def _adamw(config: Config, model: nn.Module) -> torch.optim.AdamW:
+    options = config.optimizer
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )

@@ -38,10 +38,14 @@ class _KeyedFills(TorchDispatchMode):
         target = args[0]
         name = self._names.get(target.untyped_storage().data_ptr())
         if name is None:
-            raise PlanError("a model's initialization draws random numbers for something that is not a parameter")
+            raise PlanError(
+                "a model's initialization draws random numbers for something that is not a parameter"
+            )
         fill, defaults = _FILLS[func]
         low, high = (*args[1:3], *defaults[len(args) - 1 :])
-        return fill(target, rng.key(self._seed, name, target.storage_offset()), low, high, layout=Layout(target.shape))
+        return fill(
+            target, rng.key(self._seed, name, target.storage_offset()), low, high, layout=Layout(target.shape)
+        )
 
 
 @torch.no_grad()

@@ -2,7 +2,12 @@
 
 from cai_tensor_parallel.parallelize import parallelize
 from cai_tensor_parallel.plan import ROLES, Plan, plan_for
-from cai_tensor_parallel.vocab import gather_logits, vocab_parallel_cross_entropy, vocab_parallel_embedding
+from cai_tensor_parallel.vocab import (
+    gather_logits,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+    vocab_start,
+)
 
 __version__ = "0.1.0"
 
@@ -14,4 +19,5 @@ __all__ = [
     "plan_for",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
+    "vocab_start",
 ]

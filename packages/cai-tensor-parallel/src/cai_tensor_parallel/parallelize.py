@@ -12,10 +12,9 @@ from cai_mesh import build
 from cai_mesh.errors import MeshError, PlanError, did_you_mean
 from cai_tensor_parallel.modes import MODES
 from cai_tensor_parallel.modes.context import Matmul, ModeContext
-from cai_tensor_parallel.modes.one_d import vocab_start
 from cai_tensor_parallel.plan import Plan, match, plan_for
 from cai_tensor_parallel.shard import Cutter
-from cai_tensor_parallel.vocab import CausalLMLoss
+from cai_tensor_parallel.vocab import CausalLMLoss, vocab_start
 
 
 def parallelize(

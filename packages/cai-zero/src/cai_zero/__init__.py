@@ -3,7 +3,7 @@
 from cai_zero.module import ModuleSharding, shard_module, sharding_of
 from cai_zero.optimizer import ShardedOptimizer, shard_optimizer
 from cai_zero.precision import MixedPrecision
-from cai_zero.state import optimizer_state
+from cai_zero.state import optimizer_state, restore_groups
 
 __version__ = "0.1.0"
 
@@ -12,6 +12,7 @@ __all__ = [
     "ModuleSharding",
     "ShardedOptimizer",
     "optimizer_state",
+    "restore_groups",
     "shard_module",
     "shard_optimizer",
     "sharding_of",

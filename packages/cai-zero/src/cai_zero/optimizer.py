@@ -7,7 +7,7 @@ step of its rows; stage 2 also keeps only the gradients of its rows (ZeRO, Rajbh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,13 +202,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._ensure_gradients()
         self.inner.step()
+        self.publish()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give every rank the whole parameters of what the optimizer holds; after a step, or after loading weights."""
         for chunk in self._chunks:
             low, high = chunk.chunk.shard_range(self._ranks.index)
             rows = chunk.weights[low:high]
             if chunk.flat.data_ptr() != rows.data_ptr():
                 rows.copy_(chunk.flat)
             all_gather_into(chunk.weights, rows, self._ranks.shard)
-        self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
@@ -241,18 +246,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ensure_gradients()
         return self._boxed(lambda chunk: chunk.flat.grad)
 
-    def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
-        """Master weights (`master.NAME`), state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
+    def weights(self) -> dict[str, BoxedTensor]:
+        """This rank's rows of the (master) weights by canonical parameter name, as views: call `publish` after loading."""
+        return self._boxed(lambda chunk: chunk.flat.detach())
 
-        Tensors are views: loading fills the optimizer in place. Call `restore_groups(value)` with the loaded
-        `param_groups`. Master weights that are the parameters themselves are left out.
+    def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
+        """This rank's rows of the state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
+
+        Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
         found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(self.inner)}
         for chunk in self._chunks:
             low, _ = chunk.chunk.shard_range(self._ranks.index)
-            if chunk.flat.dtype != chunk.weights.dtype:
-                boxes = chunk.chunk.boxed(chunk.flat.detach(), low)
-                found.update({f"master.{name}": _owned(value, chunk) for name, value in boxes.items()})
             for slot, tensor in state_slots(self.inner, chunk.flat).items():
                 found.update(self._slot(chunk, slot, tensor, low))
         return found
@@ -267,17 +272,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take over the hyperparameters of saved `param_groups`."""
         restore_groups(self.inner, groups)
 
-    @torch.no_grad()
-    def masters_from_parameters(self) -> None:
-        """Set the master weights from the parameters, after those were written from outside (a pretrained model)."""
-        for chunk in self._chunks:
-            low, high = chunk.chunk.shard_range(self._ranks.index)
-            chunk.flat.copy_(chunk.weights[low:high])
-
-    def _boxed(self, pick: Any) -> dict[str, BoxedTensor]:
+    def _boxed(self, pick: Callable[[_Chunk], torch.Tensor]) -> dict[str, BoxedTensor]:
         found: dict[str, BoxedTensor] = {}
         for chunk in self._chunks:
-            found.update(chunk.chunk.boxed(pick(chunk), chunk.chunk.shard_range(self._ranks.index)[0]))
+            boxes = chunk.chunk.boxed(pick(chunk), chunk.chunk.shard_range(self._ranks.index)[0])
+            found.update({name: _owned(value, chunk) for name, value in boxes.items()})
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from torch import nn
 
 from cai_mesh.autograd import copy_to, gather_from, reduce_from, scatter_to
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout, Replicate, Shard
+from cai_mesh.layout import Replicate, Shard
 from cai_tensor_parallel.modes.context import Matmul, ModeContext
 from cai_tensor_parallel.plan import Role
-from cai_tensor_parallel.vocab import vocab_parallel_embedding
+from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
 
 
 def colwise_linear(
@@ -137,12 +137,6 @@ def _cut_embedding(module: nn.Module, context: ModeContext) -> None:
             return lookup(self, ids) * self.embed_scale.to(self.weight.dtype)
 
     module.forward = types.MethodType(forward, module)
-
-
-def vocab_start(weight: torch.Tensor) -> int:
-    """First row of the vocabulary a cut table or head holds (0 where it holds none)."""
-    segments = Layout.of(weight).segments(0)
-    return segments[0][0] if segments else 0
 
 
 def _share_partial(module: nn.Module, context: ModeContext) -> None:
