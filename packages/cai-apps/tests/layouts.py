@@ -1,0 +1,182 @@
+"""One training run under any layout, and the plain single-process twin it must equal. Used by tests and the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_apps import config as c
+from cai_apps.apply import Session, apply
+from cai_apps.materialize import materialize
+from cai_apps.models import meta_model
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.build import group
+from cai_mesh.collectives import all_reduce
+from cai_mesh.layout import canonical_name
+
+STEPS, BATCH, LENGTH, VOCAB = 20, 8, 12, 96
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Degrees, ZeRO stage and schedule of one run."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 1
+    schedule: str = "1f1b"
+    replicate: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.data * self.replicate * self.tensor * self.pipeline
+
+
+CASES = {
+    "one": Case(),
+    "data2-zero0": Case(data=2, zero=0),
+    "data2-zero1": Case(data=2, zero=1),
+    "data2-zero2": Case(data=2, zero=2),
+    "data2-zero3": Case(data=2, zero=3),
+    "tensor2": Case(tensor=2),
+    "pipeline2-gpipe": Case(pipeline=2, schedule="gpipe"),
+    "pipeline2-1f1b": Case(pipeline=2),
+    "tensor2-pipeline2": Case(tensor=2, pipeline=2),
+    "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
+}
+
+
+def model_config(name: str):
+    """A llama with grouped key/value heads, or a GPT-2 (tied embeddings, Conv1D), without dropout."""
+    from transformers import AutoConfig
+
+    if name == "llama":
+        return AutoConfig.for_model(
+            "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64,
+        )  # fmt: skip
+    return AutoConfig.for_model(
+        "gpt2", n_embd=32, n_layer=4, n_head=4, vocab_size=VOCAB, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def run_config(case: Case, dtype: str, steps: int = STEPS) -> c.Config:
+    """The config of a case; four microbatches a data rank where the batch allows it."""
+    parallel = c.Parallel(
+        replicate=case.replicate,
+        shard=case.data,
+        zero=case.zero,  # type: ignore[arg-type]
+        tensor=c.Tensor(size=case.tensor),
+        pipeline=c.Pipeline(size=case.pipeline, schedule=case.schedule),  # type: ignore[arg-type]
+    )
+    ranks = case.data * case.replicate
+    train = c.Train(steps=steps, global_batch=BATCH, microbatch_size=max(1, BATCH // ranks // 4), seed=7)
+    return c.Config(
+        parallel=parallel,
+        train=train,
+        data=c.Data(sequence_length=LENGTH),
+        precision=c.Precision(compute=dtype),  # type: ignore[arg-type]
+        optimizer=c.Optimizer(lr=1e-2, clip=1.0),
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch whose sequences have masks of very different lengths."""
+    random = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=random)
+    labels = ids.clone()
+    for row in range(BATCH):
+        labels[row, : int(torch.randint(0, LENGTH - 2, (), generator=random))] = -100
+    return ids, labels
+
+
+def rate(step: int) -> float:
+    return 1e-2 / (1 + step / 10)
+
+
+def twin(name: str, dtype: str, steps: int = STEPS):
+    """Losses, first gradients and final parameters of a plain loop."""
+    model = materialize(meta_model(model_config(name)), seed=7, dtype=DTYPES[dtype], device=torch.device("cpu"))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    losses, first = [], {}
+    for step in range(steps):
+        ids, labels = batch(step)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        loss.backward()
+        if step == 0:
+            first = {n: p.grad.clone() for n, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.param_groups[0]["lr"] = rate(step)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def session_of(name: str, case: Case, dtype: str, steps: int = STEPS) -> Session:
+    return apply(run_config(case, dtype, steps), model_config(name), device=torch.device("cpu"))
+
+
+def microbatches_of(session: Session, case: Case, step: int):
+    """This data rank's microbatches of a global step, and the targets in the whole of it."""
+    ids, labels = batch(step)
+    total = int((labels[:, 1:] != -100).sum())
+    ranks = case.data * case.replicate
+    mine = dist.get_rank(data) if (data := group(session.mesh, ("dp_replicate", "dp_shard"))) is not None else 0
+    rows = slice(mine * BATCH // ranks, (mine + 1) * BATCH // ranks)
+    size = session.config.train.microbatch_size
+    pairs = zip(ids[rows].split(size), labels[rows].split(size), strict=True)
+    return [{"input_ids": i, "labels": t} for i, t in pairs], total
+
+
+def train_steps(session: Session, case: Case, first: int, last: int) -> tuple[list[float], dict[str, BoxedTensor]]:
+    """Train steps [first, last); returns the global losses and the gradients of the first of them."""
+    losses, gradients = [], {}
+    for step in range(first, last):
+        batches, total = microbatches_of(session, case, step)
+        loss = session.step(batches, total_tokens=total).clone()
+        if step == first:
+            gradients = {n: _copied(b) for n, b in gradients_of(session).items()}
+        session.update(rate(step))
+        all_reduce(loss, group(session.mesh, ("dp_replicate", "dp_shard")))
+        losses.append(float(loss))
+    return losses, gradients
+
+
+def _copied(boxed: BoxedTensor) -> BoxedTensor:
+    return replace(boxed, pieces=tuple((box, view.clone()) for box, view in boxed.pieces))
+
+
+def gradients_of(session: Session) -> dict[str, BoxedTensor]:
+    session.sync.finish()
+    if session.config.parallel.zero < 3:
+        return session.optimizer.gradients()  # type: ignore[attr-defined]
+    named = session.model.named_parameters()
+    return {canonical_name(n, p): BoxedTensor.like(p, p.grad) for n, p in named if p.grad is not None}
+
+
+def parameters_of(session: Session) -> dict[str, BoxedTensor]:
+    return {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in session.model.named_parameters()}
+
+
+def whole(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors from every rank's boxes; ranks may hold different names. Collective."""
+    known: list = [None] * dist.get_world_size()
+    dist.all_gather_object(known, {n: (b.global_shape, b.dtype) for n, b in boxed.items()})
+    shapes = {n: shape for names in known for n, shape in names.items()}
+    return {n: boxed.get(n, BoxedTensor(*shapes[n], ())).to_full(dist.group.WORLD) for n in sorted(shapes)}
+
+
+def trained(name: str, case: Case, dtype: str, steps: int = STEPS):
+    """What every rank returns: losses, first gradients and final parameters of a session."""
+    session = session_of(name, case, dtype, steps)
+    losses, gradients = train_steps(session, case, 0, steps)
+    result = losses, whole(gradients), whole(parameters_of(session))
+    return result if dist.get_rank() == 0 else losses

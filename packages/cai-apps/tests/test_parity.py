@@ -1,0 +1,35 @@
+"""The same training under every layout: each equals the plain single-process loop, step by step."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from layouts import CASES, trained, twin
+
+from cai_mesh.testing import assert_same_as_one_device, run_ranks
+
+CORE = [
+    *(("llama", name, "fp64") for name in CASES),
+    *(("gpt2", name, "fp64") for name in ("data2-zero3", "tensor2", "pipeline2-1f1b", "2x2x2-zero1")),
+    *(("llama", name, "fp32") for name in ("data2-zero2", "tensor2-pipeline2")),
+    ("gpt2", "2x2x2-zero1", "fp32"),
+]
+"""Every layout, and every pair of (model, dimension) and (dtype, dimension); the matrix runs the whole product."""
+
+expected = functools.cache(twin)
+
+
+@pytest.mark.parametrize(("model", "layout", "dtype"), CORE)
+def test_equals_the_plain_loop(model, layout, dtype):
+    losses, gradients, parameters = expected(model, dtype)
+    results = run_ranks(CASES[layout].world, trained, model, CASES[layout], dtype, timeout=240)
+    got_losses, got_gradients, got_parameters = results[0]
+    tolerance = 1e-9 if dtype == "fp64" else 1e-4
+    for other in results[1:]:
+        assert other == got_losses
+    error = max(abs(a - b) for a, b in zip(got_losses, losses, strict=True))
+    assert error < (tolerance if dtype == "fp64" else tolerance * max(losses))
+    assert_same_as_one_device(got_gradients, gradients, tolerance=max(tolerance, 1e-8))
+    if dtype == "fp64":
+        assert_same_as_one_device(got_parameters, parameters, tolerance=1e-7)
