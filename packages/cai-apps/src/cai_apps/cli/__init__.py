@@ -12,6 +12,7 @@ from cai_mesh.errors import CaiError, ConfigError, did_you_mean
 COMMANDS = {
     "train": "train a model from a recipe or a TOML file",
     "run": "start ranks on one or several machines with torch's launcher",
+    "plan": "print what a run will need per rank",
     "doctor": "show what this machine offers",
     "generate": "continue a prompt with an exported model",
     "report": "write one HTML file about a run",

@@ -1,0 +1,90 @@
+"""cai plan RECIPE|FILE.toml [--ranks N] [--section.key value]"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cai_apps.cli import config_arguments
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cai_apps.planner.plan import Plan
+
+DESCRIPTION = (
+    "Print what a run will need per rank, without weights. --ranks N: ranks the run is meant for "
+    "(default: as many as the degrees make)."
+)
+
+
+def run(arguments: list[str]) -> int:
+    ranks, arguments = _take_ranks(arguments)
+    config, label = config_arguments.parse(arguments, command="plan", description=DESCRIPTION)
+    from cai_apps.planner.plan import plan
+
+    print(render(plan(config, ranks=ranks), label))
+    return 0
+
+
+def _take_ranks(arguments: list[str]) -> tuple[int | None, list[str]]:
+    joined = [part for argument in arguments for part in _split_flag(argument)]
+    if "--ranks" not in joined:
+        return None, arguments
+    at = joined.index("--ranks")
+    value = joined[at + 1] if at + 1 < len(joined) else ""
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError(
+            "--ranks is not a number of ranks", got=repr(value), expected="an integer of at least 1"
+        )
+    return int(value), joined[:at] + joined[at + 2 :]
+
+
+def _split_flag(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith("--ranks=") else [argument]
+
+
+def render(plan: Plan, label: str) -> str:
+    """The plan as text: the mesh, a row per pipeline stage, and what the columns mean."""
+    config = plan.config
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
+    batch = f"{config.parallel.pipeline.microbatches} microbatches of {config.train.microbatch_size}"
+    header = ["stage", "blocks", "elements", "parameters", "gradients", "optimizer", "activations", "total"]
+    rows = [
+        [
+            str(stage.stage),
+            str(len(stage.blocks)),
+            f"{stage.parameters:,}",
+            *map(
+                size,
+                (stage.state.parameters, stage.state.gradients, stage.state.optimizer, stage.activations),
+            ),
+            size(stage.state.total + stage.activations),
+        ]
+        for stage in plan.stages
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    table = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [header, *rows]
+    ]
+    return "\n".join(
+        [
+            f"{label}: {config.model.name}, {plan.parameters:,} parameters",
+            f"mesh      {mesh}  ({plan.ranks} ranks)",
+            f"training  ZeRO-{config.parallel.zero}, {config.precision.compute}, recompute {config.memory.recompute},"
+            f" {config.parallel.pipeline.schedule}",
+            f"batch     {config.train.global_batch} sequences of {config.data.sequence_length} a step;"
+            f" {batch} on each data rank",
+            "",
+            "bytes on each rank of a pipeline stage:",
+            *table,
+            "",
+            "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. activations: estimate",
+            "of what is kept for backward at the fullest moment. Communication buffers and the allocator come on top.",
+        ]
+    )
+
+
+def size(count: int) -> str:
+    """Bytes for people: "1.50 GiB"."""
+    unit = "GiB" if count >= 2**30 else "MiB"
+    return f"{count / (2**30 if unit == 'GiB' else 2**20):.2f} {unit}"

@@ -1,0 +1,1 @@
+"""What a config will need, worked out without weights and without ranks."""

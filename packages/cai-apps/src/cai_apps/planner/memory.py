@@ -1,0 +1,54 @@
+"""Bytes of parameters, gradients and optimizer state on a rank, from the number of its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cai_apps.config import Config
+from cai_pipeline import Action, Kind
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+ADAM_SLOTS = 2
+"""First and second moment, in the dtype of the master weights."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes on one rank that last from step to step, and its gradients at the end of backward."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Adam's moments, and master weights where they are not the parameters themselves."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def model_state(config: Config, parameters: int) -> ModelState:
+    """The state of a rank whose stage and tensor shard has `parameters` elements.
+
+    ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
+    gradients too, stage 3 parameters too.
+    """
+    zero, ranks = config.parallel.zero, config.parallel.shard
+    compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
+    own = -(-parameters // ranks)
+    stepped = own if zero >= 1 else parameters
+    masters = master if master != compute else 0
+    return ModelState(
+        parameters=own * master if zero == 3 else parameters * compute,
+        gradients=(own if zero >= 2 else parameters) * master,
+        optimizer=stepped * (ADAM_SLOTS * master + (masters if zero < 3 else 0)),
+    )
+
+
+def most_in_flight(actions: list[Action]) -> int:
+    """Most microbatches that a rank's actions have run forward and not yet backward."""
+    most = now = 0
+    for action in actions:
+        now += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+        most = max(most, now)
+    return most
