@@ -82,10 +82,13 @@ def _said_by_first_rank() -> Iterator[None]:
 def finish(job: Job) -> None:
     """Draws the loss and prints where everything is and a sample of what the export writes."""
     from cai_apps.generate import generate
+    from cai_apps.report.chart import draw_pipeline
     from cai_apps.report.plots import draw_loss
 
     print(f"run directory  {job.directory}")
     print(f"loss plot      {draw_loss(job.run)}")
+    if chart := draw_pipeline(job.run, job.config):
+        print(f"pipeline chart {chart}")
     print(f"HF export      {job.run.export}")
     if job.config.log.sample_tokens:
         print(f"sample         {generate(job.run.export, tokens=job.config.log.sample_tokens)}")

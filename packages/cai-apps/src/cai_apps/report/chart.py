@@ -1,0 +1,20 @@
+"""The pipeline schedule of a run as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cai_apps.config import Config
+from cai_apps.run_directory import RunDirectory
+from cai_pipeline import draw, program, simulate
+
+
+def draw_pipeline(run: RunDirectory, config: Config) -> Path | None:
+    """Draws a step of the schedule, backward twice as long as forward, to plots/pipeline.svg; None for one stage."""
+    pipeline = config.parallel.pipeline
+    if pipeline.size == 1:
+        return None
+    timeline = simulate(program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1))
+    path = run.plots / "pipeline.svg"
+    path.write_text(draw.svg(timeline), encoding="utf-8")
+    return path
