@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
@@ -25,7 +24,7 @@ class TokenFlops:
     """Attention counts the whole square, as "PaLM" (Chowdhery et al., 2022, appendix B) does."""
 
 
-def token_flops(model: nn.Module, config: PretrainedConfig, sequence_length: int) -> TokenFlops:
+def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_length: int) -> TokenFlops:
     """6 FLOPs per token and weight, 12 * layers * width * length for attention.
 
     `model` is the whole model, its parameters may be on the meta device. An input embedding that is not also

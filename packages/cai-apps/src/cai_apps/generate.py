@@ -18,11 +18,9 @@ def generate(
     """
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     if not (directory / "config.json").is_file():
         raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
-    logging.disable_progress_bar()
     tokenizer = load_tokenizer(directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(directory).to(device).eval()
@@ -31,4 +29,4 @@ def generate(
     torch.manual_seed(seed)
     with torch.inference_mode():
         ids = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
