@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,29 +180,38 @@ def test_gradients_are_deferred_up_to_the_last_backward() -> None:
         assert calls == [*backwards, "finish"]
 
 
+class Token:
+    """Something that can be referred to weakly."""
+
+
+class Mark(torch.autograd.Function):
+    """An identity whose node in the graph holds a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: Token) -> torch.Tensor:
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
 def count_live(schedule: str) -> int:
+    """The most graphs of microbatches that are alive at one time."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     model = split(build(config_of("llama", 2)), mesh)
-    live = peak = 0
+    alive: weakref.WeakSet[Token] = weakref.WeakSet()
+    peak = 0
 
-    class Counted(torch.autograd.Function):
-        """An identity whose saved tensor is alive exactly as long as a microbatch's graph."""
+    def mark(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal peak
+        token = Token()
+        alive.add(token)
+        peak = max(peak, len(alive))
+        return Mark.apply(output, token)
 
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            nonlocal live, peak
-            live += 1
-            peak = max(peak, live)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            nonlocal live
-            live -= 1
-            return grad
-
-    layer = model.model.layers[model.cai_stage.layers.start]
-    layer.register_forward_hook(lambda module, args, output: Counted.apply(output))
+    model.model.layers[model.cai_stage.layers.start].register_forward_hook(mark)
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=5, loss_fn=loss_of)
     runner.step(*batches(5, 0, ragged=False))
     return peak
