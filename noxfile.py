@@ -65,7 +65,7 @@ def _prove(
     session: nox.Session, check: str, packages: list[str], wheels: dict[str, Path], files: list[str]
 ) -> None:
     """Install `packages` alone, see that no other sibling came along, and run `files` there."""
-    tests = [Path(file) for file in files]
+    tests = [Path(file) if Path(file).is_dir() else Path(file).parent for file in files]
     content = [
         *wheels.values(),
         *tests,

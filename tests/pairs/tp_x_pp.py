@@ -1,0 +1,53 @@
+"""cai-tensor-parallel inside the stages of a pipeline equals one process; gpt2 ties a cut embedding over the stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import twin
+from torch.distributed.device_mesh import init_device_mesh
+
+from cai_mesh import BoxedTensor, clip_grad_norm_
+from cai_mesh.layout import canonical_name
+from cai_mesh.reduce import ReduceSpec
+from cai_mesh.testing import assert_same_as_one_device, run_ranks
+from cai_pipeline import PipelineRunner, split
+from cai_tensor_parallel import parallelize
+
+MICROBATCHES = 4
+
+
+def train(name: str, schedule: str):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model = parallelize(split(twin.build(name), mesh), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_fn(output, ids):
+        loss = model.loss_function(logits=output.logits, labels=ids, vocab_size=twin.VOCAB)
+        return loss / MICROBATCHES
+
+    runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=MICROBATCHES, loss_fn=loss_fn)
+    losses, norms = [], []
+    for step in range(twin.STEPS):
+        parts = list(twin.batch(step).chunk(MICROBATCHES))
+        losses.append(float(runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)))
+        for parameter in model.parameters():
+            holders = ReduceSpec.of(parameter).tied
+            if holders is not None:
+                dist.all_reduce(parameter.grad, group=holders)
+        norms.append(float(clip_grad_norm_(model.parameters(), twin.CLIP, mesh)))
+        optimizer.step()
+        optimizer.zero_grad()
+    boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    return losses, norms, twin.whole(boxed)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", list(twin.MODELS))
+def test_equals_one_process(name: str, schedule: str):
+    losses, norms, final = twin.reference(name)
+    for got in run_ranks(4, train, name, schedule):
+        assert got[0] == pytest.approx(losses, rel=1e-9)
+        assert got[1] == pytest.approx(norms, rel=1e-9)
+        assert_same_as_one_device(got[2], final, tolerance=1e-8)

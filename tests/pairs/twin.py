@@ -1,0 +1,71 @@
+"""The one-process twin that every pair is compared with: small models in float64, batches, a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cai_mesh import BoxedTensor
+
+STEPS, SEQUENCES, VOCAB, CLIP = 4, 8, 101, 0.5
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": VOCAB}
+QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 32, **QUIET},
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(name, **MODELS[name])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64)
+
+
+def batch(step: int, index: int = 0, count: int = 1) -> torch.Tensor:
+    """Part `index` of `count` of the sequences of a step, [SEQUENCES / count, 9]."""
+    ids = torch.randint(0, VOCAB, (SEQUENCES, 9), generator=torch.Generator().manual_seed(step))
+    return ids.chunk(count)[index]
+
+
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Mean over the predicted tokens; the models' own loss computes in float32."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def reference(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final parameters of a plain loop in this process."""
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step in range(STEPS):
+        ids = batch(step)
+        loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def whole(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
+    """Full tensors from every rank's boxes; pipeline stages hold parts of different names."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, {name: (box.global_shape, box.dtype) for name, box in boxed.items()})
+    known = {name: what for names in held for name, what in names.items()}
+    return {
+        name: boxed.get(name, BoxedTensor(*known[name], ())).to_full(dist.group.WORLD)
+        for name in sorted(known)
+    }
+
+
+def mean_over(group: dist.ProcessGroup, loss: torch.Tensor) -> float:
+    total = loss.detach().clone().double()
+    dist.all_reduce(total, group=group)
+    return float(total) / group.size()
