@@ -247,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._boxed(lambda chunk: chunk.flat.grad)
 
     def weights(self) -> dict[str, BoxedTensor]:
-        """This rank's rows of the (master) weights by canonical parameter name, as views: call `publish` after loading."""
+        """This rank's rows of the (master) weights by canonical name, as views: call `publish` after loading."""
         return self._boxed(lambda chunk: chunk.flat.detach())
 
     def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
