@@ -1,0 +1,12 @@
+"""Checkpoints that commit whole or not at all, load on any layout, and never run code from a file.
+
+A checkpoint is a directory `step-N` with torch DCP's files (`.metadata`, `*.distcp`), `values.json` and a
+`manifest.json` of sizes and digests. It is written as `step-N.tmp` and renamed once everything is on disk.
+"""
+
+from cai_mesh.checkpoint.commit import Manifest, latest, steps, verify
+from cai_mesh.checkpoint.hf import load_hf, save_hf
+from cai_mesh.checkpoint.load import load, newest_good
+from cai_mesh.checkpoint.save import Saving, save
+
+__all__ = ["Manifest", "Saving", "latest", "load", "load_hf", "newest_good", "save", "save_hf", "steps", "verify"]

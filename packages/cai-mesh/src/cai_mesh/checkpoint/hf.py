@@ -1,0 +1,249 @@
+"""Hugging Face directories in and out: sharded safetensors, box by box.
+
+Loading reads only the rows and columns a rank holds. Saving lays out the files first; every rank then writes its
+boxes into them at their place, so no tensor is gathered anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.checkpoint.commit import fsync
+from cai_mesh.checkpoint.load import SHOWN
+from cai_mesh.checkpoint.save import _agreed, control_group
+from cai_mesh.collectives import all_gather_object
+from cai_mesh.errors import CheckpointError
+from cai_mesh.layout import canonical_name
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def load_hf(model: nn.Module, directory: str | os.PathLike) -> None:
+    """Fill a model's parameters, on any layout, from a directory of safetensors (one file, or several and an index).
+
+    A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
+    with a table of the parameters that are missing or of another shape, before anything is written.
+    """
+    from safetensors import safe_open
+
+    directory = Path(directory)
+    where = _index(directory)
+    wanted = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    found = {name: _find(name, where, getattr(model, "base_model_prefix", "")) for name in wanted}
+    files = {file: safe_open(directory / file, framework="pt") for file in sorted({where[k] for k in found.values() if k})}
+    rows = []
+    for name, key in found.items():
+        shape = tuple(files[where[key]].get_slice(key).get_shape()) if key else None
+        if shape != wanted[name].global_shape:
+            rows.append(f"{name}: this model {wanted[name].global_shape}, directory {shape or 'nothing'}")
+    if rows:
+        raise CheckpointError(
+            f"{directory} holds another model: {len(rows)} of {len(wanted)} parameters differ",
+            got="\n             ".join(rows[:SHOWN]),
+            fix="check that config.json is the one these weights were made with",
+        )
+    for name, key in found.items():
+        assert key is not None
+        stored = files[where[key]].get_slice(key)
+        for box, view in wanted[name].pieces:
+            view.copy_(stored[box.slices()] if box.shape else files[where[key]].get_tensor(key))
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """Tensor name to file name."""
+    from safetensors import safe_open
+
+    if (directory / INDEX).is_file():
+        return json.loads((directory / INDEX).read_text())["weight_map"]
+    if (directory / SINGLE).is_file():
+        with safe_open(directory / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    raise CheckpointError(f"{directory} holds no safetensors", expected=f"{SINGLE} or {INDEX}")
+
+
+def _find(name: str, where: Mapping[str, str], prefix: str) -> str | None:
+    candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+    return next((key for key in candidates if key in where), None)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of an export: its file and where its bytes begin in that file's data."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_hf(
+    model: nn.Module,
+    directory: str | os.PathLike,
+    *,
+    weights: Mapping[str, BoxedTensor] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 1000**3,
+) -> None:
+    """Write a directory that `transformers.AutoModelForCausalLM.from_pretrained` opens. Collective.
+
+    Args:
+        model: its parameters are written, and its `config` (and `generation_config`) saved where it has them.
+        directory: new, or empty; seen by all ranks. It appears whole or not at all.
+        weights: boxes to write in place of the model's parameters of those names (master weights).
+        dtype: of the files; None keeps each tensor's.
+        max_file_bytes: a file holds at least one tensor and otherwise no more than this.
+
+    A tied parameter is written once, under its canonical name. Raises `CheckpointError` when the directory is not
+    empty or a rank cannot write.
+    """
+    final = Path(directory)
+    group = control_group()
+    rank = dist.get_rank() if group is not None else 0
+    boxes = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    boxes |= dict(weights or {})
+    entries = _lay_out(_everyones(boxes, group), dtype, max_file_bytes)
+    temporary = final.with_name(final.name + ".tmp")
+
+    def begin() -> None:
+        if rank == 0:
+            if final.exists() and any(final.iterdir()):
+                raise CheckpointError(f"{final} is not empty", fix="export into a new directory")
+            temporary.mkdir(parents=True, exist_ok=True)
+            _write_headers(temporary, entries)
+
+    def finish() -> None:
+        if rank == 0:
+            _write_beside(model, temporary, entries)
+            if final.exists():
+                final.rmdir()
+            temporary.rename(final)
+            fsync(final.parent)
+
+    _agreed(begin, group)
+    _agreed(lambda: _write_boxes(temporary, entries, _unshared(boxes, group)), group)
+    _agreed(finish, group)
+
+
+def _everyones(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):
+    """Shape and dtype of every tensor of the job, by name."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for held in all_gather_object({n: (b.global_shape, b.dtype) for n, b in boxes.items()}, group):
+        for name, what in held.items():
+            found.setdefault(name, what)
+    return found
+
+
+def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):
+    """This rank's (name, box, view) that no lower rank holds too."""
+    rank = dist.get_rank() if group is not None else 0
+    mine = [(name, box, view) for name, boxed in boxes.items() for box, view in boxed.pieces]
+    lower = all_gather_object({(name, box) for name, box, _ in mine}, group)[:rank]
+    taken = set().union(*lower)
+    return [(name, box, view) for name, box, view in mine if (name, box) not in taken]
+
+
+def _lay_out(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None, limit: int
+) -> dict[str, _Entry]:
+    groups: list[list[str]] = [[]]
+    used = 0
+    sizes = {name: math.prod(shape) * (dtype or own).itemsize for name, (shape, own) in tensors.items()}
+    for name in sorted(tensors):
+        if groups[-1] and used + sizes[name] > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += sizes[name]
+    entries: dict[str, _Entry] = {}
+    for number, names in enumerate(groups, start=1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        start = 0
+        for name in names:
+            shape, own = tensors[name]
+            entries[name] = _Entry(file, dtype or own, shape, start)
+            start += sizes[name]
+    return entries
+
+
+def _by_file(entries: Mapping[str, _Entry]) -> dict[str, dict[str, _Entry]]:
+    files: dict[str, dict[str, _Entry]] = {}
+    for name, entry in entries.items():
+        files.setdefault(entry.file, {})[name] = entry
+    return files
+
+
+def _header(entries: Mapping[str, _Entry]) -> bytes:
+    """The safetensors header: its length, then JSON of dtype, shape and byte range, padded to 8 bytes."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, e in entries.items():
+        table[name] = {"dtype": _DTYPES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start, e.start + e.nbytes]}
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_headers(directory: Path, entries: Mapping[str, _Entry]) -> None:
+    for file, held in _by_file(entries).items():
+        header = _header(held)
+        with (directory / file).open("wb") as out:
+            out.write(header)
+            out.truncate(len(header) + sum(e.nbytes for e in held.values()))
+
+
+def _write_boxes(directory: Path, entries: Mapping[str, _Entry], held: Iterable[tuple]) -> None:
+    maps: dict[str, np.memmap] = {}
+    begins = {file: len(_header(inside)) for file, inside in _by_file(entries).items()}
+    for name, box, view in held:
+        entry = entries[name]
+        if entry.nbytes == 0:
+            continue
+        if entry.file not in maps:
+            maps[entry.file] = np.memmap(directory / entry.file, dtype=np.uint8, mode="r+")
+        begin = begins[entry.file] + entry.start
+        raw = torch.from_numpy(maps[entry.file][begin : begin + entry.nbytes])
+        raw.view(entry.dtype).view(entry.shape)[box.slices()] = view.detach().to("cpu", entry.dtype)
+    for mapped in maps.values():
+        mapped.flush()
+
+
+def _write_beside(model: nn.Module, directory: Path, entries: Mapping[str, _Entry]) -> None:
+    """Index and configs."""
+    files = _by_file(entries)
+    if len(files) > 1:
+        total = sum(e.nbytes for e in entries.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {n: e.file for n, e in sorted(entries.items())}}
+        (directory / INDEX).write_text(json.dumps(index, indent=1))
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(directory)

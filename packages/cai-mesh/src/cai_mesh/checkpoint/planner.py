@@ -1,0 +1,173 @@
+"""torch DCP planners for boxes: any number of regions of a tensor on each rank."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.errors import CheckpointError
+from cai_mesh.layout import Box
+
+Boxes = Mapping[str, BoxedTensor]
+
+
+class BoxSavePlanner(SavePlanner):
+    """Plans the writing of every box once, by one of the ranks that hold it."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self._views = _views(state_dict)
+        self._state: Boxes = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, torch.Size(box.offset)),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=_chunk(box),
+                        properties=TensorProperties(dtype=boxed.dtype),
+                        size=torch.Size(boxed.global_shape),
+                    ),
+                )
+                for name, boxed in self._state.items()
+                if boxed.owner
+                for box, _ in boxed.pieces
+            ]
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(dedup_save_plans(all_plans))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._views[_key(write_item.index)]
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Plans the reading of what each of this rank's boxes needs from the boxes that were saved."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._views = _views(state_dict)
+        self._state: Boxes = state_dict
+        assert metadata is not None
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, boxed in self._state.items():
+            saved = self._metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            wanted = [_chunk(box) for box, _ in boxed.pieces]
+            items += create_read_items_for_chunk_list(name, saved, wanted)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is saved as an object", expected="a tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._views[_key(read_item.dest_index)]
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """The views are the destination; nothing is left to do."""
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def _views(state: Boxes) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    return {(name, box.offset): view for name, boxed in state.items() for box, view in boxed.pieces}
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_METADATA_MODULE, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+    *((_METADATA_MODULE, name) for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex")),
+    *((_METADATA_MODULE, name) for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes DCP's metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            "the checkpoint's .metadata names something metadata never holds; it was not run",
+            got=f"{module}.{name}",
+            cause="the file was made or changed by something else than a checkpoint writer",
+            fix="do not use this checkpoint unless you know where it comes from",
+        )
+
+
+class SafeReader(FileSystemReader):
+    """DCP's file reader with metadata read by an allow-list. Tensors are read with `weights_only`, as DCP does."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(Path(self.path))
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """The DCP metadata of a checkpoint. Raises `CheckpointError` for a damaged or malicious file."""
+    path = checkpoint / ".metadata"
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged", cause=str(error)) from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} does not hold checkpoint metadata", got=type(metadata).__name__)
+    return metadata
