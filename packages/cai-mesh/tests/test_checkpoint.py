@@ -230,7 +230,7 @@ def test_a_killed_save_leaves_a_good_checkpoint(delay, tmp_path):
 
 def failing(directory):
     if dist.get_rank() == 1:
-        import cai_mesh.checkpoint.save as module
+        from cai_mesh.checkpoint import saving as module
 
         def full(*_):
             raise OSError(28, "No space left on device")

@@ -77,7 +77,7 @@ def test_tied_weights_are_written_once(tmp_path):
     model = llama(tie_word_embeddings=True)
     checkpoint.save_hf(model, tmp_path / "out", dtype=torch.bfloat16)
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert "lm_head.weight" not in file.keys()
+        assert "lm_head.weight" not in list(file.keys())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.lm_head.weight is again.model.embed_tokens.weight
 

@@ -6,7 +6,18 @@ A checkpoint is a directory `step-N` with torch DCP's files (`.metadata`, `*.dis
 
 from cai_mesh.checkpoint.commit import Manifest, latest, steps, verify
 from cai_mesh.checkpoint.hf import load_hf, save_hf
-from cai_mesh.checkpoint.load import load, newest_good
-from cai_mesh.checkpoint.save import Saving, save
+from cai_mesh.checkpoint.loading import load, newest_good
+from cai_mesh.checkpoint.saving import Saving, save
 
-__all__ = ["Manifest", "Saving", "latest", "load", "load_hf", "newest_good", "save", "save_hf", "steps", "verify"]
+__all__ = [
+    "Manifest",
+    "Saving",
+    "latest",
+    "load",
+    "load_hf",
+    "newest_good",
+    "save",
+    "save_hf",
+    "steps",
+    "verify",
+]

@@ -37,7 +37,9 @@ class Manifest:
         try:
             body = json.loads(path.read_text())
             digest = body.pop("sha256")
-            manifest = Manifest(int(body["step"]), {n: (int(size), str(sha)) for n, (size, sha) in body["files"].items()})
+            manifest = Manifest(
+                int(body["step"]), {n: (int(size), str(sha)) for n, (size, sha) in body["files"].items()}
+            )
         except FileNotFoundError:
             raise CheckpointError(
                 f"{directory} is not a complete checkpoint",
@@ -86,7 +88,9 @@ def begin(directory: Path, step: int) -> Path:
             raise CheckpointError(
                 f"checkpoint {final} exists", fix="resume from it, or train into another directory"
             )
-        aside = next(p for i in range(1 << 16) if not (p := final.with_name(f"{final.name}.damaged-{i}")).exists())
+        aside = next(
+            p for i in range(1 << 16) if not (p := final.with_name(f"{final.name}.damaged-{i}")).exists()
+        )
         final.rename(aside)
     temporary = directory / f"{name_of(step)}.tmp"
     if temporary.exists():
@@ -117,7 +121,11 @@ def steps(directory: str | os.PathLike) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [(int(m[1]), path) for path in directory.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
+    found = [
+        (int(m[1]), path)
+        for path in directory.iterdir()
+        if (m := _STEP.fullmatch(path.name)) and path.is_dir()
+    ]
     return [path for _, path in sorted(found)]
 
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.checkpoint.commit import fsync
-from cai_mesh.checkpoint.load import SHOWN
-from cai_mesh.checkpoint.save import _agreed, control_group
+from cai_mesh.checkpoint.loading import SHOWN
+from cai_mesh.checkpoint.saving import _agreed, control_group
 from cai_mesh.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import canonical_name
@@ -53,7 +53,10 @@ def load_hf(model: nn.Module, directory: str | os.PathLike) -> None:
     where = _index(directory)
     wanted = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     found = {name: _find(name, where, getattr(model, "base_model_prefix", "")) for name in wanted}
-    files = {file: safe_open(directory / file, framework="pt") for file in sorted({where[k] for k in found.values() if k})}
+    files = {
+        file: safe_open(directory / file, framework="pt")
+        for file in sorted({where[k] for k in found.values() if k})
+    }
     rows = []
     for name, key in found.items():
         shape = tuple(files[where[key]].get_slice(key).get_shape()) if key else None
@@ -203,7 +206,11 @@ def _header(entries: Mapping[str, _Entry]) -> bytes:
     """The safetensors header: its length, then JSON of dtype, shape and byte range, padded to 8 bytes."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, e in entries.items():
-        table[name] = {"dtype": _DTYPES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start, e.start + e.nbytes]}
+        table[name] = {
+            "dtype": _DTYPES[e.dtype],
+            "shape": list(e.shape),
+            "data_offsets": [e.start, e.start + e.nbytes],
+        }
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -238,7 +245,10 @@ def _write_beside(model: nn.Module, directory: Path, entries: Mapping[str, _Entr
     files = _by_file(entries)
     if len(files) > 1:
         total = sum(e.nbytes for e in entries.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {n: e.file for n, e in sorted(entries.items())}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {n: e.file for n, e in sorted(entries.items())},
+        }
         (directory / INDEX).write_text(json.dumps(index, indent=1))
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):

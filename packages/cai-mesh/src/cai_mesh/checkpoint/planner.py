@@ -76,7 +76,9 @@ class BoxSavePlanner(SavePlanner):
 class BoxLoadPlanner(LoadPlanner):
     """Plans the reading of what each of this rank's boxes needs from the boxes that were saved."""
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self._views = _views(state_dict)
         self._state: Boxes = state_dict
         assert metadata is not None

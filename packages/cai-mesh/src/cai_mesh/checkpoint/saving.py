@@ -77,7 +77,9 @@ def as_boxes(state: Mapping[str, Any]) -> tuple[dict[str, BoxedTensor], dict[str
                 values[name] = json.loads(json.dumps(value))
             except (TypeError, ValueError):
                 raise CheckpointError(
-                    f"state {name!r} cannot be saved", got=type(value).__name__, expected="a tensor or what JSON can hold"
+                    f"state {name!r} cannot be saved",
+                    got=type(value).__name__,
+                    expected="a tensor or what JSON can hold",
                 ) from None
     return boxes, values
 
@@ -152,7 +154,9 @@ def _agreed(action: Callable[[], Any], group: dist.ProcessGroup | None) -> list[
         failure = error
     except Exception as error:  # a full disk, a missing mount
         rank = dist.get_rank() if group is not None else 0
-        failure = CheckpointError(f"rank {rank} could not write the checkpoint", cause=f"{type(error).__name__}: {error}")
+        failure = CheckpointError(
+            f"rank {rank} could not write the checkpoint", cause=f"{type(error).__name__}: {error}"
+        )
     outcomes = all_gather_object((result, failure), group)
     for _, failed in outcomes:
         if failed is not None:
@@ -177,7 +181,9 @@ def _staged(boxes: Mapping[str, BoxedTensor], plan: SavePlan) -> dict[str, Boxed
     staged = {}
     for name, boxed in boxes.items():
         pieces = tuple(
-            (box, view.detach().to("cpu", copy=True)) for box, view in boxed.pieces if (name, box.offset) in mine
+            (box, view.detach().to("cpu", copy=True))
+            for box, view in boxed.pieces
+            if (name, box.offset) in mine
         )
         if pieces:
             staged[name] = replace(boxed, pieces=pieces)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.checkpoint import commit
 from cai_mesh.checkpoint.planner import BoxLoadPlanner, SafeReader, read_metadata
-from cai_mesh.checkpoint.save import as_boxes, control_group
+from cai_mesh.checkpoint.saving import as_boxes, control_group
 from cai_mesh.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import Box
@@ -86,7 +86,11 @@ def _compare(path: Path, metadata: Metadata, boxes: Mapping[str, BoxedTensor]) -
     for held in all_gather_object(mine, control_group()):
         for name, (shape, covered) in held.items():
             asked[name] = (shape, covered and asked.get(name, (shape, True))[1])
-    saved = {n: tuple(m.size) for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    saved = {
+        n: tuple(m.size)
+        for n, m in metadata.state_dict_metadata.items()
+        if isinstance(m, TensorStorageMetadata)
+    }
     rows = []
     for name in sorted(asked.keys() | saved.keys()):
         shape, covered = asked.get(name, (None, True))
