@@ -6,6 +6,7 @@ transform keeps parameter names, so a checkpoint of one layout is a checkpoint o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from cai_gemini import HostResidency
 from cai_mesh import rng
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.build import build_mesh, coordinate, group
+from cai_mesh.checkpoint import save_hf
 from cai_mesh.layout import canonical_name
 from cai_mesh.norm import clip_grad_norm_
 from cai_mesh.protocols import GradSync
@@ -42,7 +44,7 @@ from cai_zero import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -122,6 +124,14 @@ class Session:
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.publish()
         self.steps = step
+
+    def export(self, directory: str | os.PathLike, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a Hugging Face directory, in the compute dtype, from the master weights. Collective."""
+        weights = self.optimizer.weights() if isinstance(self.optimizer, ShardedOptimizer) else None
+        save_hf(self.model, directory, weights=weights, dtype=DTYPES[self.config.precision.compute])
+        if dist.get_rank() == 0:
+            tokenizer.save_pretrained(directory)
+        dist.barrier()
 
 
 Microbatches = list[dict[str, Tensor]]
