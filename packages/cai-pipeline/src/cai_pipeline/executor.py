@@ -80,8 +80,12 @@ class PipelineRunner:
         self.rank = index(mesh, "pp")
         self.group = group(mesh, "pp")
         self.device = torch.device(mesh.device_type)
-        self.wire = Wire(self.group, self.device) if self.group is not None else None
+        self.wire = Wire(self.group, self.device, self._peers()) if self.group is not None else None
         self.metas: dict[Boundary, Meta] = {}
+
+    def _peers(self) -> set[int]:
+        held = holders(self.program)
+        return {held[a.partner.stage] for a in self.program[self.rank] if a.kind in TRANSFERS}
 
     def step(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients are added to `.grad`.

@@ -7,13 +7,12 @@ transfer whose shape the receiver cannot know yet is preceded by its shape and d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from cai_mesh.collectives import all_reduce
 from cai_mesh.errors import PlanError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -69,16 +68,30 @@ class Wire:
     """One rank's end of all transfers of a pipeline.
 
     Args:
-        group: the pp group. Creating a Wire is collective over it: NCCL opens a group's connections on first use,
-            which must involve all of its ranks.
+        group: the pp group. All of its ranks create their Wire at the same time.
         device: where the tensors live.
+        peers: the ranks in the group that this one exchanges tensors with.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: Iterable[int]):
         self.group = group
         self.device = device
         self._sending: deque[tuple[Sequence[dist.Work], torch.Tensor]] = deque()
-        all_reduce(torch.zeros(1, device=device), group).wait()
+        self._greet(sorted(peers))
+
+    def _greet(self, peers: Sequence[int]) -> None:
+        """Open the connections to all peers, in both directions.
+
+        NCCL opens a connection on its first use and holds the host until the peer gets there. In a batch of a send
+        and a receive, the send would then wait for the peer's later answer, and both ranks for ever.
+        """
+        moves = [
+            dist.P2POp(move, torch.zeros(1, device=self.device), group=self.group, group_peer=peer)
+            for peer in peers
+            for move in (dist.isend, dist.irecv)
+        ]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
 
     def exchange_meta(self, peer: int, send: Meta | None, receive: bool) -> Meta | None:
         """Send and receive a Meta, both at once when both are asked for; waits for the peer.
