@@ -1,0 +1,61 @@
+"""Which form of an op runs: Triton or the reference in plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+
+from cai_kernels.errors import KernelError
+
+Backend = Literal["auto", "triton", "reference"]
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install cai-kernels[triton])"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return (
+            None
+            if capability >= (8, 0)
+            else f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"tensors are on {device.type}; Triton runs on CUDA, or on the CPU under TRITON_INTERPRET=1"
+
+
+def choose(backend: Backend, device: torch.device) -> Literal["triton", "reference"]:
+    """The form that runs for tensors on `device`.
+
+    "auto" takes Triton on a CUDA device that can run it, else the reference (never the interpreter). An explicit
+    "triton" where it cannot run is a `KernelError`, never a fallback.
+    """
+    if backend == "reference":
+        return "reference"
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and why_not_triton(device) is None else "reference"
+    if backend == "triton":
+        reason = why_not_triton(device)
+        if reason is not None:
+            raise KernelError(
+                "the Triton backend cannot run here", got=reason, fix='use backend="auto" or "reference"'
+            )
+        return "triton"
+    raise KernelError("unknown backend", got=repr(backend), expected="'auto', 'triton' or 'reference'")
+
+
+def require(
+    argument: str, tensor: torch.Tensor, *, dtypes: tuple[torch.dtype, ...], like: torch.Tensor | None = None
+) -> None:
+    """Check dtype and device of an argument. Raises `KernelError` that names it."""
+    if tensor.dtype not in dtypes:
+        raise KernelError(
+            f"{argument} has an unsupported dtype", got=tensor.dtype, expected=", ".join(map(str, dtypes))
+        )
+    if like is not None and tensor.device != like.device:
+        raise KernelError(f"{argument} is on another device", got=tensor.device, expected=like.device)

@@ -1,0 +1,111 @@
+"""RMSNorm in Triton: one row a program forward; backward keeps weight gradients of many rows in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_COLUMNS = 65536
+
+
+@triton.jit
+def _forward(x_ptr, w_ptr, y_ptr, rstd_ptr, columns, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    x = tl.load(x_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
+    tl.store(rstd_ptr + row, rstd)
+    w = tl.load(w_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    normalized = (x * rstd).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * columns + at, (normalized * w).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, columns, rows_each, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    w = tl.load(w_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in range(program * rows_each, tl.minimum((program + 1) * rows_each, rows)):
+        x = tl.load(x_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        normalized = x * rstd
+        dw += dy * normalized
+        scaled = dy * w
+        mean = tl.sum(scaled * normalized, 0) / columns
+        dx = (scaled - normalized * mean) * rstd
+        tl.store(dx_ptr + row * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dw_ptr + program * columns + at, dw, mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+@torch.library.custom_op("cai_kernels::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, D] contiguous, weight [D] -> (y [T, D], reciprocal root mean square [T] in float32)."""
+    rows, columns = x.shape
+    y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    if rows:
+        _forward[(rows,)](x, weight, y, rstd, columns, eps, BLOCK=block, num_warps=_warps(block))
+    return y, rstd
+
+
+@rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("cai_kernels::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [T, D] and weight [D]. Partial weight gradients are float32, one row of them a program."""
+    rows, columns = x.shape
+    dx = torch.empty_like(x)
+    programs = min(rows, _programs(x.device))
+    if programs == 0:
+        return dx, torch.zeros_like(weight)
+    partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    each = triton.cdiv(rows, programs)
+    _backward[(programs,)](
+        dy, x, weight, rstd, dx, partial, rows, columns, each, BLOCK=block, num_warps=_warps(block)
+    )
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+@rms_norm_backward.register_fake
+def _(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _programs(device: torch.device) -> int:
+    """Two waves of programs on a GPU; a few under the interpreter, where each is a Python loop."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, _rstd):
+    if dy is None:
+        return None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    dx, dw = rms_norm_backward(dy.contiguous(), x, weight, rstd)
+    return dx, dw, None
+
+
+rms_norm.register_autograd(_differentiate, setup_context=_save)
