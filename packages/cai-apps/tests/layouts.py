@@ -102,7 +102,9 @@ def rate(step: int) -> float:
 
 def twin(name: str, dtype: str, steps: int = STEPS):
     """Losses, first gradients and final parameters of a plain loop."""
-    model = materialize(meta_model(model_config(name)), seed=7, dtype=DTYPES[dtype], device=torch.device("cpu"))
+    model = materialize(
+        meta_model(model_config(name)), seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
+    )
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     losses, first = [], {}
     for step in range(steps):
@@ -129,14 +131,18 @@ def microbatches_of(session: Session, case: Case, step: int):
     ids, labels = batch(step)
     total = int((labels[:, 1:] != -100).sum())
     ranks = case.data * case.replicate
-    mine = dist.get_rank(data) if (data := group(session.mesh, ("dp_replicate", "dp_shard"))) is not None else 0
+    mine = (
+        dist.get_rank(data) if (data := group(session.mesh, ("dp_replicate", "dp_shard"))) is not None else 0
+    )
     rows = slice(mine * BATCH // ranks, (mine + 1) * BATCH // ranks)
     size = session.config.train.microbatch_size
     pairs = zip(ids[rows].split(size), labels[rows].split(size), strict=True)
     return [{"input_ids": i, "labels": t} for i, t in pairs], total
 
 
-def train_steps(session: Session, case: Case, first: int, last: int) -> tuple[list[float], dict[str, BoxedTensor]]:
+def train_steps(
+    session: Session, case: Case, first: int, last: int
+) -> tuple[list[float], dict[str, BoxedTensor]]:
     """Train steps [first, last); returns the global losses and the gradients of the first of them."""
     losses, gradients = [], {}
     for step in range(first, last):

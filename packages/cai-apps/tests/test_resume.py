@@ -42,7 +42,9 @@ def second_half(model, case, dtype, directory):
     return losses, whole(parameters_of(session))
 
 
-@pytest.mark.parametrize(("model", "layout"), [("llama", "2x2x2"), ("gpt2", "data2-zero3"), ("gpt2", "pipeline2")])
+@pytest.mark.parametrize(
+    ("model", "layout"), [("llama", "2x2x2"), ("gpt2", "data2-zero3"), ("gpt2", "pipeline2")]
+)
 def test_on_the_same_layout_it_is_bitwise(model, layout, tmp_path):
     case = LAYOUTS[layout]
     losses, parameters = run_ranks(case.world, through, model, case, "fp32", timeout=240)[0]
@@ -87,7 +89,9 @@ def test_values_are_bitwise_on_every_layout(saved, tmp_path):
     expected, groups = run_ranks(1, stored, "gpt2", LAYOUTS["one"], str(tmp_path), timeout=240)[0]
     assert float(expected["optimizer.transformer.wte.weight.step"]) == HALF
     for name in ("data2-zero1", "data2-zero3", "tensor2", "pipeline2", "2x2x2"):
-        got, other = run_ranks(LAYOUTS[name].world, stored, "gpt2", LAYOUTS[name], str(tmp_path), timeout=240)[0]
+        got, other = run_ranks(
+            LAYOUTS[name].world, stored, "gpt2", LAYOUTS[name], str(tmp_path), timeout=240
+        )[0]
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[n], expected[n]) for n in expected)
         assert other[0]["lr"] == groups[0]["lr"]
@@ -112,5 +116,7 @@ def test_export_opens_with_the_trained_weights(model, tmp_path):
     case = LAYOUTS["2x2x2"]
     trained = run_ranks(case.world, export, model, case, tmp_path / "hf", timeout=240)[0]
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert {n: True for n, p in opened.named_parameters() if torch.equal(p, trained[n])} == dict.fromkeys(trained, True)
+    assert {n: True for n, p in opened.named_parameters() if torch.equal(p, trained[n])} == dict.fromkeys(
+        trained, True
+    )
     assert (tmp_path / "hf" / "tokenizer.json").is_file()

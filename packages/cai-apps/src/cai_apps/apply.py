@@ -1,6 +1,6 @@
 """The order of transforms, in one place: from a config to a session that trains.
 
-Meta build, split over stages, parallelize, recompute, materialize, shard, and a runner for the schedule. Every
+Meta build, split over stages, parallelize, recompute, compile, materialize, shard, and a runner for the schedule. Every
 transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from cai_apps.blocks import compile_blocks, recompute_blocks
 from cai_apps.config import Config
 from cai_apps.materialize import materialize
 from cai_apps.models import meta_model
-from cai_apps.recompute import recompute_blocks
 from cai_apps.validate import mesh_spec, microbatches
 from cai_gemini import HostResidency
 from cai_mesh import rng
@@ -182,6 +182,8 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     loss = TokenLoss(group(mesh, "tp"), _head_start(model))
     if config.memory.recompute == "full":
         recompute_blocks(model)
+    if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
+        compile_blocks(model)
     for param in model.parameters():
         attach_reduce(param, replace(ReduceSpec.of(param), divisor=1.0))
     compute = DTYPES[config.precision.compute]

@@ -114,6 +114,8 @@ class Train:
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs when the machine has enough of them for the mesh, else the CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of every block; auto: on GPUs only."""
     validate_every: int = 0
     """Steps between validations; 0: none."""
     validation_batches: int = 4
