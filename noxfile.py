@@ -32,6 +32,7 @@ PAIRS = {
     "kernels": "cai-kernels",
 }
 PAIR_FILES = sorted(path.stem for path in (house.ROOT / "tests" / "pairs").glob("*_x_*.py"))
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 README = str(house.ROOT / "tests" / "test_readme.py")
 
 
@@ -46,7 +47,7 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole suite; arguments go to pytest."""
     house.install_everything(session, *house.test_requirements(*house.PACKAGES))
-    session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)
@@ -83,7 +84,7 @@ def _prove(
     }
     absent = [house.module(name) for name in house.PACKAGES if name not in declared]
     session.run("python", "-c", ABSENT, *absent)
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    environment = TEST_ENVIRONMENT | {"PYTHONPATH": ""}
     session.run("pytest", *files, env=environment)
     if len(packages) == 1:
         session.run("pytest", README, "-k", f"packages/{packages[0]}/", env=environment, success_codes=[0, 5])
@@ -128,7 +129,7 @@ def compat(session: nox.Session, package: str) -> None:
 def matrix(session: nox.Session) -> None:
     """Whole products of options; resumable, results in docs/proof/matrix.json; `-- --force` repeats."""
     house.install_everything(session, *house.test_requirements(*house.PACKAGES))
-    session.run("pytest", "tests/matrix", "-m", "matrix", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "tests/matrix", "-m", "matrix", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(venv_backend="none")
