@@ -91,9 +91,11 @@ def test_a_stage_refuses_to_run_alone() -> None:
 def test_skipped_layers_are_noticed() -> None:
     config = config_of("opt", 2)
     config.layerdrop = 1.0
-    first = parts_of(build(config), 2)[0].train()
+    first, last = (part.train() for part in parts_of(build(config), 2))
     with pytest.raises(PlanError, match="layerdrop"):
         run_stage(first, None, {"input_ids": token_ids(0)})
+    with pytest.raises(PlanError, match="layerdrop"):
+        run_stage(last, torch.zeros(2, 9, 32, dtype=torch.float64), {"input_ids": token_ids(0)})
 
 
 class LeakyLlama(hf.LlamaForCausalLM):
@@ -179,9 +181,9 @@ def test_tied_embeddings_stay_on_both_ends() -> None:
     assert "lm_head.weight" not in ranks[0]["names"]
 
 
-def test_heavy_ends_get_fewer_layers() -> None:
-    ranks = run_ranks(2, split_on_ranks, "llama", 12, (2,))
-    assert [each["layers"] for each in ranks] == [range(6), range(6, 12)]
+def test_the_head_weighs_in() -> None:
+    ranks = run_ranks(2, split_on_ranks, "llama", 13, (2,))
+    assert [each["layers"] for each in ranks] == [range(7), range(7, 13)]
     assert not ranks[0]["tied"]
 
 

@@ -26,11 +26,13 @@ class Tap:
 
     Args:
         running: whether `run_stage` is in the model's forward; both tensors are None otherwise.
+        entered: whether the received tensor has taken its place in this forward.
         received: output of the stage before, [B, S, D].
         handed_over: output of the stage, [B, S, D].
     """
 
     running: bool = False
+    entered: bool = False
     received: torch.Tensor | None = None
     handed_over: torch.Tensor | None = None
 
@@ -117,6 +119,7 @@ class AbsentLayer(Absent):
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.place == "enter":
             hidden = self.tap.take()
+            self.tap.entered = True
         elif self.place == "leave":
             self.tap.require_running()
             self.tap.handed_over = hidden
@@ -159,7 +162,7 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
         the hidden states to hand over, [B, S, D], or on the last stage what the model returns.
 
     Raises:
-        PlanError: the model's forward went past this stage's layers.
+        PlanError: the model's forward left out the layer at which this stage's input enters or its output leaves.
     """
     stage = Stage.of(model)
     arguments = dict(inputs)
@@ -168,18 +171,16 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
     if not stage.is_last:
         arguments.pop("labels", None)
     tap = stage.tap
-    tap.running, tap.received = True, received
+    tap.running, tap.entered, tap.received = True, stage.is_first, received
     try:
         output = model(**arguments)
-        handed_over = tap.handed_over
+        entered, handed_over = tap.entered, tap.handed_over
     finally:
         tap.running, tap.received, tap.handed_over = False, None, None
-    if stage.is_last:
-        return output
-    if handed_over is None:
+    if not entered or (handed_over is None and not stage.is_last):
         raise PlanError(
-            f"the forward of {type(model).__name__} skipped the layer behind stage {stage.index}",
+            f"the forward of {type(model).__name__} skipped a layer next to those of stage {stage.index}",
             cause="an option that leaves out layers, such as layerdrop",
             fix="turn it off when training in a pipeline",
         )
-    return handed_over
+    return output if stage.is_last else handed_over
