@@ -123,6 +123,17 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    every: int = 0
+    """Steps between checkpoints; 0: only one, at the end."""
+    keep_last: int | None = None
+    """Newest checkpoints to keep; None: all."""
+    resume: str = "auto"
+    """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
+    checkpoint or of checkpoints."""
+
+
+@dataclass(frozen=True)
 class Log:
     directory: str | None = None
     """Run directory; None: runs/<recipe or file name>-<time>."""
@@ -142,4 +153,5 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LrSchedule = field(default_factory=LrSchedule)
     train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)

@@ -52,6 +52,32 @@ def from_table(kind: type[T], table: Mapping[str, Any], *, origin: str, path: tu
     return kind(**values)
 
 
+def change(config: Config, changes: Mapping[str, Any], *, origin: str = "the changes") -> Config:
+    """The config with other values by dotted key, checked as those of a file are; None takes a value away.
+
+    Raises:
+        ConfigError: a key or value is unknown.
+    """
+    table = dataclasses.asdict(config)
+    for dotted, value in changes.items():
+        if dotted not in known_keys():
+            raise unknown_key(dotted, known_keys(), origin=origin)
+        *path, leaf = dotted.split(".")
+        owner = table
+        for name in path:
+            owner = owner[name]
+        owner[leaf] = value
+    return from_table(Config, _without_none(table), origin=origin)
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }
+
+
 def known_keys(kind: type = Config, path: tuple[str, ...] = ()) -> list[str]:
     """Every dotted key of a config, e.g. "parallel.tensor.size"."""
     keys: list[str] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cai_mesh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 def presets() -> list[str]:
@@ -52,6 +52,13 @@ def load_model_config(name: str) -> PretrainedConfig:
 
 def _directory():
     return resources.files("cai_apps") / "presets"
+
+
+def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """The config of a model that will read and write the tokens of `tokenizer`."""
+    config = load_model_config(name)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return config
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from cai_apps.config import Config
 from cai_apps.data.batches import split
 from cai_apps.data.prepare import Prepared, prepare
+from cai_apps.data.tokenizer import load_tokenizer
 from cai_apps.models import load_model_config
 from cai_apps.run_directory import RunDirectory
 
@@ -38,7 +39,7 @@ class Job:
 def make_job(config: Config, label: str, device: str) -> Job:
     """Prepares the data and makes the run directory."""
     prepared = _prepare(config)
-    return Job(config, RunDirectory.create(config, label).path, prepared, device)
+    return Job(config, _make_directory(config, label, prepared), prepared, device)
 
 
 def join_job(config: Config, label: str, device: str) -> Job:
@@ -47,13 +48,20 @@ def join_job(config: Config, label: str, device: str) -> Job:
     The first rank of each machine prepares the data while the others wait; rank 0 makes the run directory.
     """
     patient = dist.new_group(backend="gloo", timeout=PREPARE_TIMEOUT)
+    path = [Path()]
     if local_rank() == 0:
-        _prepare(config)
-    path = [RunDirectory.create(config, label).path if dist.get_rank() == 0 else None]
+        prepared = _prepare(config)
+        path = [_make_directory(config, label, prepared) if dist.get_rank() == 0 else Path()]
     dist.barrier(patient)
     dist.broadcast_object_list(path, group=patient)
     dist.destroy_process_group(patient)
-    return Job(config, path[0], _prepare(config), device)  # type: ignore[arg-type]
+    return Job(config, path[0], _prepare(config), device)
+
+
+def _make_directory(config: Config, label: str, prepared: Prepared) -> Path:
+    run = RunDirectory.create(config, label)
+    load_tokenizer(prepared.tokenizer).save_pretrained(run.tokenizer)
+    return run.path
 
 
 def _prepare(config: Config) -> Prepared:

@@ -2,6 +2,7 @@
 
 RUN_DIR/config.toml      the config with everything worked out
         metrics.jsonl    one record per step
+        tokenizer/       an HF tokenizer directory
         checkpoints/ plots/ export/ crash/
 """
 
@@ -68,6 +69,10 @@ class RunDirectory:
     @property
     def crash(self) -> Path:
         return self.path / "crash"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
 
     @property
     def export(self) -> Path:

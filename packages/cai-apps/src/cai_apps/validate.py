@@ -136,6 +136,9 @@ def _check_ranges(config: Config) -> None:
         "train.microbatch_size": (config.train.microbatch_size, 1),
         "train.validate_every": (config.train.validate_every, 0),
         "train.validation_batches": (config.train.validation_batches, 1),
+        "train.seed": (config.train.seed, 0),
+        "checkpoint.every": (config.checkpoint.every, 0),
+        "checkpoint.keep_last": (config.checkpoint.keep_last, 1),
         "optimizer.lr": (config.optimizer.lr, 0),
         "lr_schedule.warmup_steps": (config.lr_schedule.warmup_steps, 0),
         "lr_schedule.floor": (config.lr_schedule.floor, 0),
@@ -148,6 +151,13 @@ def _check_ranges(config: Config) -> None:
     if config.data.validation_fraction >= 1:
         raise ConfigError(
             "data.validation_fraction leaves nothing to train on", got=config.data.validation_fraction
+        )
+    if config.memory.residency == "host" and config.parallel.zero != 3:
+        raise ConfigError(
+            'memory.residency = "host" needs parameters in shards',
+            got=f"parallel.zero = {config.parallel.zero}",
+            expected="parallel.zero = 3",
+            fix="set parallel.zero to 3; it works on one rank too",
         )
     if config.parallel.shard < 1 and config.parallel.shard != -1:
         raise MeshError(

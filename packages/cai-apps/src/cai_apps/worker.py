@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps import checkpoint
 from cai_apps.apply import apply
 from cai_apps.config import Config
 from cai_apps.data.batches import Batches, split
@@ -14,7 +15,7 @@ from cai_apps.data.tokenizer import load_tokenizer
 from cai_apps.flops import token_flops
 from cai_apps.loop import Loop, Position
 from cai_apps.metrics import Metrics, MetricsFile
-from cai_apps.models import load_model_config, meta_model
+from cai_apps.models import meta_model, model_config_for
 from cai_apps.progress import open_progress
 from cai_apps.ranks import Job, start_rank
 from cai_mesh.axes import DATA_AXES
@@ -43,21 +44,23 @@ def do_job(job: Job, device: torch.device) -> None:
 
 
 def train(job: Job, device: torch.device) -> None:
-    config, tokenizer = job.config, load_tokenizer(job.prepared.tokenizer)
-    model_config = load_model_config(config.model.name)
-    model_config.bos_token_id, model_config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    """The whole of a rank's work: session, resume, loop with checkpoints, export."""
+    config, tokenizer = job.config, load_tokenizer(job.run.tokenizer)
+    model_config = model_config_for(config.model.name, tokenizer)
     flops = token_flops(meta_model(model_config), model_config, config.data.sequence_length)
     session = apply(config, model_config, device=device)
     training, validation = batches(config, job.prepared, session.mesh)
-    position = Position()
+    position = checkpoint.resume(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
 
-    def on_step(metrics: Metrics, _: Position) -> None:
+    def on_step(metrics: Metrics, position: Position) -> None:
         if recorder:
             recorder.record(metrics)
+        if checkpoint.is_due(config, position):
+            checkpoint.save(session, job.run, position)
 
     try:
-        position = Loop(session, training, validation, device, flops, on_step).run(position)
+        Loop(session, training, validation, device, flops, on_step).run(position)
     finally:
         if recorder:
             recorder.close()

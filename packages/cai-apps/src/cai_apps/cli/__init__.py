@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import cai_apps
@@ -14,14 +15,22 @@ COMMANDS = {
     "run": "start ranks on one or several machines with torch's launcher",
     "plan": "print what a run will need per rank",
     "doctor": "show what this machine offers",
+    "verify": "check every file of a checkpoint",
+    "export": "write a checkpoint's weights as an HF directory",
     "generate": "continue a prompt with an exported model",
     "report": "write one HTML file about a run",
     "recipes": "list the recipes",
 }
 
 
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Environment of a command and its ranks: transformers speaks up only for errors."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs `cai <command> ...`; returns the exit code: 0, 1 for a failure, 2 for an error of the user."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from cai_apps import config_file
 from cai_apps.config import Config
@@ -23,17 +25,17 @@ def describe(name: str) -> str:
     return text.splitlines()[0].removeprefix("#").strip()
 
 
-def load(recipe: str) -> Config:
-    """The config of a recipe name or of a path to a TOML file.
+def load(recipe: str, changes: Mapping[str, Any] | None = None) -> Config:
+    """The config of a recipe name or of a path to a TOML file, with `changes` by dotted key ("train.steps").
 
     Raises:
-        ConfigError: neither exists, or the file has an unknown key or value.
+        ConfigError: neither exists, or a key or value is unknown.
     """
     if recipe in names():
         with resources.as_file(resources.files(__name__) / f"{recipe}.toml") as path:
-            return config_file.read(path)
+            return config_file.change(config_file.read(path), changes or {})
     if recipe.endswith(".toml") or os.sep in recipe:
-        return config_file.read(Path(recipe).expanduser())
+        return config_file.change(config_file.read(Path(recipe).expanduser()), changes or {})
     raise ConfigError(
         f"no recipe {recipe!r}", expected="a recipe or a .toml file", fix=did_you_mean(recipe, names())
     )

@@ -1,0 +1,74 @@
+"""From a checkpoint of any layout to an HF directory, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cai_apps import config_file
+from cai_apps.apply import apply
+from cai_apps.config import Config, Parallel
+from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.models import load_model_config, model_config_for
+from cai_apps.ranks import start_rank
+from cai_apps.run_directory import RunDirectory
+from cai_apps.validate import resolve
+from cai_mesh import checkpoint
+from cai_mesh.errors import CheckpointError
+
+
+def find_run(path: Path) -> tuple[RunDirectory, Path]:
+    """The run that a run directory or one of its checkpoints belongs to, and the checkpoint meant.
+
+    Raises:
+        CheckpointError: the path is neither, or the run has no checkpoint that verifies.
+    """
+    path = path.expanduser().absolute()
+    for directory in (path, path.parent, path.parent.parent):
+        run = RunDirectory(directory)
+        if run.config_file.is_file():
+            break
+    else:
+        raise CheckpointError(f"neither a run directory nor a checkpoint of one: {path}")
+    found = path if path.parent == run.checkpoints else checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise CheckpointError(
+            f"the run {run.path} has no checkpoint that verifies", fix="`cai verify` says why"
+        )
+    return run, found
+
+
+def export(path: Path, directory: Path) -> Path:
+    """Writes the weights of a run's newest checkpoint, or of the checkpoint `path`, as an HF directory.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    run, source = find_run(path)
+    config = _alone(config_file.read(run.config_file))
+    tokenizer = load_tokenizer(run.tokenizer)
+    config = resolve(config, load_model_config(config.model.name), 1)
+    device = start_rank("cpu")
+    try:
+        session = apply(config, model_config_for(config.model.name, tokenizer), device=device)
+        weights = {name: value for name, value in session.state().items() if name.startswith("model.")}
+        checkpoint.load(source, weights)
+        with torch.no_grad():
+            session.export(directory, tokenizer)
+    finally:
+        dist.destroy_process_group()
+    return directory
+
+
+def _alone(config: Config) -> Config:
+    """The same model on one rank, with its weights in the precision that a checkpoint holds."""
+    precision = "fp32" if config.precision.compute == "bf16" else config.precision.compute
+    return replace(
+        config,
+        parallel=Parallel(zero=0),
+        precision=replace(config.precision, compute=precision),
+        memory=type(config.memory)(),
+    )

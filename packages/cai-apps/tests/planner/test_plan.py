@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cai_apps import recipes
+from cai_apps.cli.plan import render
+from cai_apps.planner.memory import model_state, most_in_flight
+from cai_apps.planner.plan import plan
+from cai_mesh.errors import ConfigError, MeshError
+from cai_pipeline import program
+
+
+@pytest.fixture
+def tiny():
+    return recipes.load("llama-tiny")
+
+
+def test_stages_and_tensor_shards_make_the_whole(tiny):
+    planned = plan(tiny)
+    assert planned.ranks == 8
+    assert planned.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    names = [name for stage in planned.stages for name in stage.blocks]
+    assert names == [f"model.layers.{index}" for index in range(4)]
+    replicated = 9 * 128  # the norms are whole on both tensor ranks
+    assert 2 * sum(stage.parameters for stage in planned.stages) == planned.parameters + replicated
+
+
+def test_tied_embedding_is_on_both_ends():
+    planned = plan(recipes.load("gpt2-tiny"))
+    tied = 512 * 128 // 2
+    assert planned.stages[1].parameters > tied
+    assert planned.stages[0].parameters > tied + 512 * 128
+
+
+@pytest.mark.parametrize(
+    "zero, compute, parameters, gradients, optimizer",
+    [
+        (0, "fp32", 400, 400, 800),
+        (1, "fp32", 400, 400, 200),
+        (2, "fp32", 400, 100, 200),
+        (3, "fp32", 100, 100, 200),
+        (0, "bf16", 200, 400, 1200),
+        (1, "bf16", 200, 400, 300),
+        (2, "bf16", 200, 100, 300),
+        (3, "bf16", 100, 100, 200),
+        (1, "fp64", 800, 800, 400),
+    ],
+)
+def test_model_state_of_100_elements_on_4_ranks(tiny, zero, compute, parameters, gradients, optimizer):
+    config = replace(
+        tiny,
+        parallel=replace(tiny.parallel, zero=zero, shard=4),
+        precision=replace(tiny.precision, compute=compute),
+    )
+    state = model_state(config, 100)
+    assert (state.parameters, state.gradients, state.optimizer) == (parameters, gradients, optimizer)
+
+
+@pytest.mark.parametrize(
+    "schedule, stages, microbatches, expected",
+    [("gpipe", 2, 5, [5, 5]), ("1f1b", 4, 8, [4, 3, 2, 1]), ("1f1b", 1, 8, [1])],
+)
+def test_microbatches_in_flight(schedule, stages, microbatches, expected):
+    assert [most_in_flight(order) for order in program(schedule, stages, microbatches)] == expected
+
+
+def test_recompute_keeps_less(tiny):
+    full = replace(tiny, memory=replace(tiny.memory, recompute="full"))
+    for kept, recomputed in zip(plan(tiny).stages, plan(full).stages, strict=True):
+        assert recomputed.activations < kept.activations
+        assert recomputed.state == kept.state
+
+
+def test_open_degree_takes_the_ranks_that_are_left():
+    planned = plan(recipes.load("llama-1b"), ranks=8)
+    assert planned.config.parallel.shard == 8
+    assert plan(recipes.load("llama-1b")).ranks == 1
+
+
+def test_same_errors_as_training(tiny):
+    with pytest.raises(MeshError, match="does not fit"):
+        plan(tiny, ranks=6)
+    with pytest.raises(ConfigError, match="batch sizes disagree"):
+        plan(replace(tiny, train=replace(tiny.train, global_batch=17)))
+
+
+def test_rendered_plan_has_the_mesh_and_a_row_per_stage(tiny):
+    text = render(plan(tiny), "llama-tiny")
+    assert "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2  (8 ranks)" in text
+    assert "869,504 parameters" in text
+    assert len([line for line in text.splitlines() if line.endswith("MiB")]) == 2
