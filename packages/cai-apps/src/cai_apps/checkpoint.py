@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from cai_apps.config import Config
 from cai_apps.loop import Position
 from cai_apps.run_directory import RunDirectory
@@ -19,10 +21,36 @@ AUTO, NEVER = "auto", "never"
 POSITION = "train"
 
 
+def check(config: Config, run: RunDirectory) -> None:
+    """What can be known before ranks start.
+
+    Raises:
+        CheckpointError: there is nothing to resume from at `checkpoint.resume`, or a run that does not resume from
+            its own directory would write over the checkpoints there.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == AUTO:
+        return
+    if wanted != NEVER and not Path(wanted).expanduser().is_dir():
+        raise CheckpointError(
+            f"no checkpoint at checkpoint.resume = {wanted!r}",
+            expected="auto, never, or the directory of a checkpoint or of checkpoints",
+        )
+    held = checkpoint.steps(run.checkpoints)
+    if held:
+        raise CheckpointError(
+            f"{run.checkpoints} already has checkpoints",
+            got=", ".join(path.name for path in held),
+            cause=f"with checkpoint.resume = {wanted!r} this run would write its own among them",
+            fix='choose another log.directory, delete them, or set checkpoint.resume to "auto"',
+        )
+
+
 def save(session: Session, run: RunDirectory, position: Position) -> None:
     """Writes checkpoints/step-N. Collective."""
     state = {**session.state(), POSITION: asdict(position)}
-    checkpoint.save(run.checkpoints, state, step=position.step, keep_last=session.config.checkpoint.keep_last)
+    keep_last = session.config.checkpoint.keep_last
+    checkpoint.save(run.checkpoints, state, step=position.step, keep_last=keep_last).wait()
 
 
 def is_due(config: Config, position: Position) -> bool:
@@ -37,13 +65,10 @@ def resume(session: Session, run: RunDirectory) -> Position:
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another model, or is further than the run goes.
     """
-    wanted = session.config.checkpoint.resume
-    if wanted == NEVER:
-        return Position()
-    source = checkpoint.latest(run.checkpoints) if wanted == AUTO else Path(wanted).expanduser()
+    source = _source(session.config, run)
     if source is None:
         return Position()
-    values = checkpoint.load(source, {**session.state(), POSITION: {}})
+    values = checkpoint.load(source, session.state())
     position = Position(**values[POSITION])
     if position.step > session.config.train.steps:
         raise CheckpointError(
@@ -53,4 +78,18 @@ def resume(session: Session, run: RunDirectory) -> Position:
             fix='raise train.steps or set checkpoint.resume to "never"',
         )
     session.loaded(values, position.step)
+    if dist.get_rank() == 0:
+        print(f"resumed from {source}", flush=True)
     return position
+
+
+def _source(config: Config, run: RunDirectory) -> Path | None:
+    wanted = config.checkpoint.resume
+    if wanted == NEVER:
+        return None
+    if wanted != AUTO:
+        return Path(wanted).expanduser()
+    found, damaged = checkpoint.newest_good(run.checkpoints)
+    if damaged and dist.get_rank() == 0:
+        print("passing over damaged checkpoints:", *damaged, sep="\n  ", flush=True)
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from cai_apps import config_file
@@ -33,7 +32,7 @@ def find_run(path: Path) -> tuple[RunDirectory, Path]:
             break
     else:
         raise CheckpointError(f"neither a run directory nor a checkpoint of one: {path}")
-    found = path if path.parent == run.checkpoints else checkpoint.latest(run.checkpoints)
+    found = path if path.parent == run.checkpoints else checkpoint.newest_good(run.checkpoints)[0]
     if found is None:
         raise CheckpointError(
             f"the run {run.path} has no checkpoint that verifies", fix="`cai verify` says why"
@@ -54,10 +53,8 @@ def export(path: Path, directory: Path) -> Path:
     device = start_rank("cpu")
     try:
         session = apply(config, model_config_for(config.model.name, tokenizer), device=device)
-        weights = {name: value for name, value in session.state().items() if name.startswith("model.")}
-        checkpoint.load(source, weights)
-        with torch.no_grad():
-            session.export(directory, tokenizer)
+        session.loaded(checkpoint.load(source, session.state()), 0)
+        session.export(directory, tokenizer)
     finally:
         dist.destroy_process_group()
     return directory

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cai_apps import checkpoint
 from cai_apps.config import Config
 from cai_apps.data.batches import split
 from cai_apps.data.prepare import Prepared, prepare
@@ -59,7 +60,9 @@ def join_job(config: Config, label: str, device: str) -> Job:
 
 
 def _make_directory(config: Config, label: str, prepared: Prepared) -> Path:
-    run = RunDirectory.create(config, label)
+    run = RunDirectory.of(config, label)
+    checkpoint.check(config, run)
+    run.create(config)
     load_tokenizer(prepared.tokenizer).save_pretrained(run.tokenizer)
     return run.path
 

@@ -23,18 +23,16 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, config: Config, label: str) -> RunDirectory:
-        """Makes the directory `config.log.directory`, or runs/<label>-<time>, and writes the config there."""
-        path = (
-            Path(config.log.directory or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S}")
-            .expanduser()
-            .absolute()
-        )
-        run = cls(path)
-        for directory in (run.checkpoints, run.plots, run.crash):
+    def of(cls, config: Config, label: str) -> RunDirectory:
+        """Where a run of `config` goes: `log.directory`, or runs/<label>-<time>."""
+        path = Path(config.log.directory or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S}")
+        return cls(path.expanduser().absolute())
+
+    def create(self, config: Config) -> None:
+        """Makes the directory and writes the config there."""
+        for directory in (self.checkpoints, self.plots, self.crash):
             directory.mkdir(parents=True, exist_ok=True)
-        run.config_file.write_text(config_file.to_toml(config), encoding="utf-8")
-        return run
+        self.config_file.write_text(config_file.to_toml(config), encoding="utf-8")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,6 +66,9 @@ def train(job: Job, device: torch.device) -> None:
     finally:
         if recorder:
             recorder.close()
+    if dist.get_rank() == 0:
+        shutil.rmtree(job.run.export, ignore_errors=True)  # of a shorter run in the same directory
+    dist.barrier()
     session.export(job.run.export, tokenizer)
 
 
