@@ -1,27 +1,22 @@
-"""HF directories: of a session that trains, and of a checkpoint of any layout in one process."""
+"""From a checkpoint of any layout to an HF directory, in one process."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from cai_apps import config_file
-from cai_apps.apply import Session, apply
-from cai_apps.config import Config, Parallel
+from cai_apps.apply import apply
+from cai_apps.config import Config, Memory, Parallel
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_apps.models import load_model_config, model_config_for
 from cai_apps.ranks import start_rank
 from cai_apps.run_directory import RunDirectory
 from cai_apps.validate import resolve
 from cai_mesh import checkpoint
-from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 def find_run(path: Path) -> tuple[RunDirectory, Path]:
@@ -59,34 +54,12 @@ def export(path: Path, directory: Path) -> Path:
     try:
         session = apply(config, model_config_for(config.model.name, tokenizer), device=device)
         session.loaded(checkpoint.load(source, session.state()), 0)
-        write_hf(session, directory, tokenizer)
+        session.export(directory, tokenizer)
     finally:
         dist.destroy_process_group()
     return directory
 
 
-def write_hf(session: Session, directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes the session's model, in master precision, and the tokenizer as an HF directory. Collective.
-
-    Raises:
-        CheckpointError: the directory is not empty.
-    """
-    weights = {
-        name.removeprefix("model."): value
-        for name, value in session.state().items()
-        if name.startswith("model.")
-    }
-    save_hf(session.model, directory, weights=weights)
-    if dist.get_rank() == 0:
-        tokenizer.save_pretrained(directory)
-
-
 def _alone(config: Config) -> Config:
-    """The same model on one rank, with its weights in the precision that a checkpoint holds."""
-    precision = "fp32" if config.precision.compute == "bf16" else config.precision.compute
-    return replace(
-        config,
-        parallel=Parallel(zero=0),
-        precision=replace(config.precision, compute=precision),
-        memory=type(config.memory)(),
-    )
+    """The same model on one rank."""
+    return replace(config, parallel=Parallel(zero=0), memory=Memory())

@@ -14,7 +14,6 @@ from cai_apps.config import Config
 from cai_apps.data.batches import Batches, split
 from cai_apps.data.prepare import Prepared
 from cai_apps.data.tokenizer import load_tokenizer
-from cai_apps.exporting import write_hf
 from cai_apps.flops import token_flops
 from cai_apps.loop import Loop, Position
 from cai_apps.metrics import Metrics, MetricsFile
@@ -70,7 +69,7 @@ def train(job: Job, device: torch.device) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(job.run.export, ignore_errors=True)  # of a shorter run in the same directory
     dist.barrier()
-    write_hf(session, job.run.export, tokenizer)
+    session.export(job.run.export, tokenizer)
 
 
 def batches(config: Config, prepared: Prepared, mesh: DeviceMesh) -> tuple[Batches, Batches | None]:
