@@ -113,7 +113,7 @@ def save(
         raise CheckpointError("keep_last must leave at least one checkpoint", got=keep_last)
     control = control_group()
     if async_ and control is not None and group is None:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")  # type: ignore[assignment]
     rank = dist.get_rank() if control is not None else 0
     temporary = _agreed(lambda: commit.begin(directory, step) if rank == 0 else None, control)[0]
     planner = BoxSavePlanner()
