@@ -63,9 +63,14 @@ def lint(session: nox.Session) -> None:
 
 
 def _prove(
-    session: nox.Session, check: str, packages: list[str], wheels: dict[str, Path], files: list[str]
+    session: nox.Session,
+    check: str,
+    packages: list[str],
+    wheels: dict[str, Path],
+    files: list[str],
+    *tools: str,
 ) -> None:
-    """Install `packages` alone, see that no other sibling came along, and run `files` there."""
+    """Install `packages` alone with test `tools`, see that no other sibling came along, and run `files`."""
     tests = [Path(file) if Path(file).is_dir() else Path(file).parent for file in files]
     content = [
         *wheels.values(),
@@ -77,7 +82,7 @@ def _prove(
     key = house.digest(content)
     if house.shown(check, key) and "--force" not in session.posargs:
         session.skip(f"{check} passed before on this content; -- --force runs it again")
-    house.install_wheels(session, packages, wheels, *house.test_requirements(*packages))
+    house.install_wheels(session, packages, wheels, *house.test_requirements(*packages), *tools)
     declared = {
         *packages,
         *(requirement.name for package in packages for requirement in house.siblings(package)),
@@ -107,7 +112,14 @@ def pairs(session: nox.Session, pair: str) -> None:
     """Two packages and cai-mesh, and nothing else of ours, in a foreign loop."""
     packages = [PAIRS[word] for word in pair.split("_x_")]
     wheels = {name: house.wheel(session, name) for name in ["cai-mesh", *packages]}
-    _prove(session, f"pairs({pair})", packages, wheels, [str(house.ROOT / "tests" / "pairs" / f"{pair}.py")])
+    _prove(
+        session,
+        f"pairs({pair})",
+        packages,
+        wheels,
+        [str(house.ROOT / "tests" / "pairs" / f"{pair}.py")],
+        "transformers>=5",
+    )
 
 
 WITH_SIBLINGS = [package for package in house.PACKAGES if house.siblings(package)]
