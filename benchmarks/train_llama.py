@@ -62,7 +62,14 @@ def cai(options: argparse.Namespace, flags: list[str], ranks: int, batch: int) -
         command = [sys.executable, "-m", "cai_apps", "train", options.model, *flags]
         command += ["--train.steps", str(STEPS), "--train.global_batch", str(batch)]
         command += ["--data.sequence_length", str(options.sequence), "--data.limit_bytes", "8000000"]
-        command += ["--log.directory", f"{directory}/run", "--log.sample_tokens", "0"]
+        command += [
+            "--log.directory",
+            f"{directory}/run",
+            "--log.sample_tokens",
+            "0",
+            "--checkpoint.final",
+            "false",
+        ]
         if "--parallel.tensor.size" not in flags:
             command += ["--parallel.shard", str(ranks), "--train.microbatch_size", str(options.batch)]
         else:

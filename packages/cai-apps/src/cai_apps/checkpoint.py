@@ -55,8 +55,8 @@ def save(session: Session, run: RunDirectory, position: Position) -> None:
 
 def is_due(config: Config, position: Position) -> bool:
     """Whether a step is followed by a checkpoint."""
-    every = config.checkpoint.every
-    return position.step == config.train.steps or bool(every and position.step % every == 0)
+    every, last = config.checkpoint.every, position.step == config.train.steps
+    return (last and config.checkpoint.final) or bool(every and position.step % every == 0)
 
 
 def resume(session: Session, run: RunDirectory) -> Position:

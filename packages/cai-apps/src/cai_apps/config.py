@@ -125,7 +125,9 @@ class Train:
 @dataclass(frozen=True)
 class Checkpoint:
     every: int = 0
-    """Steps between checkpoints; 0: only one, at the end."""
+    """Steps between checkpoints; 0: none on the way."""
+    final: bool = True
+    """Write a checkpoint after the last step."""
     keep_last: int | None = None
     """Newest checkpoints to keep; None: all."""
     resume: str = "auto"
