@@ -68,7 +68,7 @@ def cai(options: argparse.Namespace, flags: list[str], ranks: int, batch: int) -
             "--log.sample_tokens",
             "0",
             "--checkpoint.final",
-            "false",
+            "False",
         ]
         if "--parallel.tensor.size" not in flags:
             command += ["--parallel.shard", str(ranks), "--train.microbatch_size", str(options.batch)]
