@@ -55,7 +55,8 @@ class Case(NamedTuple):
     schedule: str = "1f1b"
 
     def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in self._asdict().items())
+        degrees = f"replicate{self.replicate}-shard{self.shard}-tensor{self.tensor}-pipeline{self.pipeline}"
+        return f"{self.model}-{degrees}-zero{self.zero}-{self.schedule}"
 
 
 def cases() -> list[Case]:

@@ -36,13 +36,16 @@ def test_error_is_no_larger_than_eager(shape, dtype):
     eager = run(reference.rms_norm, x, weight, dy)
     kernel = run(lambda *a: rms_norm(*a, backend="triton"), x, weight, dy)
     inverse = x.double().square().mean(-1).add(1e-6).rsqrt().max() if x.numel() else 0.0
-    terms = torch.finfo(torch.float32).eps * (dy.double() * weight).abs().max() * inverse if x.numel() else 0.0
+    terms = (
+        torch.finfo(torch.float32).eps * (dy.double() * weight).abs().max() * inverse if x.numel() else 0.0
+    )
     for name, want, ours, theirs in zip(("y", "dx", "dw"), exact, kernel, eager, strict=True):
         assert ours.dtype == dtype
         if not want.numel():
             assert ours.shape == want.shape
             continue
-        floor = torch.finfo(dtype).eps * want.abs().max() + terms  # dx is a difference; with one column, of equals
+        # dx is a difference; with one column, of equals
+        floor = torch.finfo(dtype).eps * want.abs().max() + terms
         allowed = 1.2 * (theirs.double() - want).abs().max() + floor
         assert (ours.double() - want).abs().max() <= allowed, name
 
