@@ -6,7 +6,7 @@ import pytest
 
 from cai_apps import recipes
 from cai_apps.cli.plan import render
-from cai_apps.planner.memory import model_state, most_in_flight
+from cai_apps.planner.memory import gathered, model_state, most_in_flight
 from cai_apps.planner.plan import plan
 from cai_mesh.errors import ConfigError, MeshError
 from cai_pipeline import program
@@ -64,6 +64,23 @@ def test_model_state_of_100_elements_on_4_ranks(tiny, zero, compute, parameters,
 )
 def test_microbatches_in_flight(schedule, stages, microbatches, expected):
     assert [most_in_flight(order) for order in program(schedule, stages, microbatches)] == expected
+
+
+def test_zero_1_holds_whole_gradients_only_to_accumulate(tiny):
+    many, one = (
+        replace(
+            tiny, parallel=replace(tiny.parallel, pipeline=replace(tiny.parallel.pipeline, microbatches=n))
+        )
+        for n in (2, 1)
+    )
+    assert model_state(many, 100).gradients == 400
+    assert model_state(one, 100).gradients == 200
+
+
+def test_zero_3_gathers_the_rest_and_two_blocks(tiny):
+    sharded = replace(tiny, parallel=replace(tiny.parallel, zero=3))
+    assert gathered(sharded, [10, 30, 20], 5) == 4 * 55
+    assert gathered(tiny, [10, 30, 20], 5) == 0
 
 
 def test_recompute_keeps_less(tiny):

@@ -59,10 +59,10 @@ class _Offloaded:
     def kept(self) -> dict[int, nn.Parameter]:
         """Every parameter of the model that was, by id, and the host parameter that stands for it."""
         return {
-            id(before): after
+            before: after
             for units in self._units.values()
             for unit in units
-            for before, after in zip(unit.params, unit.kept, strict=True)
+            for before, after in zip(unit.sources, unit.kept, strict=True)
         }
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:

@@ -87,28 +87,30 @@ class FlatUnit:
         device: torch.device,
         place: Callable[[torch.Tensor], torch.Tensor] = lambda shard: shard,
     ):
-        self.params = [param for _, param in params]
+        originals = [param for _, param in params]
+        self.sources = [id(param) for param in originals]  # not the parameters: they would keep their memory
         self.chunk = FlatChunk(params, world=world)
         self.low, self.high = self.chunk.shard_range(index)
         full = self.chunk.allocate(master, device)
-        self.chunk.fill(full, self.params)
+        self.chunk.fill(full, originals)
         self.shard = place(full[self.low : self.high].clone())
         del full
         self.whole = torch.empty(self.chunk.numel, dtype=compute, device=device)
         self.used = [
-            _whole_parameter(v, p)
-            for v, p in zip(self.chunk.views(self.whole.data), self.params, strict=True)
+            _whole_parameter(v, p) for v, p in zip(self.chunk.views(self.whole.data), originals, strict=True)
         ]
-        self.kept = self._shard_parameters(shard_axes)
-        self._sites = _sites(root, self.params)
+        self.kept = self._shard_parameters(originals, shard_axes)
+        self._sites = _sites(root, originals)
         self.is_whole = True
         self._shard_gradient: torch.Tensor | None = None
         self.free_storage()
 
-    def _shard_parameters(self, shard_axes: frozenset[str]) -> list[nn.Parameter]:
+    def _shard_parameters(
+        self, originals: Sequence[nn.Parameter], shard_axes: frozenset[str]
+    ) -> list[nn.Parameter]:
         held = {part.slot.name: part for part in self.chunk.overlaps(self.low, self.high)}
         kept = []
-        for slot, original in zip(self.chunk.slots, self.params, strict=True):
+        for slot, original in zip(self.chunk.slots, originals, strict=True):
             part = held.get(slot.name)
             low, high, start = (part.low, part.high, part.start) if part else (0, 0, 0)
             param = nn.Parameter(self.shard[start : start + high - low], requires_grad=original.requires_grad)

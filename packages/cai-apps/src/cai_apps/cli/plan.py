@@ -8,7 +8,7 @@ from cai_apps.cli import config_arguments
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cai_apps.planner.plan import Plan
+    from cai_apps.planner.plan import Plan, StagePlan
 
 DESCRIPTION = (
     "Print what a run will need per rank, without weights. --ranks N: ranks the run is meant for "
@@ -47,41 +47,45 @@ def render(plan: Plan, label: str) -> str:
     config = plan.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
     batch = f"{config.parallel.pipeline.microbatches} microbatches of {config.train.microbatch_size}"
-    header = ["stage", "blocks", "elements", "parameters", "gradients", "optimizer", "activations", "total"]
-    rows = [
-        [
-            str(stage.stage),
-            str(len(stage.blocks)),
-            f"{stage.parameters:,}",
-            *map(
-                size,
-                (stage.state.parameters, stage.state.gradients, stage.state.optimizer, stage.activations),
-            ),
-            size(stage.state.total + stage.activations),
-        ]
-        for stage in plan.stages
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    table = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
     return "\n".join(
         [
             f"{label}: {config.model.name}, {plan.parameters:,} parameters",
             f"mesh      {mesh}  ({plan.ranks} ranks)",
-            f"training  ZeRO-{config.parallel.zero}, {config.precision.compute}, recompute {config.memory.recompute},"
-            f" {config.parallel.pipeline.schedule}",
+            f"training  ZeRO-{config.parallel.zero}, {config.precision.compute},"
+            f" recompute {config.memory.recompute}, {config.parallel.pipeline.schedule}",
             f"batch     {config.train.global_batch} sequences of {config.data.sequence_length} a step;"
             f" {batch} on each data rank",
             "",
             "bytes on each rank of a pipeline stage:",
-            *table,
+            *_table(plan.stages),
             "",
-            "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. activations: estimate",
-            "of what is kept for backward at the fullest moment. Communication buffers and the allocator come on top.",
+            "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. gathered: what ZeRO-3",
+            "holds whole at once. activations: estimate of what is kept for backward at the fullest moment.",
+            "Communication buffers and the allocator's slack come on top.",
         ]
     )
+
+
+def _table(stages: tuple[StagePlan, ...]) -> list[str]:
+    header = [
+        "stage",
+        "blocks",
+        "elements",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "activations",
+        "total",
+    ]
+    rows = [header]
+    for stage in stages:
+        state = stage.state
+        held = [state.parameters, state.gradients, state.optimizer, stage.gathered, stage.activations]
+        counts = [str(stage.stage), str(len(stage.blocks)), f"{stage.parameters:,}"]
+        rows.append([*counts, *map(size, held), size(sum(held))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def size(count: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cai_apps.config import Config
 from cai_apps.models import load_model_config, meta_model
 from cai_apps.planner.activations import REST, saved_bytes
-from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, model_state, most_in_flight
+from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_state, most_in_flight
 from cai_apps.planner.world import imaginary_rank
 from cai_apps.validate import mesh_spec, resolve
 from cai_mesh.axes import AXES
@@ -30,6 +30,8 @@ class StagePlan:
     parameters: int
     """Elements of the stage's tensor shard, before ZeRO."""
     state: ModelState
+    gathered: int
+    """Bytes of parameters that ZeRO-3 holds whole at once."""
     activations: int
     """Bytes kept for backward when most microbatches are in flight. An estimate."""
 
@@ -77,14 +79,17 @@ def _stage(config: Config, model_config: PretrainedConfig, stage: int, saved: di
         split(model, mesh)
         parallelize(model, mesh)
     names = {module: name for name, module in model.named_modules()}
-    own = tuple(names[block] for block in blocks(model) if block is not model)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    sizes = {block: sum(parameter.numel() for _, parameter in held) for block, held in blocks(model).items()}
+    rest = sizes.pop(model, 0)
+    own = tuple(names[block] for block in sizes)
+    parameters = rest + sum(sizes.values())
     order = program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1)[stage]
     kept = {name: saved.get(name, 0) for name in own}
     if stage == pipeline.size - 1:
         kept[REST] = saved.get(REST, 0)
     activations = _activations(config, model_config.hidden_size, kept, most_in_flight(order))
-    return StagePlan(stage, own, parameters, model_state(config, parameters), activations)
+    state, whole = model_state(config, parameters), gathered(config, list(sizes.values()), rest)
+    return StagePlan(stage, own, parameters, state, whole, activations)
 
 
 def _activations(config: Config, width: int, kept: dict[str, int], in_flight: int) -> int:

@@ -1,0 +1,74 @@
+"""The plan's model state against the tensors of a real run."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from cai_apps import recipes
+from cai_apps.apply import apply
+from cai_apps.models import load_model_config
+from cai_apps.planner.plan import plan
+from cai_apps.validate import resolve
+from cai_mesh.build import coordinate
+from cai_mesh.testing import run_ranks
+
+LAYOUTS = {
+    "one rank": (1, {"parallel.zero": 0}),
+    "one rank, bf16": (1, {"parallel.zero": 1, "precision.compute": "bf16"}),
+    "zero 1": (2, {"parallel.zero": 1, "parallel.shard": 2}),
+    "zero 2, bf16": (2, {"parallel.zero": 2, "parallel.shard": 2, "precision.compute": "bf16"}),
+    "zero 3": (2, {"parallel.zero": 3, "parallel.shard": 2}),
+    "zero 3, bf16": (2, {"parallel.zero": 3, "parallel.shard": 2, "precision.compute": "bf16"}),
+    "tensor": (2, {"parallel.zero": 0, "parallel.tensor.size": 2}),
+    "pipeline": (2, {"parallel.zero": 1, "parallel.pipeline.size": 2}),
+}
+ALONE = {
+    "parallel.shard": 1,
+    "parallel.tensor.size": 1,
+    "parallel.pipeline.size": 1,
+    "data.sequence_length": 8,
+    "train.global_batch": 4,
+    "train.microbatch_size": 1,
+}
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that some tensor of this process refers to."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def measure(config) -> tuple[int, int]:
+    """(stage, most bytes of model state between microbatches of a step after the first).
+
+    Under ZeRO-3 blocks are whole while a microbatch runs, so there the state is measured after the last.
+    """
+    before = live_bytes()
+    model_config = load_model_config(config.model.name)
+    config = resolve(config, model_config, torch.distributed.get_world_size())
+    session = apply(config, model_config, device=torch.device("cpu"))
+    ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64)
+    batches = [{"input_ids": ids, "labels": ids} for _ in range(config.parallel.pipeline.microbatches)]
+    session.step(batches, total_tokens=1)
+    session.update(1e-3)
+    seen = []
+    if config.parallel.zero < 3:
+        session.model.register_forward_pre_hook(lambda *_: seen.append(live_bytes() - before))
+    session.step(batches, total_tokens=1)
+    return coordinate(session.mesh)["pp"], max([*seen, live_bytes() - before])
+
+
+@pytest.mark.parametrize("ranks, changes", LAYOUTS.values(), ids=LAYOUTS)
+def test_model_state_is_within_3_percent(ranks, changes):
+    config = recipes.load("llama-tiny", {**ALONE, **changes})
+    planned = [stage.state.total for stage in plan(config).stages]
+    for stage, measured in run_ranks(ranks, measure, config):
+        assert measured == pytest.approx(planned[stage], rel=0.03)
