@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+from cai_apps import launch
+from cai_mesh.errors import MeshError
+
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -86,3 +89,14 @@ def test_run_refuses_an_unknown_option():
     assert done.returncode == 2
     assert "error: cai run:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_device_follows_the_gpus_there_are(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert launch.choose_device("auto", 4) == ("cuda", 4)
+    assert launch.choose_device("auto", 2) == ("cuda", 2)
+    assert launch.choose_device("auto", None) == ("cuda", 4)
+    assert launch.choose_device("auto", 8) == ("cpu", 8)
+    assert launch.choose_device("cpu", None) == ("cpu", 1)
+    with pytest.raises(MeshError, match="more GPUs than this machine has"):
+        launch.choose_device("cuda", 8)

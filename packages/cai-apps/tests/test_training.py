@@ -27,7 +27,6 @@ SMALL = {
 CUBE = {"parallel.shard": 2, "parallel.tensor.size": 2, "parallel.pipeline.size": 2}
 PAIR = {"parallel.shard": 1, "parallel.tensor.size": 1, "parallel.pipeline.size": 2, "parallel.zero": 0}
 ALONE = {"parallel.shard": 1, "parallel.tensor.size": 1, "parallel.pipeline.size": 1, "parallel.zero": 0}
-MICROBATCHES = {8: 2, 2: 4, 1: 4}
 
 
 def cai(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -36,13 +35,17 @@ def cai(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
-def train(
-    run: Path, cache: Path, layout: dict, ranks: int, **more: object
-) -> subprocess.CompletedProcess[str]:
-    values = {**SMALL, **layout, "parallel.pipeline.microbatches": MICROBATCHES[ranks], "log.directory": run}
-    values |= {"data.cache": cache} | {key.replace("__", "."): value for key, value in more.items()}
-    flags = [part for key, value in values.items() for part in (f"--{key}", value)]
-    done = cai("train", "llama-tiny", *flags)
+def attempt(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
+    """`cai train llama-tiny` with small batches, a layout and more values."""
+    values = {**SMALL, **layout, "log.directory": run, "data.cache": cache}
+    values |= {key.replace("__", "."): value for key, value in more.items()}
+    return cai(
+        "train", "llama-tiny", *(part for key, value in values.items() for part in (f"--{key}", value))
+    )
+
+
+def train(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
+    done = attempt(run, cache, layout, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -56,12 +59,12 @@ def story(tmp_path_factory):
     """Six steps on 8 ranks with checkpoints at 3 and 6; a copy stopped at 3 goes on with 2 ranks."""
     place = tmp_path_factory.mktemp("story")
     run, resumed, cache = place / "run", place / "resumed", place / "cache"
-    done = train(run, cache, CUBE, 8, train__steps=6, checkpoint__every=3)
+    done = train(run, cache, CUBE, train__steps=6, checkpoint__every=3)
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-6")
-    again = train(resumed, cache, PAIR, 2, train__steps=6)
+    again = train(resumed, cache, PAIR, train__steps=6)
     alone = place / "alone"
-    train(alone, cache, ALONE, 1, train__steps=6, checkpoint__resume="never")
+    train(alone, cache, ALONE, train__steps=6, checkpoint__resume="never")
     return SimpleNamespace(
         run=run, resumed=resumed, alone=alone, cache=cache, out=done.stdout, again=again.stdout
     )
@@ -86,6 +89,7 @@ def test_output_says_what_happened(story):
     assert "step 6/6  loss" in story.out
     assert "sample" in story.out
     assert "loss plot" in story.out
+    assert f"checkpoint     {story.run / 'checkpoints' / 'step-6'}" in story.out
 
 
 def test_records(story):
@@ -119,20 +123,61 @@ def test_export_of_a_checkpoint_is_the_export_of_the_run(story, tmp_path):
         assert torch.equal(one, two), name
 
 
+def damage(checkpoint: Path, how: str) -> Path:
+    """Damages the largest file of a checkpoint; returns the file."""
+    victim = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    elif how == "truncated":
+        victim.write_bytes(content[:-1])
+    else:
+        victim.unlink()
+    return victim
+
+
+def assert_said_once(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """The command ended as for an error of the user, with `parts` in its one message."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
 def test_verify_finds_a_flipped_bit(story, tmp_path):
     checkpoint = tmp_path / "step-6"
     shutil.copytree(story.run / "checkpoints" / "step-6", checkpoint)
     assert cai("verify", checkpoint).returncode == 0
-    victim = max(
-        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    done = cai("verify", checkpoint)
-    assert done.returncode == 2
-    assert victim.name in done.stderr
-    assert "Traceback" not in done.stderr
+    victim = damage(checkpoint, "flipped")
+    assert_said_once(cai("verify", checkpoint), victim.name)
+
+
+def test_resume_passes_over_a_damaged_checkpoint(story, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(story.run, run)
+    victim = damage(run / "checkpoints" / "step-6", "flipped")
+    done = train(run, story.cache, ALONE, train__steps=6)
+    assert "passing over damaged checkpoints" in done.stdout
+    assert str(victim) in done.stdout
+    assert f"resumed from {run / 'checkpoints' / 'step-3'}" in done.stdout
+    assert records(run)[-1]["loss"] == pytest.approx(records(story.run)[-1]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_resume_from_a_damaged_checkpoint_names_the_file(story, tmp_path, how):
+    checkpoint = tmp_path / "step-6"
+    shutil.copytree(story.run / "checkpoints" / "step-6", checkpoint)
+    victim = damage(checkpoint, how)
+    done = attempt(tmp_path / "run", story.cache, ALONE, train__steps=7, checkpoint__resume=checkpoint)
+    assert_said_once(done, victim.name)
+
+
+def test_loss_that_is_not_finite_ends_all_ranks_with_one_message(story, tmp_path):
+    wild = {"optimizer__lr": 1e30, "optimizer__clip": 1e30}
+    assert_said_once(attempt(tmp_path / "run", story.cache, PAIR, train__steps=6, **wild), "is not finite")
+    assert "is not finite" in (tmp_path / "run" / "crash" / "rank-0.txt").read_text()
 
 
 def test_generate_and_report(story):
@@ -144,17 +189,15 @@ def test_generate_and_report(story):
     assert page.count("<svg") == 5
 
 
-def test_checkpoint_of_another_architecture(story):
-    flags = [
-        "--log.directory",
-        story.run.parent / "other",
-        "--data.cache",
-        story.cache,
-        "--checkpoint.resume",
-    ]
-    flags += [story.run, "--parallel.tensor.size", 1, "--parallel.pipeline.size", 1, "--train.steps", 9]
-    flags[-7] = story.run / "checkpoints" / "step-6"
-    done = cai("train", "gpt2-tiny", *flags)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("error:") == 1
+def test_checkpoint_of_another_architecture(story, tmp_path):
+    (tmp_path / "wide").mkdir()
+    shape = json.loads((story.run / "export" / "config.json").read_text())
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(shape | {"intermediate_size": 320}))
+    model = {"model__name": tmp_path / "wide", "checkpoint__resume": story.run / "checkpoints"}
+    done = attempt(tmp_path / "run", story.cache, PAIR, train__steps=7, **model)
+    assert_said_once(done, "is of another model", "mlp.down_proj.weight: this model (128, 320)")
+
+
+def test_run_that_would_write_over_checkpoints(story):
+    done = attempt(story.run, story.cache, PAIR, train__steps=6, checkpoint__resume="never")
+    assert_said_once(done, "already has checkpoints", "step-3, step-6")

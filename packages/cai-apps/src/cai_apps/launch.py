@@ -30,15 +30,20 @@ class RankFailure(Exception):
     """A rank ended with an error that is not the user's to fix from the message alone."""
 
 
+def gpus(wanted: str) -> int:
+    """GPUs of this machine that a run with `train.device = wanted` may use."""
+    import torch
+
+    return torch.cuda.device_count() if wanted != "cpu" else 0
+
+
 def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
     """Device type and number of ranks for a mesh of `ranks`; None: of all the machine's GPUs.
 
     Raises:
         MeshError: GPUs are asked for and there are too few.
     """
-    import torch
-
-    available = torch.cuda.device_count() if wanted != "cpu" else 0
+    available = gpus(wanted)
     if ranks is None:
         ranks = max(1, available)
     if available >= ranks:

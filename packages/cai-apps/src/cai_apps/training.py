@@ -34,6 +34,14 @@ def train(config: Config, *, label: str = "run") -> RunDirectory:
 def _train_here(config: Config, label: str) -> RunDirectory:
     ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
     device, ranks = launch.choose_device(config.train.device, ranks)
+    if device == "cpu" and (found := launch.gpus(config.train.device)):
+        print(
+            f"{found} GPU{'s' * (found > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
+        )
+    if device == "cpu" and (gpus := launch.gpus(config.train.device)):
+        print(
+            f"{gpus} GPU{'s' * (gpus > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
+        )
     config = resolve(config, load_model_config(config.model.name), ranks)
     from cai_apps.ranks import make_job
     from cai_apps.worker import run_rank
@@ -80,15 +88,20 @@ def _said_by_first_rank() -> Iterator[None]:
 
 
 def finish(job: Job) -> None:
-    """Draws the loss and prints where everything is and a sample of what the export writes."""
+    """Draws the plots and prints where everything is and a sample of what the export writes."""
     from cai_apps.generate import generate
     from cai_apps.report.chart import draw_pipeline
     from cai_apps.report.plots import draw_loss
+    from cai_mesh.checkpoint import latest
 
     print(f"run directory  {job.directory}")
     print(f"loss plot      {draw_loss(job.run)}")
     if chart := draw_pipeline(job.run, job.config):
         print(f"pipeline chart {chart}")
+    if newest := latest(job.run.checkpoints):
+        print(f"checkpoint     {newest}")
+    if newest := latest(job.run.checkpoints):
+        print(f"checkpoint     {newest}")
     print(f"HF export      {job.run.export}")
     if job.config.log.sample_tokens:
         print(f"sample         {generate(job.run.export, tokens=job.config.log.sample_tokens)}")
