@@ -100,8 +100,6 @@ def finish(job: Job) -> None:
         print(f"pipeline chart {chart}")
     if newest := latest(job.run.checkpoints):
         print(f"checkpoint     {newest}")
-    if newest := latest(job.run.checkpoints):
-        print(f"checkpoint     {newest}")
     print(f"HF export      {job.run.export}")
     if job.config.log.sample_tokens:
         print(f"sample         {generate(job.run.export, tokens=job.config.log.sample_tokens)}")
