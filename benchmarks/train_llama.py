@@ -89,7 +89,7 @@ def cai(options: argparse.Namespace, flags: list[str], ranks: int, batch: int) -
         "step_seconds": statistics.median(line["step_seconds"] for line in lines[WARMUP:]),
         "peak_bytes": max(line["memory_bytes"] for line in lines),
         "losses": [round(line["loss"], 4) for line in lines],
-        "command": command[1:],
+        "command": [word.replace(directory, "RUN_DIR") for word in command[1:]],
     }
 
 
@@ -99,7 +99,8 @@ def fsdp2(options: argparse.Namespace, compiled: bool, ranks: int) -> dict:
     command += ["--batch", str(options.batch), "--steps", str(STEPS), "--warmup", str(WARMUP)]
     command += ["--compile"] if compiled else []
     output = run(command, options.timeout)
-    return json.loads(output.strip().splitlines()[-1]) | {"command": command[1:]}
+    words = [word.replace(str(HERE), "benchmarks") for word in command[1:]]
+    return json.loads(output.strip().splitlines()[-1]) | {"command": words}
 
 
 def main() -> None:
