@@ -35,13 +35,15 @@ def cai(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
-def attempt(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
-    """`cai train llama-tiny` with small batches, a layout and more values."""
+def flags(run: Path, cache: Path, layout: dict, **more: object) -> list[object]:
+    """Small batches, a layout and more values as flags."""
     values = {**SMALL, **layout, "log.directory": run, "data.cache": cache}
     values |= {key.replace("__", "."): value for key, value in more.items()}
-    return cai(
-        "train", "llama-tiny", *(part for key, value in values.items() for part in (f"--{key}", value))
-    )
+    return [part for key, value in values.items() for part in (f"--{key}", value)]
+
+
+def attempt(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
+    return cai("train", "llama-tiny", *flags(run, cache, layout, **more))
 
 
 def train(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
@@ -201,3 +203,20 @@ def test_checkpoint_of_another_architecture(story, tmp_path):
 def test_run_that_would_write_over_checkpoints(story):
     done = attempt(story.run, story.cache, PAIR, train__steps=6, checkpoint__resume="never")
     assert_said_once(done, "already has checkpoints", "step-3, step-6")
+
+
+def test_launcher_trains_the_same(story, tmp_path):
+    own = flags(tmp_path / "run", story.cache, PAIR, train__steps=6)
+    done = cai("run", "--nproc-per-node", 2, "train", "llama-tiny", *own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step 6/6") == 1
+    last, expected = records(tmp_path / "run")[-1], records(story.run)[-1]
+    assert last["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_launcher_with_a_mesh_that_does_not_fit(story, tmp_path):
+    own = flags(tmp_path / "run", story.cache, CUBE, train__steps=6)
+    done = cai("run", "--nproc-per-node", 2, "train", "llama-tiny", *own)
+    assert done.returncode != 0
+    assert done.stderr.count("the mesh does not fit the number of ranks") == 1
+    assert "Traceback" not in done.stderr

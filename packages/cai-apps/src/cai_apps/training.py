@@ -38,10 +38,6 @@ def _train_here(config: Config, label: str) -> RunDirectory:
         print(
             f"{found} GPU{'s' * (found > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
         )
-    if device == "cpu" and (gpus := launch.gpus(config.train.device)):
-        print(
-            f"{gpus} GPU{'s' * (gpus > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
-        )
     config = resolve(config, load_model_config(config.model.name), ranks)
     from cai_apps.ranks import make_job
     from cai_apps.worker import run_rank
