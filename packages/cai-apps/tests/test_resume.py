@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Case, parameters_of, session_of, train_steps, twin, whole
+from layouts import Case, model_config, parameters_of, run_config, session_of, train_steps, twin, whole
 
+from cai_apps.apply import apply
 from cai_mesh import checkpoint
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -120,3 +123,29 @@ def test_export_opens_with_the_trained_weights(model, tmp_path):
         trained, True
     )
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+def fine_tuned(model, case, directory):
+    config = run_config(case, "fp32", 2)
+    config = replace(config, model=replace(config.model, name=str(directory), weights="pretrained"))
+    session = apply(config, model_config(model), device=torch.device("cpu"))
+    before = whole(parameters_of(session))
+    losses, _ = train_steps(session, case, 0, 2)
+    return before, losses
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_pretrained_weights_are_read_on_every_layout(model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    saved = AutoModelForCausalLM.from_config(model_config(model))
+    saved.save_pretrained(tmp_path, max_shard_size="20KB")
+    losses = []
+    for name in ("one", "2x2x2", "data2-zero3"):
+        case = LAYOUTS[name]
+        got, loss = run_ranks(case.world, fine_tuned, model, case, tmp_path, timeout=240)[0]
+        assert all(torch.equal(got[n], p) for n, p in saved.named_parameters())
+        losses.append(loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)

@@ -54,6 +54,8 @@ def test_fills_in_what_is_open(tiny):
         ({"train__global_batch": 18}, ConfigError, ["batch sizes disagree", "global_batch = 18", "global_batch to 16"]),
         ({"parallel__pipeline__microbatches": 4}, ConfigError, ["batch sizes disagree", "global_batch to 32"]),
         ({"data__sequence_length": 1024}, ConfigError, ["sequence_length", "at most 512"]),
+        ({"model__weights": "pretrained"}, ConfigError, ["needs the tokenizer", "data.tokenizer"]),
+        ({"model__weights": "pretrained", "data__tokenizer": "gpt2"}, ConfigError, ["only a shape"]),
         ({"train__steps": 0}, ConfigError, ["train.steps", "at least 1"]),
         ({"data__validation_fraction": 1.0}, ConfigError, ["validation_fraction"]),
     ],

@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from cai_apps.blocks import compile_blocks, recompute_blocks
 from cai_apps.config import Config
 from cai_apps.materialize import materialize
-from cai_apps.models import meta_model
+from cai_apps.models import meta_model, pretrained_directory
 from cai_apps.validate import mesh_spec, microbatches
 from cai_gemini import HostResidency
 from cai_mesh import rng
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.build import build_mesh, coordinate, group
-from cai_mesh.checkpoint import save_hf
+from cai_mesh.checkpoint import load_hf, save_hf
 from cai_mesh.layout import canonical_name
 from cai_mesh.norm import clip_grad_norm_
 from cai_mesh.protocols import GradSync
@@ -189,6 +189,8 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     compute = DTYPES[config.precision.compute]
     master = torch.float32 if compute == torch.bfloat16 else compute
     materialize(model, seed=config.train.seed, dtype=master, device=device)
+    if config.model.weights == "pretrained":
+        load_hf(model, pretrained_directory(config.model.name))
     optimizer, sync = _shard(config, model, mesh, MixedPrecision(compute=compute, master=master))
     runner = PipelineRunner(
         model,

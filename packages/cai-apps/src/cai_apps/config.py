@@ -14,6 +14,8 @@ from typing import Literal
 class Model:
     name: str = "llama-tiny"
     """A preset, a local directory with an HF config.json, or a hub id."""
+    weights: Literal["random", "pretrained"] = "random"
+    """random: made from train.seed; pretrained: read from the directory's (or hub id's) safetensors."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,32 @@ def _directory():
     return resources.files("cai_apps") / "presets"
 
 
+def pretrained_directory(name: str) -> Path:
+    """The directory with the safetensors of a local HF directory, or of a hub id (downloaded if need be).
+
+    Raises:
+        ConfigError: a preset, which has no weights, or nothing with safetensors under this name.
+    """
+    if name in presets():
+        raise ConfigError(
+            f'model.weights = "pretrained", but the preset {name!r} is only a shape',
+            expected="an HF directory or a hub id",
+            fix='set model.name to one, or model.weights to "random"',
+        )
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            directory = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        except (OSError, ValueError) as error:
+            cause = str(error).splitlines()[0]
+            raise ConfigError(f"the weights of {name!r} cannot be downloaded", cause=cause) from None
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"{directory} holds no safetensors", expected="the weights of an HF model")
+    return directory
+
+
 def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     """The config of a model that will read and write the tokens of `tokenizer`."""
     config = load_model_config(name)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cai_apps.config import Config
+from cai_apps.models import pretrained_directory
 from cai_mesh.errors import ConfigError, MeshError
 from cai_mesh.spec import MeshSpec
 
@@ -39,6 +40,8 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_model(config, model)
+    if config.model.weights == "pretrained":
+        pretrained_directory(config.model.name)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     schedule = config.lr_schedule
     if schedule.decay_steps is None:
@@ -151,6 +154,12 @@ def _check_ranges(config: Config) -> None:
     if config.data.validation_fraction >= 1:
         raise ConfigError(
             "data.validation_fraction leaves nothing to train on", got=config.data.validation_fraction
+        )
+    if config.model.weights == "pretrained" and config.data.tokenizer == "train":
+        raise ConfigError(
+            'model.weights = "pretrained" needs the tokenizer the weights were trained with',
+            got='data.tokenizer = "train"',
+            fix=f'set data.tokenizer to its directory or hub id, e.g. "{config.model.name}"',
         )
     if config.memory.residency == "host" and config.parallel.zero != 3:
         raise ConfigError(
