@@ -46,11 +46,35 @@ def check(config: Config, run: RunDirectory) -> None:
         )
 
 
-def save(session: Session, run: RunDirectory, position: Position) -> None:
-    """Writes checkpoints/step-N. Collective."""
-    state = {**session.state(), POSITION: asdict(position)}
-    keep_last = session.config.checkpoint.keep_last
-    checkpoint.save(run.checkpoints, state, step=position.step, keep_last=keep_last).wait()
+class Saver:
+    """Writes checkpoints/step-N of a run; with `checkpoint.background` while training goes on.
+
+    There is one write at a time: the next save waits for it, and with it for the host copy it reads from.
+    """
+
+    def __init__(self, session: Session, run: RunDirectory):
+        self._session, self._run = session, run
+        self._options = session.config.checkpoint
+        apart = self._options.background and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if apart else None
+        self._last: checkpoint.Saving | None = None
+
+    def save(self, position: Position) -> None:
+        """Save the session and the position it has reached. Collective."""
+        self.wait()
+        self._last = checkpoint.save(
+            self._run.checkpoints,
+            {**self._session.state(), POSITION: asdict(position)},
+            step=position.step,
+            keep_last=self._options.keep_last,
+            async_=self._options.background,
+            group=self._group,
+        )
+
+    def wait(self) -> None:
+        """Return once the last save is committed; raises what kept it from that."""
+        if self._last is not None:
+            self._last.wait()
 
 
 def is_due(config: Config, position: Position) -> bool:

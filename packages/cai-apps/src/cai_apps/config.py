@@ -130,6 +130,8 @@ class Checkpoint:
     """Steps between checkpoints; 0: none on the way."""
     final: bool = True
     """Write a checkpoint after the last step."""
+    background: bool = False
+    """Copy what a rank writes to host memory and write it while training goes on."""
     keep_last: int | None = None
     """Newest checkpoints to keep; None: all."""
     resume: str = "auto"

@@ -53,16 +53,18 @@ def train(job: Job, device: torch.device) -> None:
     session = apply(config, model_config, device=device)
     training, validation = batches(config, job.prepared, session.mesh)
     position = checkpoint.resume(session, job.run)
+    saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
 
     def on_step(metrics: Metrics, position: Position) -> None:
         if recorder:
             recorder.record(metrics)
         if checkpoint.is_due(config, position):
-            checkpoint.save(session, job.run, position)
+            saver.save(position)
 
     try:
         Loop(session, training, validation, device, flops, on_step).run(position)
+        saver.wait()
     finally:
         if recorder:
             recorder.close()
