@@ -9,13 +9,14 @@ import torch.distributed.tensor as dt
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cai_mesh import layout as own
+from cai_mesh.build import axis_names
 from cai_mesh.errors import LayoutError
 
 
 def layout_of(tensor: dt.DTensor) -> own.Layout:
     """The layout of a DTensor's local part. Raises `LayoutError` for partial values."""
     mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    names = axis_names(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError("this rank is not part of the DTensor's mesh", got=mesh)

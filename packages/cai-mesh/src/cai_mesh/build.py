@@ -60,10 +60,11 @@ def coordinate(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def index(mesh: DeviceMesh, axes: str | Sequence[str]) -> int:
-    """This rank's row-major index along `axes`, outermost first: its rank in `group(mesh, axes)`."""
-    here, position = coordinate(mesh), 0
-    for axis in (axes,) if isinstance(axes, str) else axes:
-        position = position * degree(mesh, axis) + here.get(axis, 0)
+    """This rank's row-major index along `axes`, in mesh order whatever theirs: its rank in `group(mesh, axes)`."""
+    wanted, position = (axes,) if isinstance(axes, str) else tuple(axes), 0
+    for axis, here in coordinate(mesh).items():
+        if axis in wanted:
+            position = position * degree(mesh, axis) + here
     return position
 
 

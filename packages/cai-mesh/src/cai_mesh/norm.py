@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_mesh import build
 from cai_mesh.collectives import all_reduce
-from cai_mesh.errors import CaiError
+from cai_mesh.errors import CaiError, MeshError
 from cai_mesh.layout import Layout
 from cai_mesh.reduce import ReduceSpec
 
@@ -39,7 +39,7 @@ def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
         grad = grad.to_local()
     spans = getattr(param, "cai_spans", None)
     if spans is not None:
-        return [(grad[s.start : s.stop], s.axes) for s in spans if s.owner and s.stop > s.start]
+        return [(grad[s.start : s.stop], s.axes) for s in spans if s.owner]
     return [(grad, Layout.of(param).sharded_axes)] if ReduceSpec.of(param).owner else []
 
 
@@ -51,6 +51,8 @@ def grad_norm(
     Parameters without a gradient are left out. Every element is counted on the ranks along its layout's sharded
     axes (and along `pp`, where stages hold different parameters) and once along all others. Accumulated in float32,
     or float64 where a gradient is float64. `norm_type` is 2.0 or math.inf. Collective over the mesh.
+
+    Raises `CaiError` for another norm, `MeshError` where a gradient is sharded along an axis the mesh lacks.
     """
     if norm_type not in (2.0, math.inf):
         raise CaiError("unknown norm for gradients", got=norm_type, expected="2.0 or inf")
@@ -58,14 +60,26 @@ def grad_norm(
     for param in parameters:
         if param.grad is not None:
             for grad, axes in _parts(param):
-                parts[axes].append(grad)
+                _check_axes(axes, mesh)
+                if grad.numel():
+                    parts[axes].append(grad)
     device = next((g.device for grads in parts.values() for g in grads), None)
     device = device or torch.device(mesh.device_type if mesh is not None else "cpu")
     double = any(g.dtype == torch.float64 for grads in parts.values() for g in grads)
     dtype = torch.float64 if double else torch.float32
     values = {axes: _local(grads, norm_type, dtype, device) for axes, grads in parts.items()}
-    total = _combine(values, mesh, norm_type, dtype, device)
-    return total.sqrt() if norm_type == 2.0 else total
+    total = _combine(values, mesh, norm_type, device)
+    return (total.sqrt() if norm_type == 2.0 else total).to(dtype)
+
+
+def _check_axes(axes: frozenset[str], mesh: DeviceMesh | None) -> None:
+    names = build.axis_names(mesh) if mesh is not None else ()
+    if not axes <= set(names):
+        raise MeshError(
+            "a gradient is sharded along an axis that the mesh given for its norm lacks",
+            got=f"{sorted(axes)} on a mesh of {names}",
+            fix="pass the whole mesh",
+        )
 
 
 def _local(
@@ -80,18 +94,19 @@ def _combine(
     values: dict[frozenset[str], torch.Tensor],
     mesh: DeviceMesh | None,
     norm_type: float,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Fold the values of each set of axes over those axes, one collective an axis.
+    """Fold the values of each set of axes over those axes, one collective an axis, in float64.
 
     Ranks may hold different sets (a stage without sharded parameters), so sets are enumerated alike everywhere:
-    by which of the mesh's axes they contain, as bits of a vector index.
+    by which of the mesh's axes they contain, as bits of a vector index. The dtype is the same on all ranks too: one
+    without gradients does not know that of the others.
     """
     axes = [a for a in build.axis_names(mesh) if build.degree(mesh, a) > 1] if mesh is not None else []
-    table = torch.zeros(1 << len(axes), dtype=dtype, device=device)
+    table = torch.zeros(1 << len(axes), dtype=torch.float64, device=device)
     for held, value in values.items():
         slot = sum(1 << i for i, axis in enumerate(axes) if axis in held or axis == "pp")
+        value = value.double()
         table[slot] = table[slot] + value if norm_type == 2.0 else torch.maximum(table[slot], value)
     for i, axis in enumerate(axes):
         assert mesh is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -113,16 +113,3 @@ class OnDevice:
 
     def evict(self, stored: Stored) -> None:
         return None
-
-
-def check_single_driver(sharding: Any, asked: Literal["hooks", "actions"]) -> None:
-    """Raise `PlanError` when `sharding` is driven by something other than `asked`."""
-    from cai_mesh.errors import PlanError
-
-    driver = getattr(sharding, "driver", None)
-    if driver != asked:
-        raise PlanError(
-            "parameter sharding has two drivers",
-            got=f"built with driver={driver!r}, now driven by {asked!r}",
-            fix=f"shard the module with driver={asked!r}",
-        )
