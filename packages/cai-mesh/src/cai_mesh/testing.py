@@ -59,13 +59,19 @@ class RankPool:
         self, n: int, fn: Callable[..., Any], args: tuple, timeout: float, kwargs: dict[str, Any]
     ) -> list[Any]:
         """Run `fn(*args, **kwargs)` on ranks 0..n-1 and return the results in rank order."""
+        if not all(process.is_alive() for process, _, _ in self._workers):
+            self.close()
         self._grow(n)
         store = Path(self._directory.name) / f"store-{time.monotonic_ns()}"
         payload = pickle.dumps((_reference(fn), args, kwargs))
         pipes = {self._workers[rank][1]: rank for rank in range(n)}
-        for pipe, rank in pipes.items():
-            pipe.send((rank, n, str(store), timeout, list(sys.path), payload))
-        results, errors = self._collect(pipes, time.monotonic() + timeout)
+        try:
+            for pipe, rank in pipes.items():
+                pipe.send((rank, n, str(store), timeout, list(sys.path), payload))
+            results, errors = self._collect(pipes, time.monotonic() + timeout)
+        except BaseException:  # an interrupt: replies still under way would answer the next call
+            self.close()
+            raise
         if errors:
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
@@ -83,8 +89,10 @@ class RankPool:
                 rank = waiting.pop(pipe)
                 try:
                     good, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionError):
                     good, value = False, "the process died without a traceback"
+                except Exception:
+                    good, value = False, f"its result cannot be read here\n{traceback.format_exc()}"
                 (results if good else errors)[rank] = value
                 if not good:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -184,6 +192,7 @@ def _run_rank(
         timeout=timedelta(seconds=timeout),
     )
     try:
+        dist.barrier()  # a rank with nothing to say must not leave while others still connect
         torch.manual_seed(0)
         return fn(*args, **kwargs)
     finally:
