@@ -24,13 +24,17 @@ from cai_mesh.reduce import ReduceSpec, attach_reduce
 def blocks(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     """The parameters of a model by unit: each outermost element of an `nn.ModuleList`, and the model for the rest.
 
-    Names are fully qualified and canonical. A parameter that two blocks share belongs to the model. Blocks are in
-    the order of their first parameter; the model, if it has parameters of its own, comes last.
+    Names are fully qualified and canonical. A parameter that two blocks share belongs to the model; a block that
+    stands twice in a list is one. Lists in a list are never called themselves, so their elements are the blocks.
+    Blocks are in the order of their first parameter; the model, if it has parameters of its own, comes last.
     """
     inside: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(prefix.startswith(p + ".") for p in inside):
-            inside.update({f"{prefix}.{name}".lstrip("."): child for name, child in module.named_children()})
+            called = ((name, child) for name, child in module._modules.items() if _is_called(child))
+            inside.update(
+                {f"{prefix}.{name}".lstrip("."): child for name, child in called if child is not None}
+            )
     homes: dict[int, nn.Module] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -45,6 +49,10 @@ def blocks(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     if model in found:
         found[model] = found.pop(model)
     return found
+
+
+def _is_called(module: nn.Module | None) -> bool:
+    return module is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _prefixes(name: str) -> Iterable[str]:
@@ -66,7 +74,7 @@ class FlatUnit:
 
     Args:
         root: model in which every reference to the parameters is replaced.
-        params: (canonical name, parameter) pairs of the unit, all on one device.
+        params: (canonical name, parameter) pairs of the unit, all on one device. Their memory is freed.
         world, index: number of shards and which one this rank keeps.
         shard_axes: mesh axes along which the shards differ.
         master, compute: dtypes of the shard and of the whole chunk.
@@ -104,6 +112,8 @@ class FlatUnit:
         self.is_whole = True
         self._shard_gradient: torch.Tensor | None = None
         self.free_storage()
+        for param in self.params:
+            param.data = param.data.new_empty(0)
 
     def _shard_parameters(
         self, originals: Sequence[nn.Parameter], shard_axes: frozenset[str]
@@ -158,9 +168,17 @@ class FlatUnit:
 
     @property
     def shard_gradient(self) -> torch.Tensor | None:
-        """What `set_shard_gradient` was given, or None once the loop has cleared the gradients."""
-        if self._shard_gradient is not None and all(p.grad is None for p in self.kept):
-            self._shard_gradient = None
+        """What `set_shard_gradient` was given, or None once the loop has cleared the gradients.
+
+        Where it has cleared some of them (an optimizer of its own for those), they start again from zero.
+        """
+        if self._shard_gradient is not None:
+            cleared = [p for p in self.kept if p.requires_grad and p.grad is None]
+            if len(cleared) == sum(p.requires_grad for p in self.kept):
+                self._shard_gradient = None
+            elif cleared:
+                self.set_shard_gradient(self._shard_gradient)
+                torch._foreach_zero_([p.grad for p in cleared])
         return self._shard_gradient
 
 
@@ -214,7 +232,7 @@ def _sites(root: nn.Module, params: Sequence[nn.Parameter]) -> list[_Site]:
 
 
 def check_parameters(params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex or sparse ones."""
+    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex, sparse, meta, DTensor."""
     for name, param in params:
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise PlanError(
@@ -222,4 +240,10 @@ def check_parameters(params: Iterable[tuple[str, torch.Tensor]]) -> None:
                 got=f"{param.dtype}, {param.layout}",
                 expected="a dense real floating-point tensor",
                 fix="register it as a buffer",
+            )
+        if param.is_meta or hasattr(param, "to_local"):
+            raise PlanError(
+                f"parameter {name!r} cannot be moved into a chunk",
+                got="a meta tensor" if param.is_meta else "a DTensor",
+                expected="a local tensor with memory, and a Layout attached where it is a part",
             )
