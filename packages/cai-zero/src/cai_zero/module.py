@@ -35,10 +35,16 @@ class _Sharded:
     module: nn.Module
     parts: list[_Part]
     handles: list[CommHandle] | None = None
+    gathered: tuple[int, ...] = ()
 
     @property
     def is_whole(self) -> bool:
         return self.parts[0].unit.is_whole
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Changes with every write to the rows, by an optimizer's step or a checkpoint."""
+        return tuple(part.unit.shard._version for part in self.parts)
 
 
 @dataclass
@@ -142,6 +148,7 @@ class ModuleSharding:
     def _start_gather(self, unit: _Sharded) -> None:
         if unit.is_whole or unit.handles is not None:
             return
+        unit.gathered = unit.versions
         for part in unit.parts:
             part.unit.allocate_storage()
         with self._beside_compute():
@@ -189,6 +196,10 @@ class ModuleSharding:
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         sharded = self._units[unit]
+        if not backward:
+            self._reduced.clear()  # an earlier backward may have raised
+            if (sharded.is_whole or sharded.handles is not None) and sharded.gathered != sharded.versions:
+                self._free(sharded)  # gathered before the optimizer stepped
         if self.driver == "actions":
             self._finish_if_started(sharded)
             return
@@ -309,6 +320,9 @@ def shard_module(
         precision: dtypes of gathered parameters, of the rows and of the reduction.
         residency: which memory the rows and their gradients live in between uses. None: the device.
         driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
+
+    Gathers and reductions are collective: in every pass all data ranks use the same blocks, and in each block the
+    same parameters, in the same order.
 
     Raises `PlanError` for parameters that cannot be sharded and for an unknown driver.
     """

@@ -7,8 +7,7 @@ step of its rows; stage 2 also keeps only the gradients of its rows (ZeRO, Rajbh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,37 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.collectives import all_gather_into
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.layout import canonical_name
 from cai_mesh.lifecycle import ModuleLifecycle
-from cai_mesh.norm import Span, attach_spans, clip_grad_norm_
-from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import blocks, check_parameters, gather_gradients
+from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.units import gather_gradients
+from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.gradients import ReduceStream, reduce_chunk
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
 from cai_zero.state import restore_groups, saved_groups, state_slots
-
-BUCKET_ELEMENTS = 32 * 1024 * 1024
-"""Consecutive blocks share a chunk until it has this many elements."""
-
-
-@dataclass
-class _Chunk:
-    """One chunk of parameters and what belongs to it."""
-
-    group: int
-    spec: ReduceSpec
-    params: list[nn.Parameter]
-    chunk: FlatChunk
-    weights: torch.Tensor
-    flat: nn.Parameter
-    units: set[nn.Module] = field(default_factory=set)
-    gradients: torch.Tensor | None = None
-    reduced: torch.Tensor | None = None
-    ready: set[nn.Module] = field(default_factory=set)
-    fresh: bool = True
-    reduced_in_pass: bool = False
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -69,47 +45,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ):
         self.inner, self.stage, self._ranks = inner, stage, ranks
         self._deferring = False
-        self._chunks: list[_Chunk] = []
         self.defaults = inner.defaults
-        units = _units(inner, model)
-        device = next(iter(units.values()))[0][1].device
-        self._stream = ReduceStream(device)
-        for bucket in _buckets(inner, units):
-            self._chunks.append(self._build(*bucket, precision))
+        units = optimizer_units(inner, model)
+        self._stream = ReduceStream(next(iter(units.values()))[0][1].device)
+        self._chunks = build_chunks(inner, units, ranks, precision)
+        self._order = reduction_order(self._chunks, units, model)
+        self._next = 0  # in _order, of the pass under way
         for index, group in enumerate(inner.param_groups):
             group["params"] = [c.flat for c in self._chunks if c.group == index]
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
-            self._lifecycle = ModuleLifecycle(
-                {unit: [p for _, p in params] for unit, params in units.items()}
-            )
+            held = {unit: [p for _, p in params] for unit, params in units.items()}
+            self._lifecycle = ModuleLifecycle(held)
             self._lifecycle.listen(self)
-
-    def _build(
-        self,
-        group: int,
-        spec: ReduceSpec,
-        params: list[tuple[str, nn.Parameter]],
-        units: set[nn.Module],
-        precision: MixedPrecision,
-    ) -> _Chunk:
-        chunk = FlatChunk(params, world=self._ranks.size)
-        tensors = [param for _, param in params]
-        compute, master, self._reduce_dtype = precision.resolve(tensors[0].dtype)
-        weights = chunk.allocate(compute, tensors[0].device)
-        low, high = chunk.shard_range(self._ranks.index)
-        shard = weights[low:high]
-        if master != compute:
-            full = chunk.allocate(master, tensors[0].device)
-            chunk.fill(full, tensors)
-            shard = full[low:high].clone()
-            del full
-        chunk.fill(weights, tensors)
-        flat = nn.Parameter(shard)
-        attach_spans(flat, _spans(chunk, low, high, spec, frozenset(self._ranks.shard_axes)))
-        for param, view in zip(tensors, chunk.views(weights), strict=True):
-            param.data = view
-        return _Chunk(group, spec, tensors, chunk, weights, flat, units)
 
     # -- while backward runs -------------------------------------------------------------------------------------
 
@@ -123,7 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._deferring = before
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
-        """Parameters are always whole in stages 0 to 2."""
+        """Parameters are always whole in stages 0 to 2. A forward means that no pass is under way any more."""
+        if not backward:
+            self._end_pass()  # an earlier one may have raised
 
     def after_use(self, unit: nn.Module) -> None:
         """Parameters are always whole in stages 0 to 2."""
@@ -134,39 +84,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 chunk.ready.add(unit)
                 if chunk.ready == chunk.units:
                     self._collect(chunk)
+        if self._reduces_now:
+            while self._next < len(self._order) and self._order[self._next].collected:
+                self._reduce(self._order[self._next])
+                self._next += 1
 
     def backward_done(self) -> None:
         for chunk in self._chunks:
             if any(p.grad is not None for p in chunk.params):
                 self._collect(chunk)
-            if self._reduces_now(chunk) and not chunk.reduced_in_pass:
-                self._reduce(chunk)  # other ranks may have used what this one did not
-            chunk.reduced_in_pass = False
-            chunk.ready.clear()
+        if self._reduces_now:
+            for chunk in self._order[self._next :]:
+                self._reduce(chunk)  # also what this rank did not use: others may have
+        for chunk in self._chunks:
+            if not self._reduces_now or chunk.spec.tied is not None:
+                chunk.pending, chunk.flat.grad = True, None
+        self._end_pass()
         self._stream.join()
 
-    def _reduces_now(self, chunk: _Chunk) -> bool:
+    def _end_pass(self) -> None:
+        self._next = 0
+        for chunk in self._chunks:
+            chunk.collected = False
+            chunk.ready.clear()
+
+    @property
+    def _reduces_now(self) -> bool:
         """Tied parameters wait for `finish`: their other holder is in another pipeline stage, perhaps still behind."""
-        return chunk.spec.tied is None and (self.stage == 2 or not self._deferring)
+        return self.stage == 2 or not self._deferring
 
     @torch.no_grad()
-    def _collect(self, chunk: _Chunk) -> None:
+    def _collect(self, chunk: Chunk) -> None:
+        """Move the gradients of its parameters into the chunk's buffer."""
+        fresh = chunk.gradients is None
         if chunk.gradients is None:
-            chunk.gradients = chunk.chunk.allocate(self._reduce_dtype, chunk.weights.device)
-            chunk.fresh = True
-        gather_gradients(chunk.params, chunk.chunk.views(chunk.gradients), fresh=chunk.fresh)
-        chunk.fresh = False
-        chunk.ready.clear()
-        if self._reduces_now(chunk):
-            self._reduce(chunk)
+            chunk.gradients = chunk.chunk.allocate(chunk.reduce_dtype, chunk.weights.device)
+        gather_gradients(chunk.params, chunk.chunk.views(chunk.gradients), fresh=fresh)
+        chunk.collected = True
 
     @torch.no_grad()
-    def _reduce(self, chunk: _Chunk) -> None:
+    def _reduce(self, chunk: Chunk) -> None:
         """Reduce what has accumulated in the chunk and add it to this rank's rows."""
         full, chunk.gradients, chunk.flat.grad = chunk.gradients, None, None
         if full is None:
-            full = chunk.chunk.allocate(self._reduce_dtype, chunk.weights.device, zero=True)
-        chunk.reduced_in_pass = True
+            full = chunk.chunk.allocate(chunk.reduce_dtype, chunk.weights.device, zero=True)
+        chunk.pending = False
         with self._stream.after_compute(full):
             shard = reduce_chunk(full, self._ranks, chunk.spec)
             chunk.reduced = shard if chunk.reduced is None else chunk.reduced.add_(shard)
@@ -176,9 +138,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             if any(p.grad is not None for p in chunk.params):
                 self._collect(chunk)
-            if chunk.gradients is not None or chunk.reduced is None:
+            if chunk.pending or chunk.gradients is not None or chunk.reduced is None:
                 self._reduce(chunk)
-            chunk.reduced_in_pass = False
+        self._end_pass()
         self._stream.join()
         for chunk in self._chunks:
             assert chunk.reduced is not None
@@ -209,20 +171,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def publish(self) -> None:
         """Give every rank the whole parameters of what the optimizer holds; after a step, or after loading weights."""
         for chunk in self._chunks:
-            low, high = chunk.chunk.shard_range(self._ranks.index)
-            rows = chunk.weights[low:high]
-            if chunk.flat.data_ptr() != rows.data_ptr():
-                rows.copy_(chunk.flat)
-            all_gather_into(chunk.weights, rows, self._ranks.shard)
+            if chunk.has_master:
+                chunk.rows.copy_(chunk.flat)
+            all_gather_into(chunk.weights, chunk.rows, self._ranks.shard)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
         for chunk in self._chunks:
             chunk.flat.grad = chunk.gradients = chunk.reduced = None
-            chunk.fresh = True
-            chunk.ready.clear()
+            chunk.pending = False
             for param in chunk.params:
                 param.grad = None
+        self._end_pass()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -244,11 +204,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gradients(self) -> dict[str, BoxedTensor]:
         """This rank's reduced gradients by canonical parameter name. Waits for pending reductions."""
         self._ensure_gradients()
-        return self._boxed(lambda chunk: chunk.flat.grad)
+        return {
+            name: boxed
+            for chunk in self._chunks
+            if chunk.flat.grad is not None
+            for name, boxed in chunk.boxed(chunk.flat.grad).items()
+        }
 
     def weights(self) -> dict[str, BoxedTensor]:
         """This rank's rows of the (master) weights by canonical name, as views: call `publish` after loading."""
-        return self._boxed(lambda chunk: chunk.flat.detach())
+        return {n: b for chunk in self._chunks for n, b in chunk.boxed(chunk.flat.detach()).items()}
 
     def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
         """This rank's rows of the state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
@@ -257,101 +222,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(self.inner)}
         for chunk in self._chunks:
-            low, _ = chunk.chunk.shard_range(self._ranks.index)
             for slot, tensor in state_slots(self.inner, chunk.flat).items():
-                found.update(self._slot(chunk, slot, tensor, low))
+                if tensor.shape == chunk.flat.shape:
+                    boxes = chunk.boxed(tensor)
+                else:
+                    boxes = dict.fromkeys(chunk.chunk.names, chunk.owned(BoxedTensor.from_param(tensor)))
+                found.update({f"{name}.{slot}": value for name, value in boxes.items()})
         return found
-
-    def _slot(self, chunk: _Chunk, slot: str, tensor: torch.Tensor, low: int) -> dict[str, BoxedTensor]:
-        if tensor.numel() == chunk.flat.numel() and tensor.dim() == 1:
-            boxes = chunk.chunk.boxed(tensor, low)
-            return {f"{name}.{slot}": _owned(value, chunk) for name, value in boxes.items()}
-        return {f"{name}.{slot}": _owned(BoxedTensor.from_param(tensor), chunk) for name in chunk.chunk.names}
 
     def restore_groups(self, groups: list) -> None:
         """Take over the hyperparameters of saved `param_groups`."""
         restore_groups(self.inner, groups)
 
-    def _boxed(self, pick: Callable[[_Chunk], torch.Tensor]) -> dict[str, BoxedTensor]:
-        found: dict[str, BoxedTensor] = {}
-        for chunk in self._chunks:
-            boxes = chunk.chunk.boxed(pick(chunk), chunk.chunk.shard_range(self._ranks.index)[0])
-            found.update({name: _owned(value, chunk) for name, value in boxes.items()})
-        return found
-
     def state_dict(self) -> dict[str, Any]:
-        """This rank's inner state, for a resume on the same ranks. `state_for_checkpoint` is the one that reshards."""
-        return self.inner.state_dict()
+        """This rank's inner state and master weights, for a resume on the same ranks; whole parameters are the model's.
 
+        `state_for_checkpoint` is the one that reshards.
+        """
+        master = [chunk.flat.detach() if chunk.has_master else None for chunk in self._chunks]
+        return {**self.inner.state_dict(), "master": master}
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave on the same rank of the same mesh."""
-        self.inner.load_state_dict(state_dict)
-
-
-def _owned(value: BoxedTensor, chunk: _Chunk) -> BoxedTensor:
-    return BoxedTensor(value.global_shape, value.dtype, value.pieces, chunk.spec.owner)
-
-
-def _units(
-    inner: torch.optim.Optimizer, model: nn.Module | None
-) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """The optimizer's parameters by unit, with names; one unit of unnamed parameters where there is no model."""
-    held = [param for group in inner.param_groups for param in group["params"]]
-    if inner.state:
-        raise PlanError("the optimizer has already stepped", fix="shard it before its first step")
-    if len({id(p) for p in held}) != len(held):
-        raise PlanError("a parameter is in the optimizer twice", fix="give every parameter to one group")
-    if model is None:
-        units = {nn.Module(): [(f"param.{i}", p) for i, p in enumerate(held) if p.requires_grad]}
-    else:
-        _check_owned(held, model)
-        wanted = {id(p) for p in held if p.requires_grad}
-        units = {m: [(n, p) for n, p in params if id(p) in wanted] for m, params in blocks(model).items()}
-        units = {m: params for m, params in units.items() if params}
-    if not any(units.values()):
-        raise PlanError("the optimizer has no trainable parameter")
-    check_parameters(pair for params in units.values() for pair in params)
-    return units
-
-
-def _check_owned(held: Sequence[torch.Tensor], model: nn.Module) -> None:
-    own = {id(p) for p in model.parameters()}
-    strangers = [tuple(p.shape) for p in held if id(p) not in own]
-    if strangers:
-        raise PlanError(
-            "the optimizer holds parameters the model does not have",
-            got=f"{len(strangers)} of them, the first of shape {strangers[0]}",
-            cause="the optimizer was built on another model, or before a transform replaced its parameters",
-            fix="build the optimizer on model.parameters() after every other transform",
-        )
-
-
-def _buckets(inner: torch.optim.Optimizer, units: dict[nn.Module, list[tuple[str, nn.Parameter]]]):
-    """(param group, reduce spec, [(name, parameter)], units) of every chunk, in the order of the units."""
-    groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
-    open_buckets: dict[tuple, tuple[int, ReduceSpec, list, set]] = {}
-    done = []
-    for unit, params in units.items():
-        for name, param in params:
-            spec = ReduceSpec.of(param)
-            key = (groups[id(param)], param.dtype, param.device, spec)
-            _, _, held, members = open_buckets.setdefault(key, (key[0], spec, [], set()))
-            held.append((canonical_name(name, param), param))
-            members.add(unit)
-        for key in [k for k, b in open_buckets.items() if sum(p.numel() for _, p in b[2]) >= BUCKET_ELEMENTS]:
-            done.append(open_buckets.pop(key))
-    return done + list(open_buckets.values())
-
-
-def _spans(chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: frozenset[str]) -> list[Span]:
-    spans: list[Span] = []
-    for part in chunk.overlaps(low, high):
-        axes, stop = part.slot.layout.sharded_axes | shard_axes, part.start + part.high - part.low
-        if spans and spans[-1].axes == axes:
-            spans[-1] = Span(spans[-1].start, stop, axes, spec.owner)
-        else:
-            spans.append(Span(part.start, stop, axes, spec.owner))
-    return spans
+        """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "master"})
+        for chunk, master in zip(self._chunks, state_dict["master"], strict=True):
+            if master is not None:
+                chunk.flat.copy_(master)
+        if any(chunk.has_master for chunk in self._chunks):
+            self.publish()
 
 
 def shard_optimizer(
@@ -365,8 +264,8 @@ def shard_optimizer(
     """Shard an elementwise optimizer, and with stage 2 the gradients, over the data ranks of a mesh.
 
     Args:
-        optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop, Adagrad ...),
-            before its first step. Its param groups are kept; its parameters move into contiguous chunks.
+        optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop ...), before its
+            first step and so without state. Its param groups are kept; its parameters move into contiguous chunks.
         mesh: see `cai_zero.ranks.data_ranks` for how its data axes are found. None: one process.
         model: the module that owns the parameters; gradients are then reduced while backward runs. Stage 1 works
             without it and reduces `param.grad` in `step`.

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_mesh import build
-from cai_mesh.axes import GRADIENT_AXES
+from cai_mesh.axes import AXES, EXPERT_AXES, GRADIENT_AXES
 from cai_mesh.errors import MeshError
 from cai_mesh.reduce import ReduceSpec
+
+_OTHERS = (set(AXES) | set(EXPERT_AXES)) - set(GRADIENT_AXES)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
     A mesh with any of `dp_replicate, dp_shard, cp` is read by those names: rows are divided over `dp_shard` and
     `cp`, copied over `dp_replicate`. Any other mesh of one dimension divides over it; of two, copies over the first
     and divides over the second. `sharded=False` (stage 0) treats all of them as copies.
+
+    Raises `MeshError` for three unknown dimensions, and where another parallelism's axis would be taken for data.
     """
     if mesh is None:
         return DataRanks(None, (), None, 1, 0, (), None)
@@ -60,13 +64,13 @@ def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
     if any(axis in names for axis in GRADIENT_AXES):
         copies = tuple(a for a in names if a == "dp_replicate")
         rows = tuple(a for a in names if a in ("dp_shard", "cp"))
-    elif len(names) <= 2:
+    elif len(names) <= 2 and not set(names) & _OTHERS:
         copies, rows = names[:-1], names[-1:]
     else:
         raise MeshError(
             "cai-zero cannot tell the data axes of this mesh",
             got=names,
-            expected="dp_replicate, dp_shard or cp among the names, or at most two dimensions",
+            expected="dp_replicate, dp_shard or cp among the names, or at most two dimensions, all of them for data",
             fix='name the axes, or pass a slice of the mesh such as mesh["data"]',
         )
     if not sharded:

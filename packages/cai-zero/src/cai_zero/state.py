@@ -12,20 +12,24 @@ from cai_mesh.layout import canonical_name
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a fresh optimizer allocate its state, changing no parameter: one step with zero gradients and rate 0."""
+    """Make a fresh optimizer allocate its state, changing no parameter: a step with zero gradients, rate and decay."""
     if optimizer.state:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [(p, p.grad) for p in params]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    kept_options = [
+        {k: group[k] for k in ("lr", "weight_decay") if k in group} for group in optimizer.param_groups
+    ]
     values = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0  # decay that joins the gradient would enter the moments
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, options in zip(optimizer.param_groups, kept_options, strict=True):
+        group.update(options)
     with torch.no_grad():
         for (p, grad), value in zip(kept, values, strict=True):
             p.grad = grad
@@ -36,9 +40,10 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors an optimizer keeps for a parameter, allocated if they were not yet."""
+    """The tensors an optimizer keeps for a parameter, allocated if they were not yet; none if it has another's."""
     initialize_state(optimizer)
-    return {slot: value for slot, value in optimizer.state[param].items() if isinstance(value, torch.Tensor)}
+    state = optimizer.state.get(param, {})
+    return {slot: value for slot, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

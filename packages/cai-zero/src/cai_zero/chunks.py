@@ -1,0 +1,187 @@
+"""Parameters of an optimizer in chunks, for stages 0 to 2: which share one, and in which order they reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.errors import PlanError
+from cai_mesh.flat import FlatChunk
+from cai_mesh.layout import canonical_name
+from cai_mesh.norm import Span, attach_spans
+from cai_mesh.reduce import ReduceSpec
+from cai_mesh.units import blocks, check_parameters
+from cai_zero.precision import MixedPrecision
+from cai_zero.ranks import DataRanks
+
+BUCKET_ELEMENTS = 32 * 1024 * 1024
+"""Consecutive blocks share a chunk until it has this many elements."""
+
+Units = dict[nn.Module, list[tuple[str, nn.Parameter]]]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One chunk of parameters and what belongs to it.
+
+    Args:
+        group: index of the param group.
+        spec: how its gradients are reduced.
+        params, chunk: the parameters and where they lie.
+        weights: [chunk.numel] in compute dtype, which the parameters are views of.
+        flat: this rank's rows in master dtype, which the optimizer steps.
+        reduce_dtype: of `gradients`.
+        units: modules whose backward gives the gradients.
+        low: first element of this rank's rows.
+        gradients: [chunk.numel], accumulated and not yet reduced.
+        reduced: this rank's rows of the gradient, summed over the reductions of the step.
+        ready: units whose gradients of this pass are complete.
+        collected: whether the gradients of this pass are in `gradients`.
+        pending: whether a pass has ended without a reduction; alike on all ranks, unlike `gradients`.
+    """
+
+    group: int
+    spec: ReduceSpec
+    params: list[nn.Parameter]
+    chunk: FlatChunk
+    weights: torch.Tensor
+    flat: nn.Parameter
+    reduce_dtype: torch.dtype
+    units: set[nn.Module]
+    low: int
+    gradients: torch.Tensor | None = None
+    reduced: torch.Tensor | None = None
+    ready: set[nn.Module] = field(default_factory=set)
+    collected: bool = False
+    pending: bool = False
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """This rank's part of `weights`."""
+        return self.weights[self.low : self.low + self.chunk.shard_numel]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether `flat` is a copy in another dtype and not a view of `weights`."""
+        return self.flat.data_ptr() != self.rows.data_ptr()
+
+    def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
+        """Boxes, by canonical name, of a tensor laid out as `flat`; the pieces are views."""
+        return {name: self.owned(value) for name, value in self.chunk.boxed(flat, self.low).items()}
+
+    def owned(self, value: BoxedTensor) -> BoxedTensor:
+        """The value, written by this rank only if it owns the parameters."""
+        return BoxedTensor(value.global_shape, value.dtype, value.pieces, self.spec.owner)
+
+
+def optimizer_units(inner: torch.optim.Optimizer, model: nn.Module | None) -> Units:
+    """The optimizer's parameters by unit, with names; one unit of unnamed parameters where there is no model."""
+    held = [param for group in inner.param_groups for param in group["params"]]
+    if inner.state:
+        raise PlanError(
+            "the optimizer already has state",
+            cause="it has stepped, or is one that makes its state when it is built (Adagrad)",
+            fix="shard it before its first step; an optimizer over a model of shard_module may be any",
+        )
+    if len({id(p) for p in held}) != len(held):
+        raise PlanError("a parameter is in the optimizer twice", fix="give every parameter to one group")
+    if model is None:
+        units = {nn.Module(): [(f"param.{i}", p) for i, p in enumerate(held) if p.requires_grad]}
+    else:
+        _check_owned(held, model)
+        wanted = {id(p) for p in held if p.requires_grad}
+        units = {m: [(n, p) for n, p in params if id(p) in wanted] for m, params in blocks(model).items()}
+        units = {m: params for m, params in units.items() if params}
+    if not any(units.values()):
+        raise PlanError("the optimizer has no trainable parameter")
+    check_parameters(pair for params in units.values() for pair in params)
+    return units
+
+
+def build_chunks(
+    inner: torch.optim.Optimizer, units: Units, ranks: DataRanks, precision: MixedPrecision
+) -> list[Chunk]:
+    """Move the parameters into chunks, each a view from then on, and cut this rank's rows."""
+    return [_build(*bucket, ranks, precision) for bucket in _buckets(inner, units)]
+
+
+def _build(
+    group: int,
+    spec: ReduceSpec,
+    params: list[tuple[str, nn.Parameter]],
+    units: set[nn.Module],
+    ranks: DataRanks,
+    precision: MixedPrecision,
+) -> Chunk:
+    chunk = FlatChunk(params, world=ranks.size)
+    tensors = [param for _, param in params]
+    compute, master, reduce = precision.resolve(tensors[0].dtype)
+    weights = chunk.allocate(compute, tensors[0].device)
+    low, high = chunk.shard_range(ranks.index)
+    shard = weights[low:high]
+    if master != compute:
+        full = chunk.allocate(master, tensors[0].device)
+        chunk.fill(full, tensors)
+        shard = full[low:high].clone()
+        del full
+    chunk.fill(weights, tensors)
+    flat = nn.Parameter(shard)
+    attach_spans(flat, _spans(chunk, low, high, spec, frozenset(ranks.shard_axes)))
+    for param, view in zip(tensors, chunk.views(weights), strict=True):
+        param.data = view
+    return Chunk(group, spec, tensors, chunk, weights, flat, reduce, units, low)
+
+
+def reduction_order(chunks: Sequence[Chunk], units: Units, model: nn.Module | None) -> list[Chunk]:
+    """The order in which chunks reduce while backward runs, the same on every rank whatever a rank has used.
+
+    A chunk is complete with the unit that comes first in forward, so chunks follow in the reverse order of those;
+    the model itself holds the embeddings and comes last. Tied parameters are left out: they wait for `finish`.
+    """
+    position = {unit: -1 if unit is model else i for i, unit in enumerate(units)}
+    free = [chunk for chunk in chunks if chunk.spec.tied is None]
+    return sorted(free, key=lambda chunk: -min(position[unit] for unit in chunk.units))
+
+
+def _check_owned(held: Sequence[torch.Tensor], model: nn.Module) -> None:
+    own = {id(p) for p in model.parameters()}
+    strangers = [tuple(p.shape) for p in held if id(p) not in own]
+    if strangers:
+        raise PlanError(
+            "the optimizer holds parameters the model does not have",
+            got=f"{len(strangers)} of them, the first of shape {strangers[0]}",
+            cause="the optimizer was built on another model, or before a transform replaced its parameters",
+            fix="build the optimizer on model.parameters() after every other transform",
+        )
+
+
+def _buckets(inner: torch.optim.Optimizer, units: Units):
+    """(param group, reduce spec, [(name, parameter)], units) of every chunk, in the order of the units."""
+    groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+    open_buckets: dict[tuple, tuple[int, ReduceSpec, list, set]] = {}
+    done = []
+    for unit, params in units.items():
+        for name, param in params:
+            spec = ReduceSpec.of(param)
+            key = (groups[id(param)], param.dtype, param.device, spec)
+            _, _, held, members = open_buckets.setdefault(key, (key[0], spec, [], set()))
+            held.append((canonical_name(name, param), param))
+            members.add(unit)
+        for key in [k for k, b in open_buckets.items() if sum(p.numel() for _, p in b[2]) >= BUCKET_ELEMENTS]:
+            done.append(open_buckets.pop(key))
+    return done + list(open_buckets.values())
+
+
+def _spans(chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: frozenset[str]) -> list[Span]:
+    spans: list[Span] = []
+    for part in chunk.overlaps(low, high):
+        axes, stop = part.slot.layout.sharded_axes | shard_axes, part.start + part.high - part.low
+        if spans and spans[-1].axes == axes:
+            spans[-1] = Span(spans[-1].start, stop, axes, spec.owner)
+        else:
+            spans.append(Span(part.start, stop, axes, spec.owner))
+    return spans

@@ -1,0 +1,159 @@
+"""What cannot be sharded is refused before anything changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.testing import run_ranks
+from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
+from cai_zero.ranks import data_ranks
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_parameters_that_are_not_real_numbers(dtype):
+    model = nn.Linear(3, 3)
+    model.odd = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+    with pytest.raises(PlanError, match="'odd' cannot be sharded") as caught:
+        shard_module(model, None)
+    assert str(dtype) in str(caught.value)
+    assert model.weight.shape == (3, 3), "the model was changed before the error"
+    if dtype.is_complex:
+        model.odd.requires_grad_()
+        with pytest.raises(PlanError, match="'odd' cannot be sharded"):
+            shard_optimizer(adam(model), None, model=model)
+
+
+def test_meta_parameters():
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(PlanError, match="'weight'") as caught:
+        shard_module(model, None)
+    assert "meta" in str(caught.value)
+
+
+def test_a_parameter_given_twice():
+    model = nn.Linear(3, 3)
+    inner = adam(model)
+    inner.param_groups.append({**inner.param_groups[0], "params": [model.weight]})
+    with pytest.raises(PlanError, match="twice"):
+        shard_optimizer(inner, None, model=model)
+
+
+def test_an_optimizer_of_another_model():
+    with pytest.raises(PlanError, match="does not have") as caught:
+        shard_optimizer(adam(nn.Linear(3, 4)), None, model=nn.Linear(3, 4))
+    assert "2 of them, the first of shape (4, 3)" in str(caught.value)
+    model = nn.Linear(3, 4)
+    inner = adam(model)
+    shard_module(model, None)
+    with pytest.raises(PlanError, match="does not have"):
+        shard_optimizer(inner, None, model=model)
+
+
+def test_an_optimizer_with_state():
+    model = nn.Linear(3, 3)
+    inner = adam(model)
+    model(torch.ones(1, 3)).sum().backward()
+    inner.step()
+    for optimizer in (inner, torch.optim.Adagrad(model.parameters())):
+        with pytest.raises(PlanError, match="already has state"):
+            shard_optimizer(optimizer, None, model=model)
+
+
+def test_an_optimizer_with_nothing_to_train():
+    model = nn.Linear(3, 3).requires_grad_(False)
+    with pytest.raises(PlanError, match="no trainable"):
+        shard_optimizer(adam(model), None, model=model)
+    with pytest.raises(PlanError, match="no trainable"):
+        shard_optimizer(adam(model), None)
+
+
+@pytest.mark.parametrize("stage", [3, -1, "1", None])
+def test_unknown_stages(stage):
+    model = nn.Linear(3, 3)
+    with pytest.raises(PlanError, match="unknown ZeRO stage"):
+        shard_optimizer(adam(model), None, model=model, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_stages_that_need_the_model(stage):
+    with pytest.raises(PlanError, match="needs the model"):
+        shard_optimizer(adam(nn.Linear(3, 3)), None, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("precision", "match"),
+    [
+        (MixedPrecision(compute=torch.float16), "loss scale"),
+        (MixedPrecision(compute=torch.int8), "compute dtype"),
+        (MixedPrecision(master=torch.int32), "master dtype"),
+        (MixedPrecision(reduce=torch.float8_e4m3fn), "reduce dtype"),
+    ],
+)
+def test_dtypes_that_do_not_work(precision, match):
+    model = nn.Linear(3, 3)
+    with pytest.raises(PlanError, match=match):
+        shard_optimizer(adam(model), None, model=model, precision=precision)
+    with pytest.raises(PlanError, match=match):
+        shard_module(nn.Linear(3, 3), None, precision=precision)
+
+
+def test_dtypes_follow_one_another():
+    bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
+    assert MixedPrecision().resolve(f64) == (f64, f64, f64)
+    assert MixedPrecision().resolve(bf16) == (bf16, f32, f32)
+    assert MixedPrecision(compute=bf16).resolve(f32) == (bf16, f32, f32)
+    assert MixedPrecision(compute=bf16, master=bf16).resolve(f32) == (bf16, bf16, bf16)
+    assert MixedPrecision(compute=bf16, reduce=bf16).resolve(f32) == (bf16, f32, bf16)
+
+
+def test_closures_and_more_groups():
+    model = nn.Linear(3, 3)
+    optimizer = shard_optimizer(adam(model), None, model=model)
+    with pytest.raises(PlanError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(PlanError, match="more parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_modules_sharded_twice_not_at_all_or_oddly():
+    model = shard_module(nn.Linear(3, 3), None)
+    with pytest.raises(PlanError, match="already sharded"):
+        shard_module(model, None)
+    with pytest.raises(PlanError, match="is not sharded"):
+        sharding_of(nn.Linear(3, 3))
+    with pytest.raises(PlanError, match="driver"):
+        shard_module(nn.Linear(3, 3), None, driver="both")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="no parameters"):
+        shard_module(nn.Tanh(), None)
+
+
+def meshes():
+    for names in (("a", "b", "c"), ("pp", "tp"), ("dp", "tp"), ("tp",)):
+        shape = (1,) * (len(names) - 1) + (2,)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(MeshError, match="cannot tell the data axes") as caught:
+            data_ranks(mesh)
+        assert "slice" in str(caught.value)
+    hybrid = data_ranks(dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner")))
+    assert (hybrid.replicate_axes, hybrid.shard_axes, hybrid.size) == (("outer",), ("inner",), 2)
+    named = dist.init_device_mesh(
+        "cpu", (2, 1, 1, 1), mesh_dim_names=("cp", "dp_replicate", "tp", "dp_shard")
+    )
+    found = data_ranks(named)
+    assert (found.replicate_axes, found.shard_axes, found.size) == (("dp_replicate",), ("cp", "dp_shard"), 2)
+    copies = data_ranks(named, sharded=False)
+    assert (copies.shard_axes, copies.size, copies.shard) == ((), 1, None)
+    assert set(copies.replicate_axes) == {"dp_replicate", "cp", "dp_shard"}
+
+
+def test_meshes_are_read_by_name_or_refused():
+    run_ranks(2, meshes)
