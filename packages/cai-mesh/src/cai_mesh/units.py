@@ -112,7 +112,7 @@ class FlatUnit:
         self.is_whole = True
         self._shard_gradient: torch.Tensor | None = None
         self.free_storage()
-        for param in self.params:
+        for param in originals:
             param.data = param.data.new_empty(0)
 
     def _shard_parameters(
