@@ -26,6 +26,7 @@ ALLOWED = {
         *(
             "torch",
             "transformers",
+            "huggingface_hub",
             "tyro",
             "rich",
             "numpy",

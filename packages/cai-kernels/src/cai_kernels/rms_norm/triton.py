@@ -53,7 +53,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     if rows:
-        _forward[(rows,)](x, weight, y, rstd, columns, eps, BLOCK=block, num_warps=_warps(block))
+        launch = _forward[(rows,)]  # pyright: ignore[reportIndexIssue]
+        launch(x, weight, y, rstd, columns, eps, BLOCK=block, num_warps=_warps(block))
     return y, rstd
 
 
@@ -75,9 +76,8 @@ def rms_norm_backward(
     partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     each = triton.cdiv(rows, programs)
-    _backward[(programs,)](
-        dy, x, weight, rstd, dx, partial, rows, columns, each, BLOCK=block, num_warps=_warps(block)
-    )
+    launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
+    launch(dy, x, weight, rstd, dx, partial, rows, columns, each, BLOCK=block, num_warps=_warps(block))
     return dx, partial.sum(0).to(weight.dtype)
 
 
