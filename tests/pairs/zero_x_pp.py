@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import twin
@@ -16,12 +18,12 @@ from cai_zero import shard_module, shard_optimizer, sharding_of
 MICROBATCHES = 4
 
 
-def train(name: str, stage: int, schedule: str):
+def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "actions"] = "hooks"):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     data = mesh["dp_shard"]
     model = split(twin.build(name), mesh)
     if stage == 3:
-        sync = sharding_of(shard_module(model, mesh))
+        sync = sharding_of(shard_module(model, mesh, driver=driver))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     else:
         plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -33,6 +35,7 @@ def train(name: str, stage: int, schedule: str):
         microbatches=MICROBATCHES,
         loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
         grad_sync=sync,
+        sharding=sync if stage == 3 else None,
     )
     losses, norms = [], []
     for step in range(twin.STEPS):
@@ -52,20 +55,22 @@ def train(name: str, stage: int, schedule: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "schedule"),
+    ("name", "stage", "schedule", "driver"),
     [
-        ("llama", 1, "1f1b"),
-        ("llama", 2, "gpipe"),
-        ("llama", 3, "1f1b"),
-        ("gpt2", 0, "1f1b"),
-        ("gpt2", 1, "gpipe"),
-        ("gpt2", 2, "1f1b"),
-        ("gpt2", 3, "gpipe"),
+        ("llama", 1, "1f1b", "hooks"),
+        ("llama", 2, "gpipe", "hooks"),
+        ("llama", 3, "1f1b", "hooks"),
+        ("llama", 3, "1f1b", "actions"),
+        ("gpt2", 0, "1f1b", "hooks"),
+        ("gpt2", 1, "gpipe", "hooks"),
+        ("gpt2", 2, "1f1b", "hooks"),
+        ("gpt2", 3, "gpipe", "hooks"),
+        ("gpt2", 3, "gpipe", "actions"),
     ],
 )
-def test_equals_one_process(name: str, stage: int, schedule: str):
+def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
     losses, norms, final = twin.reference(name)
-    for got in run_ranks(4, train, name, stage, schedule):
+    for got in run_ranks(4, train, name, stage, schedule, driver):
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert got[1] == pytest.approx(norms, rel=1e-9)
         assert_same_as_one_device(got[2], final, tolerance=1e-8)
