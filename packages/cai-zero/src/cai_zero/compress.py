@@ -1,0 +1,176 @@
+"""Weights and gradients travel as one byte an element: the communication; `cai_zero.quantize` has the mathematics.
+
+The quantised all-gather of weights and the all-to-all reduction of quantised gradients, which adds in full precision
+and so quantises every gradient once, are those of ZeRO++ (Wang et al., arXiv:2306.10209). What quantisation takes
+from a gradient is kept by the rank that lost it and added to its next one (error feedback: Seide et al., Interspeech
+2014; Karimireddy et al., arXiv:1901.09847), so over the steps nothing is lost.
+
+Codes and scales of a part share one byte buffer, so each function is one collective. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cai_mesh.collectives import all_gather_into, all_to_all
+from cai_mesh.errors import PlanError
+from cai_mesh.flat import ALIGNMENT
+from cai_mesh.protocols import CommHandle, Done
+from cai_zero.quantize import BLOCK, DTYPES, Form, check_form, dequantize, quantize
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What travels between the ranks that share rows in one byte an element instead of two or four.
+
+    Args:
+        weights: form in which parameters are gathered. Every rank computes with the values read back, its own rows'
+            too, so weights stay bitwise equal on all ranks; the optimizer steps rows of full precision.
+        gradients: form in which gradients are reduced.
+        block: elements that share a scale, a multiple of 128; fewer (still a multiple of 128) in chunks whose shards
+            it does not divide.
+        error_feedback: keep what quantisation takes from a gradient and add it to the next one. Costs every rank a
+            tensor of the size of its whole, unsharded gradients, in the dtype of the reduction.
+
+    Raises `PlanError` for an unknown form or such a block.
+    """
+
+    weights: Form | None = None
+    gradients: Form | None = None
+    block: int = BLOCK
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        for form in (self.weights, self.gradients):
+            if form is not None:
+                check_form(form)
+        if self.block < ALIGNMENT or self.block % ALIGNMENT:
+            raise PlanError(
+                "a compressed block does not fit the alignment of chunks",
+                got=self.block,
+                expected=f"a multiple of {ALIGNMENT}",
+            )
+
+    def new_residual(self, full: torch.Tensor) -> torch.Tensor | None:
+        """Zeros for the residual of gradients like `full`, or None where there is nothing to keep."""
+        return torch.zeros_like(full) if self.gradients is not None and self.error_feedback else None
+
+
+def pack(parts: torch.Tensor, form: Form, block: int) -> torch.Tensor:
+    """Quantise every row of `parts` [ranks, n] into bytes [ranks, n + 4 n / block]: its codes, then its scales."""
+    codes, scales = quantize(parts, form, block)
+    return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], dim=1)
+
+
+def unpack(packed: torch.Tensor, out: torch.Tensor, form: Form, block: int) -> torch.Tensor:
+    """Read the rows that `pack` wrote into `out` [ranks, n] and return it."""
+    n = out.shape[1]
+    return dequantize(packed[:, :n].view(DTYPES[form]), packed[:, n:].view(torch.float32), out, block)
+
+
+def _block(numel: int, ranks: int, block: int) -> int:
+    """The largest divisor of `block` that no shard of `numel / ranks` elements cuts."""
+    part, rest = divmod(numel, ranks)
+    found = math.gcd(part, block)
+    if rest or found % SCALE_BYTES:
+        raise PlanError(
+            "a tensor cannot be compressed in equal parts",
+            got=f"{numel} elements for {ranks} ranks",
+            expected="a FlatChunk's, whose length is a multiple of ranks x 128",
+        )
+    return found
+
+
+class _Then:
+    """A communication under way and what is left to do with its result."""
+
+    def __init__(self, handle: CommHandle, finish: Callable[[], object]):
+        self._handle, self._finish = handle, finish
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._finish()
+
+
+@torch.no_grad()
+def all_gather_compressed(
+    whole: torch.Tensor,
+    rows: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    form: Form,
+    block: int = BLOCK,
+    *,
+    async_op: bool = False,
+) -> CommHandle:
+    """Gather every rank's `rows` into `whole` as quantised bytes; all ranks read the same numbers, bit for bit.
+
+    Args:
+        whole: [ranks * n], written. Part of it may be `rows`, which then becomes what the others read.
+        rows: [n], this rank's, of any floating-point dtype: quantised from that, read back in `whole`'s.
+        group: None is a world of one, where nothing travels and nothing is quantised.
+        async_op: return at once; `whole` is written by `wait`, which must be called from the stream that uses it.
+
+    Raises `PlanError` where the parts are not equal.
+    """
+    if group is None:
+        return all_gather_into(whole, rows, None)
+    ranks = group.size()
+    block = _block(whole.numel(), ranks, block)
+    mine = pack(rows.view(1, -1), form, block)
+    packed = mine.new_empty(ranks, mine.shape[1])
+    handle = all_gather_into(packed, mine, group, async_op=async_op)
+    then = _Then(handle, lambda: unpack(packed, whole.view(ranks, -1), form, block))
+    if async_op:
+        return then
+    then.wait()
+    return Done()
+
+
+@torch.no_grad()
+def reduce_scatter_compressed(
+    shard: torch.Tensor,
+    full: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    form: Form,
+    block: int = BLOCK,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Add `full` over the group, each rank's contribution quantised once, and keep this rank's part in `shard`.
+
+    Args:
+        shard: [n], written; may be part of `full`.
+        full: [ranks * n], this rank's contribution; overwritten.
+        group: None is a world of one, where nothing is quantised and a residual is left as it is.
+        residual: [ranks * n] or None. Added to `full` first, then overwritten with what was not sent: contribution
+            minus the numbers the others read. Blocks that hold NaN or infinities leave nothing behind; their part of
+            the sum is not finite on the rank that owns it.
+
+    Contributions are added in float32 (float64 for float64), in the order of ranks.
+    Raises `PlanError` where the parts are not equal.
+    """
+    if group is None:
+        if shard.data_ptr() != full.data_ptr():
+            shard.copy_(full)
+        return
+    ranks = group.size()
+    block = _block(full.numel(), ranks, block)
+    exact = full if full.dtype == torch.float64 else full.float()  # full itself where it has that dtype
+    parts = exact.view(ranks, -1)
+    if residual is not None:
+        exact.add_(residual)
+    sent = pack(parts, form, block)
+    if residual is not None:
+        read = unpack(sent, torch.empty_like(parts), form, block)
+        torch.sub(exact, read.view(-1), out=read.view(-1))
+        residual.copy_(read.view(-1).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        del read
+    received = torch.empty_like(sent)
+    all_to_all(received, sent, group)
+    shard.copy_(unpack(received, parts, form, block).sum(dim=0))
