@@ -92,7 +92,6 @@ def test_stages_that_need_the_model(stage):
 @pytest.mark.parametrize(
     ("precision", "match"),
     [
-        (MixedPrecision(compute=torch.float16), "loss scale"),
         (MixedPrecision(compute=torch.int8), "compute dtype"),
         (MixedPrecision(master=torch.int32), "master dtype"),
         (MixedPrecision(reduce=torch.float8_e4m3fn), "reduce dtype"),
@@ -111,6 +110,7 @@ def test_dtypes_follow_one_another():
     assert MixedPrecision().resolve(f64) == (f64, f64, f64)
     assert MixedPrecision().resolve(bf16) == (bf16, f32, f32)
     assert MixedPrecision(compute=bf16).resolve(f32) == (bf16, f32, f32)
+    assert MixedPrecision(compute=torch.float16).resolve(f32) == (torch.float16, f32, f32)
     assert MixedPrecision(compute=bf16, master=bf16).resolve(f32) == (bf16, bf16, bf16)
     assert MixedPrecision(compute=bf16, reduce=bf16).resolve(f32) == (bf16, f32, bf16)
 

@@ -15,6 +15,7 @@ class MixedPrecision:
 
     Args:
         compute: of parameters while modules use them, and of activations that follow from them. None: as they are.
+            With float16 the loop needs a `cai_zero.LossScale`, or small gradients become zero.
         master: of the weights the optimizer steps, and so of its state. None: float32 when `compute` has fewer bits
             than that, else `compute`.
         reduce: in which gradients are accumulated and reduced. None: `master`.
@@ -36,10 +37,4 @@ class MixedPrecision:
                     got=dtype,
                     expected="float64, float32, bfloat16 or float16",
                 )
-        if compute == torch.float16:
-            raise PlanError(
-                "float16 compute needs a loss scale, which cai-zero does not have yet",
-                got=compute,
-                fix="use bfloat16",
-            )
         return compute, master, reduce
