@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,32 @@ class FlatPart:
 def attach_flat(tensor: torch.Tensor, layout: Layout, flat_range: tuple[int, int]) -> None:
     """Say of which elements of which local tensor a 1-d tensor is a part."""
     tensor.cai_flat = FlatPart(layout, flat_range)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a flat tensor of several parameters holds of one of them.
+
+    Args:
+        name: canonical name of the parameter.
+        layout: of the local tensor.
+        range: elements of the row-major local tensor that are held; may be empty.
+        start: element of the flat tensor at which they begin.
+        axes: mesh axes along which ranks hold different elements of the parameter.
+        owner: whether this copy is the one that is written to checkpoints.
+    """
+
+    name: str
+    layout: Layout
+    range: tuple[int, int]
+    start: int
+    axes: frozenset[str]
+    owner: bool = True
+
+
+def attach_slices(flat: torch.Tensor, slices: Sequence[Slice]) -> None:
+    """Say what a flat tensor holds of every parameter of its chunk, in an order that is the same on all ranks."""
+    flat.cai_slices = tuple(slices)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

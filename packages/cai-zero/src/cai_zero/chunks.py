@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
+from cai_mesh.boxed import BoxedTensor, Slice, attach_slices
 from cai_mesh.errors import PlanError
 from cai_mesh.flat import FlatChunk
 from cai_mesh.layout import canonical_name
@@ -131,6 +131,7 @@ def _build(
     chunk.fill(weights, tensors)
     flat = nn.Parameter(shard)
     attach_spans(flat, _spans(chunk, low, high, spec, frozenset(ranks.shard_axes)))
+    attach_slices(flat, _slices(chunk, low, high, spec, frozenset(ranks.shard_axes)))
     for param, view in zip(tensors, chunk.views(weights), strict=True):
         param.data = view
     return Chunk(group, spec, tensors, chunk, weights, flat, reduce, units, low)
@@ -185,3 +186,17 @@ def _spans(chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: 
         else:
             spans.append(Span(part.start, stop, axes, spec.owner))
     return spans
+
+
+def _slices(
+    chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: frozenset[str]
+) -> list[Slice]:
+    """One for every slot of the chunk, empty where this rank holds nothing of it."""
+    held = {part.slot.name: part for part in chunk.overlaps(low, high)}
+    slices = []
+    for slot in chunk.slots:
+        part = held.get(slot.name)
+        bounds, start = ((part.low, part.high), part.start) if part else ((0, 0), 0)
+        axes = slot.layout.sharded_axes | shard_axes
+        slices.append(Slice(slot.name, slot.layout, bounds, start, axes, spec.owner))
+    return slices

@@ -24,7 +24,7 @@ from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_orde
 from cai_zero.gradients import ReduceStream, reduce_chunk
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
-from cai_zero.state import restore_groups, saved_groups, state_slots
+from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -222,6 +222,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(self.inner)}
         for chunk in self._chunks:
+            own = own_boxes(self.inner, chunk.flat)
+            if own is not None:
+                found.update(own)
+                continue
             for slot, tensor in state_slots(self.inner, chunk.flat).items():
                 if tensor.shape == chunk.flat.shape:
                     boxes = chunk.boxed(tensor)

@@ -64,10 +64,24 @@ def _numbers(value: Any) -> bool:
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Take over saved hyperparameters, keeping the kind of sequence each had."""
+    """Take over saved hyperparameters, keeping the kind of sequence each had, and loaded state.
+
+    An optimizer with `boxed_state` may have lent copies to the checkpoint; its `state_loaded` takes them back.
+    """
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    loaded = getattr(getattr(optimizer, "inner", optimizer), "state_loaded", None)
+    if loaded is not None:
+        loaded()
+
+
+def own_boxes(
+    optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str = ""
+) -> dict[str, BoxedTensor] | None:
+    """What an optimizer itself says of its state by `boxed_state(param, name)`; None if it is an ordinary one."""
+    say = getattr(optimizer, "boxed_state", None)
+    return None if say is None else say(param, name)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, BoxedTensor | list]:
@@ -78,6 +92,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(optimizer)}
     for name, param in model.named_parameters():
         if not param.requires_grad:
+            continue
+        own = own_boxes(optimizer, param, canonical_name(name, param))
+        if own is not None:
+            found.update(own)
             continue
         for slot, value in state_slots(optimizer, param).items():
             same = value.shape == param.shape

@@ -1,0 +1,110 @@
+"""Which part of which global parameter a tensor of a param group holds: bookkeeping without arithmetic.
+
+A param group may hold whole tensors, tensor-parallel parts (a `Layout` attached), DTensors, flat shards of many
+parameters (stages 0 to 2, `cai_slices`) and rows of one parameter (stage 3, `cai_flat`). All become `Part`s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cai_mesh.boxed import BoxedTensor
+from cai_mesh.errors import PlanError
+from cai_mesh.layout import Box, Layout, Piece
+from cai_mesh.reduce import ReduceSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one tensor holds of one parameter; ranks that hold nothing of it have an empty part of it.
+
+    Args:
+        name: canonical name, or None where the tensor does not carry it.
+        layout: of the local tensor.
+        axes: mesh axes over which the elements of the parameter are divided, without repetition.
+        owner: whether this copy is the one that is written to checkpoints.
+        start: first element in the tensor, and `range` the elements of the row-major local tensor from there on.
+            None where the tensor is the local tensor itself, of its shape.
+        pieces: the boxes of a range.
+    """
+
+    name: str | None
+    layout: Layout
+    axes: frozenset[str]
+    owner: bool
+    start: int | None = None
+    range: tuple[int, int] = (0, 0)
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the global parameter."""
+        return self.layout.global_shape
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global parameter."""
+        return math.prod(self.shape)
+
+    def segment(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor laid out as the one in the param group, as a view: 1-d, or of the local shape."""
+        if self.start is None:
+            return local(tensor)
+        return tensor[self.start : self.start + self.range[1] - self.range[0]]
+
+    def boxes(self, segment: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """(region of the global parameter, view of exactly that shape) for every box of a segment."""
+        if self.start is None:
+            return [(box, segment[index]) for index, box in self.layout.slices()]
+        return [(piece.box, piece.view(segment)) for piece in self.pieces]
+
+    def boxed(self, segment: torch.Tensor) -> BoxedTensor:
+        """A segment as a value for a checkpoint; the pieces are views."""
+        return BoxedTensor(self.shape, segment.dtype, tuple(self.boxes(segment)), self.owner)
+
+    def whole(self, value: torch.Tensor) -> BoxedTensor:
+        """A value in global index space, the same on all ranks that hold the parameter."""
+        box = Box((0,) * value.ndim, tuple(value.shape))
+        return BoxedTensor(tuple(value.shape), value.dtype, ((box, value),), self.owner)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def parts_of(param: torch.Tensor) -> list[Part]:
+    """The parts that a tensor of a param group holds, in an order that is the same on all ranks."""
+    slices = getattr(param, "cai_slices", None)
+    if slices is not None:
+        return [_ranged(s.name, s.layout, s.axes, s.owner, s.start, s.range) for s in slices]
+    owner = ReduceSpec.of(param).owner
+    flat = getattr(param, "cai_flat", None)
+    if flat is None:
+        layout = Layout.of(param)
+        return [Part(None, layout, layout.sharded_axes, owner)]
+    spans = getattr(param, "cai_spans", ())
+    axes = flat.layout.sharded_axes.union(*(span.axes for span in spans))
+    return [_ranged(None, flat.layout, axes, owner, 0, flat.range)]
+
+
+def _ranged(
+    name: str | None, layout: Layout, axes: frozenset[str], owner: bool, start: int, held: tuple[int, int]
+) -> Part:
+    return Part(name, layout, axes, owner, start, held, tuple(layout.boxes(held)))
+
+
+def check_params(params: Sequence[torch.Tensor], what: str) -> None:
+    """Raise `PlanError` for parameters an optimizer of real dense tensors cannot step."""
+    for param in params:
+        if not param.is_floating_point() or param.dtype.itemsize < 2 or param.layout is not torch.strided:
+            raise PlanError(
+                f"{what} cannot step a parameter of this kind",
+                got=f"{param.dtype}, {param.layout}, shape {tuple(param.shape)}",
+                expected="a dense real floating-point tensor of 16 bits or more",
+                fix="leave it out of the optimizer, or give it to another",
+            )

@@ -1,0 +1,110 @@
+"""LAMB equals its formula on whole tensors, however the parameters are divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import whole
+
+from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.testing import run_ranks
+from cai_zero import shard_module
+from cai_zero.optimizers import Lamb
+
+LR, BETAS, EPS, DECAY, BOUND = 0.02, (0.9, 0.99), 1e-6, 0.1, 4.0
+
+
+def make(model, mesh):
+    return Lamb(
+        whole.groups_of(model, ("layers.0.bias",), adapt=False, weight_decay=0.0),
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+        max_trust=BOUND,
+        mesh=mesh,
+    )
+
+
+def lamb(name, p, grad, state, step):
+    plain = name == "layers.0.bias"
+    m = state["m"] = BETAS[0] * state.get("m", 0) + (1 - BETAS[0]) * grad
+    v = state["v"] = BETAS[1] * state.get("v", 0) + (1 - BETAS[1]) * grad**2
+    u = (m / (1 - BETAS[0] ** step)) / ((v / (1 - BETAS[1] ** step)) ** 0.5 + EPS)
+    u = u + (0 if plain else DECAY) * p
+    ratio = float(p.norm() / u.norm()) if not plain and p.norm() > 0 and u.norm() > 0 else 1.0
+    return p - LR * min(ratio, BOUND) * u
+
+
+def sharded(stages, shape):
+    return whole.sharded(make, stages, shape)
+
+
+def test_one_process():
+    whole.compare(whole.one_process(make), whole.twin(lamb))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stages"), [((2,), (0, 1, 2, 3)), ((3,), (1, 3)), ((1, 2), (None,)), ((2, 2), (1, 2, 3))]
+)
+def test_equals_whole_tensors(shape, stages):
+    expected = whole.twin(lamb)
+    for found in run_ranks(shape[0] * (shape[1] if len(shape) > 1 else 1), sharded, stages, shape):
+        for stage in stages:
+            whole.compare(found[stage], expected)
+
+
+def forgotten(stage):
+    model, optimizer, mesh = whole.built(lambda model, mesh: Lamb(model.parameters()), stage, (2,))
+    with pytest.raises(MeshError, match="knows no mesh") as caught:
+        whole.advance(model, optimizer, mesh, range(1))
+    assert "dp_shard" in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_mesh_that_was_forgotten(stage):
+    run_ranks(2, forgotten, stage)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"lr": "fast"}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises(PlanError, match=f"Lamb: {next(iter(options))}"):
+        Lamb([torch.nn.Parameter(torch.zeros(2))], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_parameters_that_cannot_be_stepped(dtype):
+    param = torch.nn.Parameter(torch.zeros(2).to(dtype), requires_grad=False)
+    with pytest.raises(PlanError, match="Lamb cannot step"):
+        Lamb([param])
+
+
+def test_a_sparse_gradient():
+    embed = torch.nn.Embedding(4, 3, sparse=True)
+    optimizer = Lamb(embed.parameters())
+    embed(torch.tensor([1])).sum().backward()
+    with pytest.raises(PlanError, match="sparse"):
+        optimizer.step()
+
+
+def test_a_closure_and_a_loss():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = Lamb([param])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    assert float(optimizer.step(closure)) == 3.0
+    assert float(param.detach().max()) < 1.0
+
+
+def test_one_process_of_zero_3():
+    model = whole.Toy()
+    shard_module(model, None)
+    whole.advance(model, make(model, None), None, range(whole.STEPS))
+    whole.compare(whole.everyone(model), whole.twin(lamb))
