@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import LayoutError
-from cai_mesh.flat import FlatChunk, FlatGradSink
+from cai_mesh.flat import FlatChunk
 from cai_mesh.layout import Layout, Shard, attach
-from cai_mesh.protocols import GradSink
 
 shapes = st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), min_size=0, max_size=5)
 
@@ -105,17 +104,3 @@ def test_bad_alignment_is_refused():
     for align in (0, 64, -128):
         with pytest.raises(LayoutError, match="alignment"):
             FlatChunk([], align=align)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_gradients_go_into_the_buffer(dtype):
-    params = [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(2, 5))]
-    chunk = FlatChunk([("a", params[0]), ("b", params[1])])
-    buffer = chunk.allocate(torch.float32, "cpu", zero=True)
-    sink: GradSink = FlatGradSink(chunk, buffer, params)
-    x, dy = torch.randn(6, 5).to(dtype), torch.randn(6, 2).to(dtype)
-    sink.add(params[1], x, dy)
-    sink.add(params[1], x, dy)
-    a, b = chunk.views(buffer)
-    assert a.count_nonzero() == 0
-    torch.testing.assert_close(b, 2 * (dy.t() @ x).float())

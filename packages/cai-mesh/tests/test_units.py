@@ -9,7 +9,7 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, Shard, attach
 from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit, blocks, check_parameters, gather_gradients
+from cai_mesh.units import FlatUnit, blocks, check_parameters
 
 
 class Net(nn.Module):
@@ -151,21 +151,6 @@ def test_cleared_gradients_start_again():
     gradient.add_(1.0)
     assert unit.kept[0].grad.eq(2).all()
     assert unit.kept[1].grad.eq(1).all()
-
-
-def test_gathered_gradients_add_up_in_the_buffers_dtype():
-    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
-    views = [torch.full((3,), 9.0), torch.full((2,), 9.0)]
-    params[1].grad = torch.ones(2, dtype=torch.bfloat16)
-    gather_gradients(params, views, fresh=True)
-    assert views[0].tolist() == [0, 0, 0], "where there is no gradient there is zero"
-    assert views[1].tolist() == [1, 1]
-    assert params[1].grad is None
-    params[0].grad, params[1].grad = torch.ones(3), torch.ones(2, dtype=torch.bfloat16)
-    gather_gradients(params, views, fresh=False)
-    assert (views[0].tolist(), views[1].tolist()) == ([1, 1, 1], [2, 2])
-    gather_gradients(params, views, fresh=False)
-    assert views[1].tolist() == [2, 2]
 
 
 def test_scalars_and_empty_parameters_live_in_chunks():

@@ -60,8 +60,8 @@ def test_kinds_do_not_share_a_chunk():
     made, _ = built(model, torch.optim.SGD(model.parameters(), lr=1))
     assert len(made) == 3
     (wide,) = [c for c in made if c.weights.dtype == torch.float64]
-    assert wide.reduce_dtype == torch.float64
-    assert {c.reduce_dtype for c in made if c is not wide} == {torch.float32}
+    assert wide.buffer.tensor.dtype == torch.float64
+    assert {c.buffer.tensor.dtype for c in made if c is not wide} == {torch.float32}
 
 
 def test_parameters_become_views():

@@ -34,7 +34,7 @@ def test_parameters_that_are_not_real_numbers(dtype):
 def test_meta_parameters():
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    with pytest.raises(PlanError, match="'weight'") as caught:
+    with pytest.raises(PlanError, match="meta device") as caught:
         shard_module(model, None)
     assert "meta" in str(caught.value)
 

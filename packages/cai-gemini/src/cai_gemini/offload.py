@@ -14,6 +14,7 @@ from torch import nn
 
 from cai_gemini.host import HostResidency
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import GradBuffer
 from cai_mesh.lifecycle import ModuleLifecycle
 from cai_mesh.protocols import Residency, Stored
 from cai_mesh.units import FlatUnit, blocks, check_parameters
@@ -29,6 +30,11 @@ class _Offloaded:
         self._units = {module: self._chunks(params, compute) for module, params in units.items()}
         self._stored = {
             id(unit): Stored(unit.chunk, unit.shard, unit.whole.device)
+            for us in self._units.values()
+            for unit in us
+        }
+        self._buffers = {
+            id(unit): GradBuffer(unit.chunk, unit.used, unit.shard.dtype, unit.whole.device)
             for us in self._units.values()
             for unit in us
         }
@@ -93,9 +99,10 @@ class _Offloaded:
     @torch.no_grad()
     def grads_ready(self, unit: nn.Module) -> None:
         for chunk in self._units[unit]:
-            if any(p.grad is not None for p in chunk.used):
-                gradients = chunk.chunk.allocate(chunk.shard.dtype, chunk.whole.device)
-                chunk.take_gradients(gradients, fresh=True)
+            buffer = self._buffers[id(chunk)]
+            if buffer.has_gradients:
+                buffer.take()
+                gradients = buffer.hand_over()
                 pending = chunk.shard_gradient
                 if pending is None:
                     chunk.set_shard_gradient(self._residency.place(gradients))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import LayoutError
@@ -70,6 +69,10 @@ class FlatChunk:
         unit = world * align
         self.numel = max(-(-at // unit), 1) * unit
         self._offsets = [slot.offset for slot in slots]
+        ends = [0, *(slot.end for slot in slots)]
+        self._gaps = [
+            (low, high) for low, high in zip(ends, [*self._offsets, self.numel], strict=True) if low < high
+        ]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,10 +93,13 @@ class FlatChunk:
         if zero:
             return torch.zeros(self.numel, dtype=dtype, device=device)
         buffer = torch.empty(self.numel, dtype=dtype, device=device)
-        ends = [slot.end for slot in self.slots]
-        for end, start in zip([0, *ends], [*self._offsets, self.numel], strict=True):
-            buffer[end:start].zero_()
+        self.clear_padding(buffer)
         return buffer
+
+    def clear_padding(self, buffer: torch.Tensor) -> None:
+        """Zero what lies between and after the parameters in a buffer of the whole chunk."""
+        for low, high in self._gaps:
+            buffer[low:high].zero_()
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """One view per slot of a buffer of the whole chunk, each of its parameter's shape."""
@@ -126,24 +132,3 @@ class FlatChunk:
             )
             for part in self.overlaps(low, low + flat.numel())
         }
-
-
-class FlatGradSink:
-    """A `GradSink` over one gradient buffer: weight gradients are accumulated in the buffer's dtype.
-
-    Args:
-        chunk: the layout of the buffer.
-        buffer: [chunk.numel], the gradients.
-        params: the parameters, in the chunk's order.
-    """
-
-    def __init__(self, chunk: FlatChunk, buffer: torch.Tensor, params: Sequence[nn.Parameter]):
-        self._views = dict(zip(map(id, params), chunk.views(buffer), strict=True))
-
-    def add(self, param: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
-        """Accumulate `dy[T, out]ᵀ @ x[T, in]` into the gradient of `param[out, in]`."""
-        grad = self._views[id(param)]
-        if grad.dtype == dy.dtype:
-            grad.addmm_(dy.t(), x)
-        else:
-            grad.add_(dy.t() @ x)

@@ -14,6 +14,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from cai_mesh.gradients import accumulate_node
+
 
 class LifecycleListener(Protocol):
     """What a listener is told, in this order for each use."""
@@ -43,7 +45,7 @@ class ModuleLifecycle:
     """Watches units of a model.
 
     A unit's backward starts with the first gradient of one of its outputs and ends once every parameter that
-    requires a gradient has accumulated it. A unit whose parameters are all frozen ends with the gradients of its
+    requires a gradient has accumulated it (in `.grad`, or in the chunk where `cai_mesh.gradients` put it). A unit whose parameters are all frozen ends with the gradients of its
     inputs. Units left open (parameters unused in this pass) end with the pass.
 
     Args:
@@ -56,7 +58,8 @@ class ModuleLifecycle:
         self._waiting: dict[nn.Module, set[int]] = {}
         self._pass: int | None = None
         self._trainable = {m: {id(p) for p in ps if p.requires_grad} for m, ps in units.items()}
-        self._handles = []
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # torch holds them only weakly
         for module, params in units.items():
             self._handles.append(
                 module.register_forward_pre_hook(self._forward_starts, prepend=True, with_kwargs=True)
@@ -64,8 +67,9 @@ class ModuleLifecycle:
             self._handles.append(module.register_forward_hook(self._forward_ends, with_kwargs=True))
             for param in params:
                 if param.requires_grad:
-                    hook = self._accumulated(module)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    node = accumulate_node(param)
+                    self._nodes.append(node)
+                    self._handles.append(node.register_hook(self._accumulated(module, id(param))))
 
     def listen(self, listener: LifecycleListener) -> None:
         """Add a listener. Listeners are told in the order in which they were added."""
@@ -76,6 +80,7 @@ class ModuleLifecycle:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
 
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         backward = _in_backward()
@@ -114,10 +119,10 @@ class ModuleLifecycle:
             self._pass = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
-    def _accumulated(self, module: nn.Module):
-        def hook(param: torch.Tensor) -> None:
+    def _accumulated(self, module: nn.Module, param: int):
+        def hook(_inputs: Any, _outputs: Any) -> None:
             self._open(module)
-            self._waiting[module].discard(id(param))
+            self._waiting[module].discard(param)
             if not self._waiting[module]:
                 self._close(module)
 

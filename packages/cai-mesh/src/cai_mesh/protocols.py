@@ -85,13 +85,6 @@ class Residency(Protocol):
         """Write a changed device copy back to its home and free it."""
 
 
-class GradSink(Protocol):
-    """Where weight-gradient code puts its result without an intermediate tensor."""
-
-    def add(self, param: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
-        """Accumulate `dy[T, out]ᵀ @ x[T, in]` into the gradient of `param[out, in]`."""
-
-
 class Done:
     """A `CommHandle` of something that has already happened."""
 

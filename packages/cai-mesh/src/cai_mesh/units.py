@@ -51,6 +51,38 @@ def blocks(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     return found
 
 
+ALONE_ELEMENTS = 8 * 1024 * 1024
+"""A layer outside the blocks that is at least this large is a unit of its own."""
+
+
+def units(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """`blocks`, with large `nn.Embedding` and `nn.Linear` layers outside them as units of their own.
+
+    So the input embedding is not held while the output layer runs. A layer whose parameter another module holds too
+    stays with the model. The model comes last, and always comes: its forward is the pass.
+    """
+    found = blocks(model)
+    rest = {id(p): (name, p) for name, p in found.pop(model, [])}
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders[id(param)] = holders.get(id(param), 0) + 1
+    for module in model.modules():
+        own = [rest[id(p)] for p in module._parameters.values() if id(p) in rest and holders[id(p)] == 1]
+        if type(module) in (nn.Embedding, nn.Linear) and module is not model and _large(own):
+            found[module] = own
+            for _, param in own:
+                del rest[id(param)]
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    ordered = sorted(found.items(), key=lambda item: min(order[id(p)] for _, p in item[1]))
+    return {**dict(ordered), model: list(rest.values())}
+
+
+def _large(own: list[tuple[str, nn.Parameter]]) -> bool:
+    return sum(p.numel() for _, p in own) >= ALONE_ELEMENTS
+
+
 def _is_called(module: nn.Module | None) -> bool:
     return module is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
@@ -80,6 +112,7 @@ class FlatUnit:
         master, compute: dtypes of the shard and of the whole chunk.
         device: where the whole chunk is used.
         place: returns the home of the shard (to move it to another memory); default: it stays on `device`.
+        fill: writes the initial values into a whole chunk in master dtype; default: those of `params`.
     """
 
     def __init__(
@@ -94,13 +127,17 @@ class FlatUnit:
         compute: torch.dtype,
         device: torch.device,
         place: Callable[[torch.Tensor], torch.Tensor] = lambda shard: shard,
+        fill: Callable[[FlatChunk, torch.Tensor], None] | None = None,
     ):
         originals = [param for _, param in params]
         self.sources = [id(param) for param in originals]  # not the parameters: they would keep their memory
         self.chunk = FlatChunk(params, world=world)
         self.low, self.high = self.chunk.shard_range(index)
         full = self.chunk.allocate(master, device)
-        self.chunk.fill(full, originals)
+        if fill is None:
+            self.chunk.fill(full, originals)
+        else:
+            fill(self.chunk, full)
         self.shard = place(full[self.low : self.high].clone())
         del full
         self.whole = torch.empty(self.chunk.numel, dtype=compute, device=device)
@@ -154,10 +191,6 @@ class FlatUnit:
         for site in self._sites:
             site.module._parameters[site.attribute] = params[site.index]
 
-    def take_gradients(self, buffer: torch.Tensor, *, fresh: bool) -> None:
-        """Move the gradients of this backward pass into a buffer of the whole chunk, adding unless `fresh`."""
-        gather_gradients(self.used, self.chunk.views(buffer), fresh=fresh)
-
     def set_shard_gradient(self, grad: torch.Tensor) -> None:
         """Point every kept parameter's `grad` at its part of a shard-shaped tensor."""
         self._shard_gradient = grad
@@ -180,25 +213,6 @@ class FlatUnit:
                 self.set_shard_gradient(self._shard_gradient)
                 torch._foreach_zero_([p.grad for p in cleared])
         return self._shard_gradient
-
-
-def gather_gradients(params: Sequence[nn.Parameter], views: Sequence[torch.Tensor], *, fresh: bool) -> None:
-    """Add the `.grad` of every parameter to its view (copy when `fresh`, zero where there is none) and drop it."""
-    have = [(view, p.grad) for view, p in zip(views, params, strict=True) if p.grad is not None]
-    if fresh:
-        missing = [view for view, p in zip(views, params, strict=True) if p.grad is None]
-        if missing:
-            torch._foreach_zero_(missing)
-    if have:
-        targets, grads = [view for view, _ in have], [grad for _, grad in have]
-        if fresh:
-            torch._foreach_copy_(targets, grads)
-        elif all(t.dtype == g.dtype for t, g in have):
-            torch._foreach_add_(targets, grads)
-        else:
-            torch._foreach_add_(targets, [g.to(t.dtype) for t, g in have])
-    for param in params:
-        param.grad = None
 
 
 def _whole_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
@@ -231,8 +245,8 @@ def _sites(root: nn.Module, params: Sequence[nn.Parameter]) -> list[_Site]:
     return sites
 
 
-def check_parameters(params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex, sparse, meta, DTensor."""
+def check_parameters(params: Iterable[tuple[str, torch.Tensor]], *, meta: bool = False) -> None:
+    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex, sparse, DTensor, meta (or not)."""
     for name, param in params:
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise PlanError(
@@ -241,7 +255,7 @@ def check_parameters(params: Iterable[tuple[str, torch.Tensor]]) -> None:
                 expected="a dense real floating-point tensor",
                 fix="register it as a buffer",
             )
-        if param.is_meta or hasattr(param, "to_local"):
+        if (param.is_meta and not meta) or hasattr(param, "to_local"):
             raise PlanError(
                 f"parameter {name!r} cannot be moved into a chunk",
                 got="a meta tensor" if param.is_meta else "a DTensor",

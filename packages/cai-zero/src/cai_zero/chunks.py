@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +11,13 @@ from torch import nn
 from cai_mesh.boxed import BoxedTensor, Slice, attach_slices
 from cai_mesh.errors import PlanError
 from cai_mesh.flat import FlatChunk
+from cai_mesh.gradients import GradBuffer, check_no_gradients
 from cai_mesh.layout import canonical_name
 from cai_mesh.norm import Span, attach_spans
+from cai_mesh.protocols import CommHandle
 from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import blocks, check_parameters
+from cai_mesh.units import check_parameters
+from cai_mesh.units import units as all_units
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks
 
@@ -34,14 +37,14 @@ class Chunk:
         params, chunk: the parameters and where they lie.
         weights: [chunk.numel] in compute dtype, which the parameters are views of.
         flat: this rank's rows in master dtype, which the optimizer steps.
-        reduce_dtype: of `gradients`.
+        buffer: where the gradients accumulate until they are reduced.
         units: modules whose backward gives the gradients.
         low: first element of this rank's rows.
-        gradients: [chunk.numel], accumulated and not yet reduced.
         reduced: this rank's rows of the gradient, summed over the reductions of the step.
         ready: units whose gradients of this pass are complete.
-        collected: whether the gradients of this pass are in `gradients`.
-        pending: whether a pass has ended without a reduction; alike on all ranks, unlike `gradients`.
+        collected: whether all gradients of this pass are in `buffer`.
+        pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
+        gathering: the gather of the new parameters after a step, while it is under way.
     """
 
     group: int
@@ -50,14 +53,20 @@ class Chunk:
     chunk: FlatChunk
     weights: torch.Tensor
     flat: nn.Parameter
-    reduce_dtype: torch.dtype
+    buffer: GradBuffer
     units: set[nn.Module]
     low: int
-    gradients: torch.Tensor | None = None
     reduced: torch.Tensor | None = None
     ready: set[nn.Module] = field(default_factory=set)
     collected: bool = False
     pending: bool = False
+    gathering: CommHandle | None = None
+
+    def wait_gathered(self) -> None:
+        """Return once the parameters are those of the last step."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -94,19 +103,28 @@ def optimizer_units(inner: torch.optim.Optimizer, model: nn.Module | None) -> Un
     else:
         _check_owned(held, model)
         wanted = {id(p) for p in held if p.requires_grad}
-        units = {m: [(n, p) for n, p in params if id(p) in wanted] for m, params in blocks(model).items()}
+        found = all_units(model)
+        units = {m: [(n, p) for n, p in params if id(p) in wanted] for m, params in found.items()}
         units = {m: params for m, params in units.items() if params}
     if not any(units.values()):
         raise PlanError("the optimizer has no trainable parameter")
     check_parameters(pair for params in units.values() for pair in params)
+    check_no_gradients(p for params in units.values() for _, p in params)
     return units
 
 
 def build_chunks(
-    inner: torch.optim.Optimizer, units: Units, ranks: DataRanks, precision: MixedPrecision
+    inner: torch.optim.Optimizer,
+    units: Units,
+    ranks: DataRanks,
+    precision: MixedPrecision,
+    before_open: Callable[[], None] = lambda: None,
 ) -> list[Chunk]:
-    """Move the parameters into chunks, each a view from then on, and cut this rank's rows."""
-    return [_build(*bucket, ranks, precision) for bucket in _buckets(inner, units)]
+    """Move the parameters into chunks, each a view from then on, and cut this rank's rows.
+
+    `before_open` is called before a chunk's gradients take memory.
+    """
+    return [_build(*bucket, ranks, precision, before_open) for bucket in _buckets(inner, units)]
 
 
 def _build(
@@ -116,6 +134,7 @@ def _build(
     units: set[nn.Module],
     ranks: DataRanks,
     precision: MixedPrecision,
+    before_open: Callable[[], None],
 ) -> Chunk:
     chunk = FlatChunk(params, world=ranks.size)
     tensors = [param for _, param in params]
@@ -134,7 +153,8 @@ def _build(
     attach_slices(flat, _slices(chunk, low, high, spec, frozenset(ranks.shard_axes)))
     for param, view in zip(tensors, chunk.views(weights), strict=True):
         param.data = view
-    return Chunk(group, spec, tensors, chunk, weights, flat, reduce, units, low)
+    buffer = GradBuffer(chunk, tensors, reduce, weights.device, before_open=before_open)
+    return Chunk(group, spec, tensors, chunk, weights, flat, buffer, units, low)
 
 
 def reduction_order(chunks: Sequence[Chunk], units: Units, model: nn.Module | None) -> list[Chunk]:

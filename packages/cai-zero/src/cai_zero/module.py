@@ -2,13 +2,13 @@
 
 ZeRO-3 (Rajbhandari et al., arXiv:1910.02054) in the manner of FSDP (Zhao et al., arXiv:2304.11277), on flat chunks:
 an all-gather writes the chunk that the block's parameters are views of, a reduce-scatter reads the chunk their
-gradients were gathered in.
+gradients were accumulated in. Nothing is copied on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,279 +16,283 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.collectives import all_gather_into
+from cai_mesh.collectives import all_gather_object
 from cai_mesh.errors import PlanError
+from cai_mesh.flat import FlatChunk
+from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
 from cai_mesh.lifecycle import ModuleLifecycle
 from cai_mesh.protocols import CommHandle, OnDevice, Residency, Stored
 from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit, blocks, check_parameters
-from cai_zero.gradients import ReduceStream, reduce_chunk
+from cai_mesh.units import FlatUnit, check_parameters, units
+from cai_zero.gathering import Gatherer, Part, Sharded
+from cai_zero.gradients import reduce_chunk
+from cai_zero.order import complete
 from cai_zero.precision import MixedPrecision
-from cai_zero.prefetch import UseOrder
-from cai_zero.ranks import DataRanks, data_ranks
+from cai_zero.ranks import DataRanks, data_ranks, second_group
+from cai_zero.streams import Reductions, SideStream
+
+Materialize = Callable[[str, nn.Parameter], torch.Tensor]
 
 
-@dataclass
-class _Sharded:
-    """The chunks of one module (one per dtype and reduce spec) and where they stand."""
+@dataclass(frozen=True)
+class Options:
+    """Choices of `shard_module`, described there."""
 
-    module: nn.Module
-    parts: list[_Part]
-    handles: list[CommHandle] | None = None
-    gathered: tuple[int, ...] = ()
-
-    @property
-    def is_whole(self) -> bool:
-        return self.parts[0].unit.is_whole
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Changes with every write to the rows, by an optimizer's step or a checkpoint."""
-        return tuple(part.unit.shard._version for part in self.parts)
-
-
-@dataclass
-class _Part:
-    """One chunk: its unit, where its shard and gradients are stored, gradients not yet reduced."""
-
-    unit: FlatUnit
-    spec: ReduceSpec
-    weights: Stored
-    reduce_dtype: torch.dtype
-    gradients: torch.Tensor | None = None
-
-    @property
-    def trainable(self) -> bool:
-        return self.unit.kept[0].requires_grad
-
-    @property
-    def kept_gradient(self) -> torch.Tensor | None:
-        """The rows' gradient that the kept parameters view, unless the loop has dropped it (`zero_grad`)."""
-        return self.unit.shard_gradient
+    precision: MixedPrecision
+    residency: Residency
+    driver: Literal["hooks", "actions"]
+    reshard_after_forward: bool
+    prefetch_bytes: int
+    materialize: Materialize | None
+    device: torch.device | None
 
 
 class ModuleSharding:
     """Keeps a model's parameters sharded; a `ParameterSharding` and a `GradSync`. Found by `sharding_of(model)`.
 
     Reductions happen after every backward, into this rank's rows, also under `defer`: whole gradients never pile up.
+    `no_sync` lets them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        ranks: DataRanks,
-        precision: MixedPrecision,
-        residency: Residency,
-        driver: Literal["hooks", "actions"],
-    ):
-        self.driver = driver
-        self._root, self._ranks, self._residency = model, ranks, residency
-        units = blocks(model)
-        if not units:
+    def __init__(self, model: nn.Module, ranks: DataRanks, options: Options):
+        self.driver, self._root, self._ranks, self._options = options.driver, model, ranks, options
+        found = units(model)
+        if not any(found.values()):
             raise PlanError("the model has no parameters to shard")
-        check_parameters(pair for params in units.values() for pair in params)
-        self._units = {m: _Sharded(m, self._parts(m, params, precision)) for m, params in units.items()}
-        device = next(iter(units.values()))[0][1].device
-        self._gather_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._reduce_stream = ReduceStream(device)
-        self._order: UseOrder[nn.Module] = UseOrder()
-        self._reduced: set[nn.Module] = set()
-        self._lifecycle = ModuleLifecycle(
-            {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
+        check_parameters((pair for params in found.values() for pair in params), meta=True)
+        check_no_gradients(p for params in found.values() for _, p in params)
+        self._device = _device(next(p for params in found.values() for _, p in params), options.device)
+        self._reductions = Reductions(SideStream(self._device))
+        self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
+        root = self._units[model]
+        self._gatherer = Gatherer(
+            [root, *(u for u in self._units.values() if u is not root)],
+            second_group(ranks.shard),
+            options.residency,
+            self._device,
+            prefetch_bytes=options.prefetch_bytes,
+            keep=not options.reshard_after_forward,
         )
+        self._order = [*(u for u in reversed(self._units.values()) if u is not root), root]
+        self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
+        self._next, self._ready = 0, set[Sharded]()  # of the backward under way
+        self._silent = self._pending = False
+        used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
+        self._lifecycle = ModuleLifecycle(used)
         self._lifecycle.listen(self)
 
-    def _parts(
-        self, module: nn.Module, params: list[tuple[str, nn.Parameter]], precision: MixedPrecision
-    ) -> list[_Part]:
+    def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
         for name, param in params:
             kinds.setdefault((param.dtype, param.requires_grad, ReduceSpec.of(param)), []).append(
                 (name, param)
             )
-        parts = []
-        for (dtype, _, spec), members in kinds.items():
-            compute, master, reduce = precision.resolve(dtype)
-            unit = FlatUnit(
-                self._root,
-                members,
-                world=self._ranks.size,
-                index=self._ranks.index,
-                shard_axes=frozenset(self._ranks.shard_axes),
-                master=master,
-                compute=compute,
-                device=members[0][1].device,
-                place=self._residency.place,
-            )
-            parts.append(_Part(unit, spec, Stored(unit.chunk, unit.shard, unit.whole.device), reduce))
-        return parts
+        return [self._part(members, spec) for (_, _, spec), members in kinds.items()]
+
+    def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
+        compute, master, reduce = self._options.precision.resolve(members[0][1].dtype)
+        unit = FlatUnit(
+            self._root,
+            members,
+            world=self._ranks.size,
+            index=self._ranks.index,
+            shard_axes=frozenset(self._ranks.shard_axes),
+            master=master,
+            compute=compute,
+            device=self._device,
+            place=self._options.residency.place,
+            fill=lambda chunk, full: _fill(chunk, full, members, self._options.materialize),
+        )
+        buffer = None
+        if members[0][1].requires_grad:
+            make_room = self._reductions.make_room
+            buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
+            direct_linears(self._root, unit.kept)
+        return Part(unit, spec, Stored(unit.chunk, unit.shard, self._device), buffer)
 
     # -- ParameterSharding ---------------------------------------------------------------------------------------
 
     def unshard(self, module: nn.Module) -> CommHandle:
         """Start gathering the parameters of `module` and below."""
-        units = [self._units[m] for m in module.modules() if m in self._units]
-        for unit in units:
-            self._start_gather(unit)
-        return _Gathering(self, units)
+        below = self._below(module)
+        for unit in below:
+            self._gatherer.start(unit)
+        return _Gathering(self._gatherer, below)
 
     def reshard(self, module: nn.Module) -> None:
         """Free the whole parameters of `module` and below."""
-        for m in module.modules():
-            if m in self._units:
-                self._free(self._units[m])
+        for unit in self._below(module):
+            self._gatherer.free(unit)
 
     def reduce(self, module: nn.Module) -> None:
         """Reduce what has accumulated below `module` (driver "actions"; hooks reduce by themselves)."""
-        for m in module.modules():
-            if m in self._units:
-                self._reduce(self._units[m])
-        self._reduce_stream.join()
+        for unit in self._below(module):
+            self._reduce(unit)
+        self._reductions.join()
 
-    def _start_gather(self, unit: _Sharded) -> None:
-        if unit.is_whole or unit.handles is not None:
-            return
-        unit.gathered = unit.versions
-        for part in unit.parts:
-            part.unit.allocate_storage()
-        with self._beside_compute():
-            unit.handles = [self._gather(part) for part in unit.parts]
-
-    @torch.no_grad()
-    def _gather(self, part: _Part) -> CommHandle:
-        unit = part.unit
-        self._residency.fetch(part.weights).wait()
-        rows = unit.whole[unit.low : unit.high]
-        rows.copy_(part.weights.on_device, non_blocking=True)
-        asynchronous = self._gather_stream is None
-        return all_gather_into(unit.whole, rows, self._ranks.shard, async_op=asynchronous)
-
-    @contextlib.contextmanager
-    def _beside_compute(self) -> Iterator[None]:
-        if self._gather_stream is None:
-            yield
-            return
-        self._gather_stream.wait_stream(torch.cuda.current_stream(self._gather_stream.device))
-        with torch.cuda.stream(self._gather_stream):
-            yield
-
-    def _finish_gather(self, unit: _Sharded) -> None:
-        if unit.is_whole:
-            return
-        self._start_gather(unit)
-        for handle in unit.handles or ():
-            handle.wait()
-        if self._gather_stream is not None:
-            torch.cuda.current_stream(self._gather_stream.device).wait_stream(self._gather_stream)
-        unit.handles = None
-        for part in unit.parts:
-            self._residency.release(part.weights)
-            part.unit.swap_in()
-
-    def _free(self, unit: _Sharded) -> None:
-        if unit.handles is not None:
-            self._finish_gather(unit)
-        if unit.is_whole:
-            for part in unit.parts:
-                part.unit.free_storage()
+    def _below(self, module: nn.Module) -> list[Sharded]:
+        return [self._units[m] for m in module.modules() if m in self._units]
 
     # -- module lifecycle ----------------------------------------------------------------------------------------
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         sharded = self._units[unit]
         if not backward:
-            self._reduced.clear()  # an earlier backward may have raised
-            if (sharded.is_whole or sharded.handles is not None) and sharded.gathered != sharded.versions:
-                self._free(sharded)  # gathered before the optimizer stepped
+            self._end_backward()  # an earlier one may have raised
         if self.driver == "actions":
             self._finish_if_started(sharded)
             return
-        if not backward and self._order.is_first(unit):
-            self._order.start()
-        if not sharded.is_whole:
-            self._finish_gather(sharded)
-            following = self._order.use(unit)
-            if following is not None:
-                self._start_gather(self._units[following])
+        if unit is self._root and not backward:
+            self._gatherer.begin_forward()
+            if self._recorded is not None:
+                self._recorded = ([], [], [])  # of the last forward before the first backward
+        if self._recorded is not None:
+            self._recorded[backward].append(sharded)
+        self._gatherer.use(sharded, backward=backward)
 
-    def _finish_if_started(self, unit: _Sharded) -> None:
-        if not unit.is_whole and unit.handles is None:
+    def _finish_if_started(self, unit: Sharded) -> None:
+        stale = unit.whole and unit.versions != unit.rows_versions
+        if stale:
+            self._gatherer.free(unit)
+        if not unit.whole and unit.handles is None and unit.parts:
             raise PlanError(
                 "a block is used while its parameters are sharded", fix="add an UNSHARD before its first use"
             )
-        self._finish_gather(unit)
+        self._gatherer.finish(unit)
 
     def after_use(self, unit: nn.Module) -> None:
-        if self.driver == "hooks" and not (unit is self._root and torch.is_grad_enabled()):
-            self._free(self._units[unit])
+        if self.driver == "actions":
+            return
+        if unit is self._root:
+            self._gatherer.end_pass()
+        if not self._gatherer.stays(self._units[unit]):
+            self._gatherer.free(self._units[unit])
 
     def grads_ready(self, unit: nn.Module) -> None:
         sharded = self._units[unit]
         self._collect(sharded)
-        if self.driver == "hooks":
-            self._reduce(sharded)
-            self._free(sharded)
+        if self.driver == "actions":
+            return
+        self._ready.add(sharded)
+        if self._recorded is not None:
+            self._recorded[2].append(sharded)
+        self._gatherer.free(sharded)
+        while not self._silent and self._next < len(self._order) and self._order[self._next] in self._ready:
+            self._reduce(self._order[self._next])
+            self._next += 1
 
     def backward_done(self) -> None:
         if self.driver == "hooks":
             for unit in self._units.values():
-                if unit.module not in self._reduced:
+                if unit not in self._ready:
                     self._collect(unit)
-                    self._reduce(unit)  # other ranks may have used what this one did not
-                self._free(unit)
-        self._reduced.clear()
-        self._reduce_stream.join()
+            if not self._silent:
+                for unit in self._order[self._next :]:
+                    self._reduce(unit)  # also what this rank did not use: others may have
+            self._pending = self._silent
+            self._gatherer.end_pass()
+            self._learn()
+        self._end_backward()
+        self._reductions.join()
+
+    def _end_backward(self) -> None:
+        self._next = 0
+        self._ready.clear()
+
+    def _learn(self) -> None:
+        """After the first backward, agree on the order in which one rank used the units."""
+        if self._recorded is None:
+            return
+        units = self._gatherer.units
+        recorded = [[units.index(unit) for unit in uses] for uses in self._recorded]
+        for group in (self._ranks.replicate, self._ranks.shard):
+            recorded = all_gather_object(recorded, group)[0]
+        forward, backward, ready = ([units[i] for i in uses] for uses in recorded)
+        self._gatherer.order.learn(forward, backward)
+        self._order = list(complete(list(dict.fromkeys(ready)), self._order))
+        self._recorded = None
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """Nothing to defer: every backward reduces into this rank's rows, which add up."""
-        yield
+        """Backwards inside need not be reduced. With one rank they are not; with more, rows save more than it costs."""
+        alone = self._ranks.shard is None and self._ranks.replicate is None
+        with self.no_sync() if alone else contextlib.nullcontext():
+            yield
 
-    @torch.no_grad()
-    def _collect(self, unit: _Sharded) -> None:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate whole gradients and communicate none; the next one outside reduces all."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    def _collect(self, unit: Sharded) -> None:
         for part in unit.parts:
-            if any(p.grad is not None for p in part.unit.used):
-                fresh = part.gradients is None
-                if part.gradients is None:
-                    part.gradients = part.unit.chunk.allocate(part.reduce_dtype, part.unit.whole.device)
-                part.unit.take_gradients(part.gradients, fresh=fresh)
+            if part.buffer is not None and part.buffer.has_gradients:
+                part.buffer.take()
 
     @torch.no_grad()
-    def _reduce(self, unit: _Sharded, *, tied: bool = False) -> None:
+    def _reduce(self, unit: Sharded, *, tied: bool = False) -> None:
         """Reduce whole gradients into rows. Tied parameters wait for `finish`: their other holder may lag behind."""
-        self._reduced.add(unit.module)
         for part in unit.parts:
-            if not part.trainable or (part.spec.tied is not None) != tied:
+            if part.buffer is None or (part.spec.tied is not None) != tied:
                 continue
-            full, part.gradients = part.gradients, None
-            if full is None:
-                full = part.unit.chunk.allocate(part.reduce_dtype, part.unit.whole.device, zero=True)
-            with self._reduce_stream.after_compute(full):
+            full = part.buffer.take()
+            if self._ranks.size == 1:
+                full = part.buffer.hand_over()
+            with self._reductions.stream.after_compute():
                 rows = reduce_chunk(full, self._ranks, part.spec).to(part.unit.shard.dtype)
-                if part.kept_gradient is None:
-                    part.unit.set_shard_gradient(self._residency.place(rows))
+                kept = part.unit.shard_gradient
+                if kept is None:
+                    part.unit.set_shard_gradient(self._options.residency.place(rows))
                 else:
-                    part.kept_gradient.add_(rows)
+                    kept.add_(rows)
+            if self._ranks.size > 1:
+                self._reductions.started(part.buffer)
 
     def finish(self) -> None:
-        """Reduce tied parameters and wait for every reduction."""
-        for unit in self._units.values():
+        """Reduce what is pending (tied parameters, a last backward under `no_sync`) and wait for every reduction."""
+        for unit in self._order:
             self._reduce(unit, tied=True)
-        self._reduced.clear()
-        self._reduce_stream.join()
+            if self._pending:
+                self._reduce(unit)
+        self._pending = False
+        self._end_backward()
+        self._reductions.join()
 
 
 class _Gathering:
     """The `CommHandle` of an `unshard`."""
 
-    def __init__(self, sharding: ModuleSharding, units: list[_Sharded]):
-        self._sharding, self._units = sharding, units
+    def __init__(self, gatherer: Gatherer, units: list[Sharded]):
+        self._gatherer, self._units = gatherer, units
 
     def wait(self) -> None:
         for unit in self._units:
-            self._sharding._finish_gather(unit)
+            self._gatherer.finish(unit)
+
+
+def _device(param: torch.Tensor, device: torch.device | None) -> torch.device:
+    if device is None and param.is_meta:
+        raise PlanError("a model on the meta device needs to be told where to go", fix="pass device=...")
+    return device or param.device
+
+
+def _fill(
+    chunk: FlatChunk, full: torch.Tensor, members: list[tuple[str, nn.Parameter]], make: Materialize | None
+) -> None:
+    """Initial values of a whole chunk; NaN for meta parameters whose values are still to be loaded."""
+    for view, (name, param) in zip(chunk.views(full), members, strict=True):
+        if not param.is_meta:
+            view.copy_(param.detach())
+        elif make is not None:
+            view.copy_(make(name, param))
+        else:
+            view.fill_(float("nan"))
 
 
 def sharding_of(model: nn.Module) -> ModuleSharding:
@@ -306,32 +310,51 @@ def shard_module(
     precision: MixedPrecision | None = None,
     residency: Residency | None = None,
     driver: Literal["hooks", "actions"] = "hooks",
+    reshard_after_forward: bool = True,
+    prefetch_bytes: int = 0,
+    materialize: Materialize | None = None,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
 
     Afterwards `model.named_parameters()` gives the same names, each parameter a 1-d tensor of this rank's rows (some
-    may be empty). Build any elementwise optimizer over them. Every block (element of an `nn.ModuleList`) is gathered
-    before its forward and backward and freed after; gradients are reduced while backward runs and appear as `.grad`
-    of the rows. Norms go through `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
+    may be empty). Build any elementwise optimizer over them. Every block (element of an `nn.ModuleList`), and every
+    large embedding or linear layer outside blocks, is gathered before its forward and backward and freed after;
+    gradients are reduced while backward runs and appear as `.grad` of the rows. Norms go through
+    `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
 
     Args:
-        model: with real (not meta) parameters, equal on all data ranks.
+        model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds it whole.
         mesh: see `cai_zero.ranks.data_ranks`. None: one process.
         precision: dtypes of gathered parameters, of the rows and of the reduction.
         residency: which memory the rows and their gradients live in between uses. None: the device.
         driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
+        reshard_after_forward: False keeps parameters whole until their backward: one gather less, the memory of a
+            whole model in compute dtype more.
+        prefetch_bytes: parameters gathered ahead of their use, in bytes; the next unit always is.
+        materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:
+            rows of meta parameters are NaN until a checkpoint is loaded into them.
+        device: of the parameters of a meta model. Buffers are the caller's to materialize.
 
-    Gathers and reductions are collective: in every pass all data ranks use the same blocks, and in each block the
-    same parameters, in the same order.
+    The model's own forward is a pass: what a rank's data skip in it is gathered and reduced all the same, so ranks
+    may use different blocks. A block used out of the usual order must be used so by all ranks.
 
-    Raises `PlanError` for parameters that cannot be sharded and for an unknown driver.
+    Raises `PlanError` for parameters that cannot be sharded, for an unknown driver, and for a model sharded before.
     """
     if driver not in ("hooks", "actions"):
         raise PlanError("unknown driver of a sharded module", got=driver, expected="'hooks' or 'actions'")
+    if prefetch_bytes < 0:
+        raise PlanError("prefetch_bytes is negative", got=prefetch_bytes, expected="0 or more")
     if getattr(model, "cai_sharding", None) is not None:
         raise PlanError("this model is already sharded")
-    sharding = ModuleSharding(
-        model, data_ranks(mesh), precision or MixedPrecision(), residency or OnDevice(), driver
+    options = Options(
+        precision or MixedPrecision(),
+        residency or OnDevice(),
+        driver,
+        reshard_after_forward,
+        prefetch_bytes,
+        materialize,
+        torch.device(device) if device is not None else None,
     )
-    model.cai_sharding = sharding  # type: ignore[assignment]
+    model.cai_sharding = ModuleSharding(model, data_ranks(mesh), options)  # type: ignore[assignment]
     return model

@@ -7,6 +7,7 @@ step of its rows; stage 2 also keeps only the gradients of its rows (ZeRO, Rajbh
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.collectives import all_gather_into
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import direct_linears
 from cai_mesh.lifecycle import ModuleLifecycle
 from cai_mesh.norm import clip_grad_norm_
-from cai_mesh.units import gather_gradients
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
-from cai_zero.gradients import ReduceStream, reduce_chunk
+from cai_zero.gradients import reduce_chunk
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
+from cai_zero.streams import Reductions, SideStream
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -42,13 +44,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model: nn.Module | None,
         stage: int,
         precision: MixedPrecision,
+        overlap_gather: bool = False,
     ):
-        self.inner, self.stage, self._ranks = inner, stage, ranks
-        self._deferring = False
+        self.inner, self.stage, self._ranks, self._overlap = inner, stage, ranks, overlap_gather
+        self._silent = False
         self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
         units = optimizer_units(inner, model)
-        self._stream = ReduceStream(next(iter(units.values()))[0][1].device)
-        self._chunks = build_chunks(inner, units, ranks, precision)
+        device = next(iter(units.values()))[0][1].device
+        self._gathers = SideStream(device)
+        self._reductions = Reductions(SideStream(device))
+        self._chunks = build_chunks(inner, units, ranks, precision, self._reductions.make_room)
+        self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
         self._order = reduction_order(self._chunks, units, model)
         self._next = 0  # in _order, of the pass under way
         for index, group in enumerate(inner.param_groups):
@@ -58,90 +66,89 @@ class ShardedOptimizer(torch.optim.Optimizer):
             held = {unit: [p for _, p in params] for unit, params in units.items()}
             self._lifecycle = ModuleLifecycle(held)
             self._lifecycle.listen(self)
+            direct_linears(model, (p for c in self._chunks for p in c.params))
+            model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
 
     # -- while backward runs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
         """Backwards inside accumulate; the next one outside reduces. Stage 2 reduces all the same, into its rows."""
-        before, self._deferring = self._deferring, True
+        with self.no_sync() if self.stage < 2 else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate whole gradients and communicate none, in every stage."""
+        before, self._silent = self._silent, True
         try:
             yield
         finally:
-            self._deferring = before
+            self._silent = before
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
-        """Parameters are always whole in stages 0 to 2. A forward means that no pass is under way any more."""
+        """Parameters are whole in stages 0 to 2, once the gather after the last step has arrived."""
         if not backward:
-            self._end_pass()  # an earlier one may have raised
+            self._end_pass()  # an earlier backward may have raised
+        for chunk in self._chunks_of[unit]:
+            chunk.wait_gathered()
 
     def after_use(self, unit: nn.Module) -> None:
-        """Parameters are always whole in stages 0 to 2."""
+        """Parameters stay whole in stages 0 to 2."""
 
     def grads_ready(self, unit: nn.Module) -> None:
-        for chunk in self._chunks:
-            if unit in chunk.units:
-                chunk.ready.add(unit)
-                if chunk.ready == chunk.units:
-                    self._collect(chunk)
-        if self._reduces_now:
-            while self._next < len(self._order) and self._order[self._next].collected:
-                self._reduce(self._order[self._next])
-                self._next += 1
+        for chunk in self._chunks_of[unit]:
+            chunk.ready.add(unit)
+            if chunk.ready == chunk.units:
+                self._collect(chunk)
+        while not self._silent and self._next < len(self._order) and self._order[self._next].collected:
+            self._reduce(self._order[self._next])
+            self._next += 1
 
     def backward_done(self) -> None:
         for chunk in self._chunks:
-            if any(p.grad is not None for p in chunk.params):
+            if not chunk.collected and chunk.buffer.has_gradients:
                 self._collect(chunk)
-        if self._reduces_now:
+        if not self._silent:
             for chunk in self._order[self._next :]:
                 self._reduce(chunk)  # also what this rank did not use: others may have
         for chunk in self._chunks:
-            if not self._reduces_now or chunk.spec.tied is not None:
+            if (
+                self._silent or chunk.spec.tied is not None
+            ):  # its other holder may lag a pipeline stage behind
                 chunk.pending, chunk.flat.grad = True, None
         self._end_pass()
-        self._stream.join()
 
     def _end_pass(self) -> None:
         self._next = 0
         for chunk in self._chunks:
             chunk.collected = False
             chunk.ready.clear()
+        self._reductions.join()
 
-    @property
-    def _reduces_now(self) -> bool:
-        """Tied parameters wait for `finish`: their other holder is in another pipeline stage, perhaps still behind."""
-        return self.stage == 2 or not self._deferring
-
-    @torch.no_grad()
     def _collect(self, chunk: Chunk) -> None:
-        """Move the gradients of its parameters into the chunk's buffer."""
-        fresh = chunk.gradients is None
-        if chunk.gradients is None:
-            chunk.gradients = chunk.chunk.allocate(chunk.reduce_dtype, chunk.weights.device)
-        gather_gradients(chunk.params, chunk.chunk.views(chunk.gradients), fresh=fresh)
+        chunk.buffer.take()
         chunk.collected = True
 
     @torch.no_grad()
     def _reduce(self, chunk: Chunk) -> None:
         """Reduce what has accumulated in the chunk and add it to this rank's rows."""
-        full, chunk.gradients, chunk.flat.grad = chunk.gradients, None, None
-        if full is None:
-            full = chunk.chunk.allocate(chunk.reduce_dtype, chunk.weights.device, zero=True)
-        chunk.pending = False
-        with self._stream.after_compute(full):
+        chunk.pending, chunk.flat.grad = False, None
+        full = chunk.buffer.take()
+        if self._ranks.size == 1:
+            full = chunk.buffer.hand_over()
+        with self._reductions.stream.after_compute():
             shard = reduce_chunk(full, self._ranks, chunk.spec)
             chunk.reduced = shard if chunk.reduced is None else chunk.reduced.add_(shard)
+        if self._ranks.size > 1:
+            self._reductions.started(chunk.buffer)
 
     def finish(self) -> None:
         """Reduce what is pending (a last backward under `defer`, tied parameters, a loop without a model) and wait."""
         for chunk in self._chunks:
-            if any(p.grad is not None for p in chunk.params):
-                self._collect(chunk)
-            if chunk.pending or chunk.gradients is not None or chunk.reduced is None:
+            if chunk.pending or chunk.reduced is None or chunk.buffer.has_gradients:
                 self._reduce(chunk)
         self._end_pass()
-        self._stream.join()
         for chunk in self._chunks:
             assert chunk.reduced is not None
             chunk.flat.grad = chunk.reduced.to(chunk.flat.dtype)
@@ -154,7 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return clip_grad_norm_([c.flat for c in self._chunks], max_norm, self._ranks.mesh)
 
     def _ensure_gradients(self) -> None:
-        if any(c.flat.grad is None for c in self._chunks):
+        late = self._lifecycle is None and any(p.grad is not None for c in self._chunks for p in c.params)
+        if late or any(c.flat.grad is None for c in self._chunks):
             self.finish()
 
     @torch.no_grad()
@@ -163,26 +171,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._ensure_gradients()
+        self.wait_gathered()
         self.inner.step()
-        self.publish()
+        self._gather()
+        if not self._overlap:
+            self.wait_gathered()
         self.zero_grad()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give every rank the whole parameters of what the optimizer holds; after a step, or after loading weights."""
+        """Give every rank the whole parameters of what the optimizer holds, after loading weights into it."""
+        self._gather()
+        self.wait_gathered()
+
+    def _gather(self) -> None:
+        """Start gathering the new parameters, in the order of their use."""
+        for chunk in [*(c for c in self._chunks if c.spec.tied is not None), *reversed(self._order)]:
+            with self._gathers.after_compute():
+                if chunk.has_master:
+                    chunk.rows.copy_(chunk.flat)
+                done = all_gather_into(
+                    chunk.weights, chunk.rows, self._ranks.shard, async_op=self._gathers.stream is None
+                )
+            chunk.gathering = self._gathers.mark() if self._gathers.stream is not None else done
+
+    def wait_gathered(self) -> None:
+        """Return once parameters are whole again. Only `overlap_gather` leaves that to their first use."""
         for chunk in self._chunks:
-            if chunk.has_master:
-                chunk.rows.copy_(chunk.flat)
-            all_gather_into(chunk.weights, chunk.rows, self._ranks.shard)
+            chunk.wait_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
+        self._end_pass()
         for chunk in self._chunks:
-            chunk.flat.grad = chunk.gradients = chunk.reduced = None
+            chunk.flat.grad = chunk.reduced = None
             chunk.pending = False
+            chunk.buffer.close()
             for param in chunk.params:
                 param.grad = None
-        self._end_pass()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -264,6 +290,7 @@ def shard_optimizer(
     model: nn.Module | None = None,
     stage: int = 1,
     precision: MixedPrecision | None = None,
+    overlap_gather: bool = False,
 ) -> ShardedOptimizer:
     """Shard an elementwise optimizer, and with stage 2 the gradients, over the data ranks of a mesh.
 
@@ -276,6 +303,8 @@ def shard_optimizer(
         stage: 0 (reduce gradients, as DDP), 1 (shard optimizer state and master weights), 2 (also gradients).
         precision: dtypes. With `compute=torch.bfloat16` all parameters, frozen ones too, become bfloat16 and the
             optimizer steps float32 master weights. Buffers are left as they are.
+        overlap_gather: gather the new parameters while the next forward runs, each awaited by the block that uses it.
+            What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
 
     Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded.
     """
@@ -290,8 +319,10 @@ def shard_optimizer(
         raise PlanError(
             f"stage {stage} reduces gradients during backward and needs the model", fix="pass model=..."
         )
+    if overlap_gather and model is None:
+        raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
     ranks, precision = data_ranks(mesh, sharded=stage > 0), precision or MixedPrecision()
-    sharded = ShardedOptimizer(optimizer, ranks, model, stage, precision)
+    sharded = ShardedOptimizer(optimizer, ranks, model, stage, precision, overlap_gather)
     if model is not None and precision.compute is not None:
         for param in model.parameters():
             if not param.requires_grad and param.is_floating_point():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,6 +48,19 @@ class DataRanks:
     def other_axes(self, spec: ReduceSpec) -> tuple[str, ...]:
         """Axes a gradient is summed over besides the data axes (tp, for partial gradients)."""
         return tuple(axis for axis in spec.sum_axes if axis not in GRADIENT_AXES and axis not in self.axes)
+
+
+def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Another communicator of the same ranks, for collectives that may run beside those of `group`. Collective."""
+    if group is None:
+        return None
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend=dist.get_backend_config(group),
+        timeout=backend.options._timeout,
+        use_local_synchronization=True,
+    )
 
 
 def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:

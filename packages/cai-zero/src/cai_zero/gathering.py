@@ -1,0 +1,215 @@
+"""Gathering of stage 3: units made whole before their use, the next ones while they are used.
+
+Gathers have a communicator of their own and one order on all ranks (`GatherOrder`); reductions have theirs. So a rank
+whose data skip a block takes part in its gather and its reduction all the same, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_mesh.collectives import all_gather_into
+from cai_mesh.gradients import GradBuffer
+from cai_mesh.protocols import CommHandle, Residency, Stored
+from cai_mesh.reduce import ReduceSpec
+from cai_mesh.units import FlatUnit
+from cai_zero.order import GatherOrder
+from cai_zero.streams import SideStream
+
+
+@dataclass(eq=False)
+class Part:
+    """One chunk of a unit.
+
+    Args:
+        unit: its rows and its whole parameters.
+        spec: how its gradients are reduced.
+        weights: where the rows are stored.
+        buffer: where its gradients accumulate (None: frozen).
+    """
+
+    unit: FlatUnit
+    spec: ReduceSpec
+    weights: Stored
+    buffer: GradBuffer | None
+
+
+@dataclass(eq=False)
+class Sharded:
+    """The chunks of one module (one per dtype, reduce spec and whether it trains) and where they stand.
+
+    Args:
+        module: the unit.
+        parts: its chunks; none for a model whose parameters all lie in blocks.
+        handles: gathers under way.
+        versions: of the rows when they were gathered.
+        whole: whether the module sees whole parameters.
+    """
+
+    module: nn.Module
+    parts: list[Part]
+    handles: list[CommHandle] | None = None
+    versions: tuple[int, ...] = ()
+    whole: bool = False
+
+    @property
+    def rows_versions(self) -> tuple[int, ...]:
+        """Changes with every write to the rows, by an optimizer's step or a checkpoint."""
+        return tuple(part.unit.shard._version for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return sum(part.unit.whole.numel() * part.unit.whole.element_size() for part in self.parts)
+
+
+class Gatherer:
+    """Makes units whole and frees them.
+
+    Args:
+        units: in the order of their first use; the model itself first.
+        group: ranks that hold the rows (None: one).
+        residency: which memory the rows live in.
+        device: of the whole parameters.
+        prefetch_bytes: of parameters gathered ahead of their use; the next unit always is.
+        keep: whether units stay whole from forward to backward.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sharded],
+        group: dist.ProcessGroup | None,
+        residency: Residency,
+        device: torch.device,
+        *,
+        prefetch_bytes: int = 0,
+        keep: bool = False,
+    ):
+        self.units, self._group, self._residency = list(units), group, residency
+        self._stream = SideStream(device)
+        self._ahead, self._keep = prefetch_bytes, keep
+        self.order: GatherOrder[Sharded] = GatherOrder(self.units)
+        self._prefetched: deque[Sharded] = deque()
+        self._backward = False
+
+    # -- one unit ------------------------------------------------------------------------------------------------
+
+    def start(self, unit: Sharded) -> None:
+        """Begin to gather a unit that is neither whole nor on its way."""
+        if unit.whole or unit.handles is not None:
+            return
+        unit.versions = unit.rows_versions
+        for part in unit.parts:
+            part.unit.allocate_storage()
+        with self._stream.after_compute():
+            unit.handles = [self._gather(part) for part in unit.parts]
+        if self._stream.stream is not None:
+            unit.handles = [self._stream.mark()]
+
+    @torch.no_grad()
+    def _gather(self, part: Part) -> CommHandle:
+        unit = part.unit
+        self._residency.fetch(part.weights).wait()
+        rows = unit.whole[unit.low : unit.high]
+        rows.copy_(part.weights.on_device, non_blocking=True)
+        return all_gather_into(unit.whole, rows, self._group, async_op=self._stream.stream is None)
+
+    def finish(self, unit: Sharded) -> None:
+        """Return with the unit whole, gathering it now if nobody has begun to."""
+        if unit.whole:
+            return
+        self.start(unit)
+        for handle in unit.handles or ():
+            handle.wait()
+        unit.handles = None
+        for part in unit.parts:
+            self._residency.release(part.weights)
+            part.unit.swap_in()
+        unit.whole = True
+
+    def free(self, unit: Sharded) -> None:
+        """Back to rows alone."""
+        if unit.handles is not None:
+            self.finish(unit)
+        if unit.whole:
+            unit.whole = False
+            for part in unit.parts:
+                part.unit.free_storage()
+
+    # -- a pass --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward of the model starts. What an earlier one left whole is dropped if the rows have changed."""
+        self._prefetched.clear()
+        for unit in self.units:
+            if unit.handles is not None or (unit.whole and unit.versions != unit.rows_versions):
+                self.free(unit)
+        self._backward = False
+        self.order.begin(backward=False)
+
+    def use(self, unit: Sharded, *, backward: bool) -> None:
+        """Return with `unit` whole; ranks pass by the same units on the way. Then gather ahead."""
+        if backward and not self._backward:
+            self._backward = True
+            self._drop_prefetched(None)
+            self.order.begin(backward=True)
+        if not backward and unit.whole and unit.versions != unit.rows_versions:
+            self.free(unit)  # a forward that did not begin with the model's
+        self._drop_prefetched(unit)
+        for passed in self.order.use(unit):
+            self._pass_by(passed)
+        self.finish(unit)
+        self._prefetch()
+
+    def _drop_prefetched(self, until: Sharded | None) -> None:
+        """Units gathered ahead and then not used: those before `until`, or all of them when it is not among them."""
+        if until is not None and until not in self._prefetched:
+            return
+        while self._prefetched:
+            unit = self._prefetched.popleft()
+            if unit is until:
+                return
+            self._settle(unit)
+
+    def _pass_by(self, unit: Sharded) -> None:
+        if not unit.whole:
+            self.start(unit)
+            self._settle(unit)
+
+    def _settle(self, unit: Sharded) -> None:
+        """What happens to a unit this rank has not used is what happens to it where it was used."""
+        self.finish(unit)
+        if self._backward or not self.stays(unit):
+            self.free(unit)
+
+    def stays(self, unit: Sharded) -> bool:
+        """Whether a unit stays whole after its forward, for the backward: by choice, and the model's last one."""
+        return torch.is_grad_enabled() and (self._keep or unit is self.units[0] or unit is self.order.last)
+
+    def _prefetch(self) -> None:
+        pending = sum(unit.nbytes for unit in self._prefetched)
+        following = self.order.peek()
+        while following is not None and not following.whole and following.handles is None:
+            if self._prefetched and pending + following.nbytes > self._ahead:
+                return
+            self.start(following)
+            self.order.use(following)
+            self._prefetched.append(following)
+            pending += following.nbytes
+            following = self.order.peek()
+
+    def end_pass(self) -> None:
+        """Pass by what is left of the order; a backward leaves nothing whole."""
+        self._drop_prefetched(None)
+        for unit in self.order.end():
+            self._pass_by(unit)
+        if self._backward:
+            for unit in self.units:
+                self.free(unit)
+            self._backward = False
