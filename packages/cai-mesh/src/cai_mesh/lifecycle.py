@@ -45,7 +45,7 @@ class ModuleLifecycle:
     """Watches units of a model.
 
     A unit's backward starts with the first gradient of one of its outputs and ends once every parameter that
-    requires a gradient has accumulated it (in `.grad`, or in the chunk where `cai_mesh.gradients` put it). A unit whose parameters are all frozen ends with the gradients of its
+    requires a gradient has accumulated it, in `.grad` or in its chunk (`cai_mesh.gradients`). A unit whose parameters are all frozen ends with the gradients of its
     inputs. Units left open (parameters unused in this pass) end with the pass.
 
     Args:

@@ -246,7 +246,7 @@ def _sites(root: nn.Module, params: Sequence[nn.Parameter]) -> list[_Site]:
 
 
 def check_parameters(params: Iterable[tuple[str, torch.Tensor]], *, meta: bool = False) -> None:
-    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex, sparse, DTensor, meta (or not)."""
+    """Raise `PlanError` for parameters that cannot live in a chunk: integer, complex, sparse, DTensor, meta."""
     for name, param in params:
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise PlanError(
