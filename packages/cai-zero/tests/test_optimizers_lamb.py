@@ -44,12 +44,10 @@ def test_one_process():
     whole.compare(whole.one_process(make), whole.twin(lamb))
 
 
-@pytest.mark.parametrize(
-    ("shape", "stages"), [((2,), (0, 1, 2, 3)), ((3,), (1, 3)), ((1, 2), (None,)), ((2, 2), (1, 2, 3))]
-)
+@pytest.mark.parametrize(("shape", "stages"), whole.LAYOUTS)
 def test_equals_whole_tensors(shape, stages):
     expected = whole.twin(lamb)
-    for found in run_ranks(shape[0] * (shape[1] if len(shape) > 1 else 1), sharded, stages, shape):
+    for found in run_ranks(whole.ranks(shape), sharded, stages, shape):
         for stage in stages:
             whole.compare(found[stage], expected)
 

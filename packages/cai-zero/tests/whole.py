@@ -20,16 +20,18 @@ from cai_zero import ShardedOptimizer, shard_module, shard_optimizer
 STEPS = 12
 
 SHAPES = {
-    "embed": ((11, 5), Shard(0)),
-    "layers.0.up": ((7, 5), Shard(0)),
-    "layers.0.bias": ((7,), Shard(0)),
-    "layers.0.down": ((5, 7), Shard(1)),
+    "embed": ((37, 11), Shard(0)),
+    "layers.0.up": ((31, 13), Shard(0)),
+    "layers.0.down": ((13, 23), Shard(1)),
+    "layers.0.small": ((7, 5), Shard(1)),
+    "layers.0.bias": ((31,), Shard(0)),
     "layers.0.norm": ((5,), None),
-    "layers.1.packed": ((12, 5), Shard(0, (8, 4))),
-    "layers.1.conv": ((4, 3, 3), Shard(1)),
+    "layers.1.packed": ((24, 13), Shard(0, (16, 8))),
+    "layers.1.conv": ((6, 5, 7), Shard(1)),
     "layers.1.scale": ((), None),
     "layers.1.unused": ((6, 4), Shard(1)),
 }
+"""Large enough beside the alignment of chunks that ranks divide most matrices inside a row."""
 
 
 def initial(name, dtype=torch.float64):
@@ -181,3 +183,23 @@ def compare(got, expected, tolerance=1e-9):
     for name, value in expected.items():
         error = float((got[name].double() - value.double()).abs().max()) / max(float(value.abs().max()), 1e-3)
         assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+def torch_twin(make, steps=STEPS):
+    """Parameters after one of torch's own optimizers, `make(name to parameter)`, on whole tensors."""
+    params = {n: nn.Parameter(initial(n)) for n in SHAPES}
+    optimizers = make(params)
+    for step in range(steps):
+        for name, p in params.items():
+            p.grad = torch.zeros_like(p) if "unused" in name else mean_noise(name, step) + p.detach() / 2
+        for optimizer in optimizers:
+            optimizer.step()
+    return {n: p.detach() for n, p in params.items()}
+
+
+LAYOUTS = [((2,), (0, 1, 2, 3)), ((3,), (1, 3)), ((1, 2), (None,)), ((2, 2), (1, 2, 3))]
+"""(mesh (data,) or (data, tp), stages)."""
+
+
+def ranks(shape):
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)

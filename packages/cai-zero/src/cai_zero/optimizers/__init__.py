@@ -5,6 +5,9 @@ rows of `shard_module` and tensor-parallel parameters, and give the same result 
 mesh the parameters are (or will be) sharded over.
 """
 
+from cai_zero.optimizers.adafactor import Adafactor
+from cai_zero.optimizers.came import Came
 from cai_zero.optimizers.lamb import Lamb
+from cai_zero.optimizers.lars import Lars
 
-__all__ = ["Lamb"]
+__all__ = ["Adafactor", "Came", "Lamb", "Lars"]
