@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh.collectives import all_gather_into, all_to_all
+from cai_mesh.collectives import all_gather_into, all_to_all, reduce_scatter_into
 from cai_mesh.errors import PlanError
 from cai_mesh.flat import ALIGNMENT
 from cai_mesh.protocols import CommHandle, Done
 from cai_zero.quantize import BLOCK, DTYPES, Form, check_form, dequantize, quantize
+from cai_zero.ranks import DataRanks
 
 SCALE_BYTES = 4
 
@@ -61,6 +62,18 @@ class Compression:
     def new_residual(self, full: torch.Tensor) -> torch.Tensor | None:
         """Zeros for the residual of gradients like `full`, or None where there is nothing to keep."""
         return torch.zeros_like(full) if self.gradients is not None and self.error_feedback else None
+
+
+def check_ranks(compression: Compression, ranks: DataRanks) -> None:
+    """Raise `PlanError` where all ranks hold copies, so that nothing a compression knows would travel."""
+    if (compression.weights or compression.gradients) and ranks.shard is None and ranks.replicate is not None:
+        raise PlanError(
+            "there is nothing that could be compressed: all ranks hold the same rows",
+            got=f"copies over {ranks.replicate_axes}",
+            expected="an axis over which rows are divided",
+            cause="sums over copies travel in full precision",
+            fix="put the ranks on dp_shard, or leave compression out",
+        )
 
 
 def pack(parts: torch.Tensor, form: Form, block: int) -> torch.Tensor:
@@ -174,3 +187,41 @@ def reduce_scatter_compressed(
     received = torch.empty_like(sent)
     all_to_all(received, sent, group)
     shard.copy_(unpack(received, parts, form, block).sum(dim=0))
+
+
+@torch.no_grad()
+def gather_weights(
+    compression: Compression,
+    whole: torch.Tensor,
+    rows: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    async_op: bool = False,
+) -> CommHandle:
+    """Gather every rank's `rows` [n], of any dtype, into `whole` [ranks * n], in the form `compression` says."""
+    if group is None:
+        return all_gather_into(whole, rows, None)
+    if compression.weights is not None:
+        form, block = compression.weights, compression.block
+        return all_gather_compressed(whole, rows, group, form, block, async_op=async_op)
+    part = whole.view(group.size(), -1)[group.rank()]
+    if part.data_ptr() != rows.data_ptr():
+        part.copy_(rows, non_blocking=True)
+    return all_gather_into(whole, part, group, async_op=async_op)
+
+
+@torch.no_grad()
+def reduce_gradients(
+    compression: Compression,
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The sum over the group of this rank's part of `full` [ranks * n], which is overwritten; a new tensor [n]."""
+    shard = full.new_empty(full.numel() // group.size())
+    if compression.gradients is None:
+        reduce_scatter_into(shard, full, group)
+    else:
+        form, block = compression.gradients, compression.block
+        reduce_scatter_compressed(shard, full, group, form, block, residual)
+    return shard
