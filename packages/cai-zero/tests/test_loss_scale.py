@@ -295,8 +295,8 @@ class Columns(nn.Module):
     def __init__(self, index):
         super().__init__()
         torch.manual_seed(1 + index)
-        self.weight, self.bias = nn.Parameter(torch.randn(48, 8)), nn.Parameter(torch.zeros(48))
-        attach(self.weight, Layout((96, 8), (Step("tp", 2, index, Shard(0)),)))
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8))
+        attach(self.weight, Layout((16, 8), (Step("tp", 2, index, Shard(0)),)))
 
     def forward(self, x):
         return (x @ self.weight.t() + self.bias).float().square().mean()

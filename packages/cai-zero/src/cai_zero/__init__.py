@@ -1,5 +1,6 @@
 """ZeRO: sharded data parallelism for an ordinary optimizer (stages 0 to 2) or module (stage 3)."""
 
+from cai_zero.compress import Compression
 from cai_zero.loss_scale import LossScale
 from cai_zero.module import ModuleSharding, shard_module, sharding_of
 from cai_zero.optimizer import ShardedOptimizer, shard_optimizer
@@ -9,6 +10,7 @@ from cai_zero.state import optimizer_state, restore_groups
 __version__ = "0.1.0"
 
 __all__ = [
+    "Compression",
     "LossScale",
     "MixedPrecision",
     "ModuleSharding",

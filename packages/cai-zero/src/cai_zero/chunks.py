@@ -44,6 +44,7 @@ class Chunk:
         ready: units whose gradients of this pass are complete.
         collected: whether all gradients of this pass are in `buffer`.
         pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
+        residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
         gathering: the gather of the new parameters after a step, while it is under way.
     """
 
@@ -60,6 +61,7 @@ class Chunk:
     ready: set[nn.Module] = field(default_factory=set)
     collected: bool = False
     pending: bool = False
+    residual: torch.Tensor | None = None
     gathering: CommHandle | None = None
 
     def wait_gathered(self) -> None:
@@ -75,7 +77,7 @@ class Chunk:
 
     @property
     def has_master(self) -> bool:
-        """Whether `flat` is a copy in another dtype and not a view of `weights`."""
+        """Whether `flat` is a copy, in another dtype or not rounded, and not a view of `weights`."""
         return self.flat.data_ptr() != self.rows.data_ptr()
 
     def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
@@ -119,12 +121,14 @@ def build_chunks(
     ranks: DataRanks,
     precision: MixedPrecision,
     before_open: Callable[[], None] = lambda: None,
+    *,
+    apart: bool = False,
 ) -> list[Chunk]:
     """Move the parameters into chunks, each a view from then on, and cut this rank's rows.
 
-    `before_open` is called before a chunk's gradients take memory.
+    `before_open` is called before a chunk's gradients take memory. `apart`: rows are never a view of the parameters.
     """
-    return [_build(*bucket, ranks, precision, before_open) for bucket in _buckets(inner, units)]
+    return [_build(*bucket, ranks, precision, before_open, apart) for bucket in _buckets(inner, units)]
 
 
 def _build(
@@ -135,6 +139,7 @@ def _build(
     ranks: DataRanks,
     precision: MixedPrecision,
     before_open: Callable[[], None],
+    apart: bool,
 ) -> Chunk:
     chunk = FlatChunk(params, world=ranks.size)
     tensors = [param for _, param in params]
@@ -142,7 +147,7 @@ def _build(
     weights = chunk.allocate(compute, tensors[0].device)
     low, high = chunk.shard_range(ranks.index)
     shard = weights[low:high]
-    if master != compute:
+    if master != compute or apart:
         full = chunk.allocate(master, tensors[0].device)
         chunk.fill(full, tensors)
         shard = full[low:high].clone()

@@ -5,6 +5,10 @@ and so quantises every gradient once, are those of ZeRO++ (Wang et al., arXiv:23
 from a gradient is kept by the rank that lost it and added to its next one (error feedback: Seide et al., Interspeech
 2014; Karimireddy et al., arXiv:1901.09847), so over the steps nothing is lost.
 
+Such a residual is part of a resume on the same ranks (`ShardedOptimizer.state_dict`, `ModuleSharding.residuals`) and
+not of a checkpoint that reshards, where it starts from zero: it belongs to a rank and the gradients that rank saw, so
+no other layout has a place for it, and what is dropped is the rounding of one step, once.
+
 Codes and scales of a part share one byte buffer, so each function is one collective. Nothing waits for the device.
 """
 
@@ -64,9 +68,18 @@ class Compression:
         return torch.zeros_like(full) if self.gradients is not None and self.error_feedback else None
 
 
-def check_ranks(compression: Compression, ranks: DataRanks) -> None:
-    """Raise `PlanError` where all ranks hold copies, so that nothing a compression knows would travel."""
-    if (compression.weights or compression.gradients) and ranks.shard is None and ranks.replicate is not None:
+def check_ranks(compression: Compression | None, ranks: DataRanks, stage: int) -> None:
+    """Raise `PlanError` in stage 0, and where all ranks hold copies: nothing travels there that is compressed."""
+    if compression is None or not (compression.weights or compression.gradients):
+        return
+    if stage == 0:
+        raise PlanError(
+            "stage 0 cannot compress what travels",
+            got=compression,
+            cause="it sums gradients over copies in one all-reduce, and gathers no weights",
+            fix="use stage 1, which moves as many elements",
+        )
+    if ranks.shard is None and ranks.replicate is not None:
         raise PlanError(
             "there is nothing that could be compressed: all ranks hold the same rows",
             got=f"copies over {ranks.replicate_axes}",

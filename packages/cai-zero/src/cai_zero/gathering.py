@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.collectives import all_gather_into
 from cai_mesh.gradients import GradBuffer
 from cai_mesh.protocols import CommHandle, Residency, Stored
 from cai_mesh.reduce import ReduceSpec
 from cai_mesh.units import FlatUnit
+from cai_zero.compress import Compression, gather_weights
 from cai_zero.order import GatherOrder
 from cai_zero.streams import SideStream
 
@@ -32,12 +32,14 @@ class Part:
         spec: how its gradients are reduced.
         weights: where the rows are stored.
         buffer: where its gradients accumulate (None: frozen).
+        residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
     """
 
     unit: FlatUnit
     spec: ReduceSpec
     weights: Stored
     buffer: GradBuffer | None
+    residual: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -79,6 +81,7 @@ class Gatherer:
         device: of the whole parameters.
         prefetch_bytes: of parameters gathered ahead of their use; the next unit always is.
         keep: whether units stay whole from forward to backward.
+        compression: of what travels.
     """
 
     def __init__(
@@ -90,9 +93,10 @@ class Gatherer:
         *,
         prefetch_bytes: int = 0,
         keep: bool = False,
+        compression: Compression = Compression(),  # noqa: B008 (frozen)
     ):
         self.units, self._group, self._residency = list(units), group, residency
-        self._stream = SideStream(device)
+        self._stream, self._compression = SideStream(device), compression
         self._ahead, self._keep = prefetch_bytes, keep
         self.order: GatherOrder[Sharded] = GatherOrder(self.units)
         self._prefetched: deque[Sharded] = deque()
@@ -116,9 +120,9 @@ class Gatherer:
     def _gather(self, part: Part) -> CommHandle:
         unit = part.unit
         self._residency.fetch(part.weights).wait()
-        rows = unit.whole[unit.low : unit.high]
-        rows.copy_(part.weights.on_device, non_blocking=True)
-        return all_gather_into(unit.whole, rows, self._group, async_op=self._stream.stream is None)
+        rows, asynchronous = part.weights.on_device, self._stream.stream is None
+        assert rows is not None
+        return gather_weights(self._compression, unit.whole, rows, self._group, async_op=asynchronous)
 
     def finish(self, unit: Sharded) -> None:
         """Return with the unit whole, gathering it now if nobody has begun to."""

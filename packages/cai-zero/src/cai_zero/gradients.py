@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 
 from cai_mesh import build
-from cai_mesh.collectives import all_reduce, reduce_scatter_into
+from cai_mesh.collectives import all_reduce
 from cai_mesh.reduce import ReduceSpec
+from cai_zero.compress import Compression, reduce_gradients
 from cai_zero.ranks import DataRanks
 
 
-def reduce_chunk(full: torch.Tensor, ranks: DataRanks, spec: ReduceSpec) -> torch.Tensor:
+def reduce_chunk(
+    full: torch.Tensor,
+    ranks: DataRanks,
+    spec: ReduceSpec,
+    compression: Compression,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
     """Reduce the gradients of a whole chunk and return this rank's rows (`full` itself where rows are not divided).
 
     The order is that of `ReduceSpec`: holders of a tied parameter, then axes with partial gradients, then the data
-    axes; then the divisor. `full` [numel] is overwritten.
+    axes; then the divisor. Only the sum over the ranks that share rows is compressed. `full` [numel] is overwritten,
+    `residual` [numel] updated.
     """
     if spec.tied is not None:
         all_reduce(full, spec.tied)
@@ -23,8 +31,7 @@ def reduce_chunk(full: torch.Tensor, ranks: DataRanks, spec: ReduceSpec) -> torc
         all_reduce(full, build.group(ranks.mesh, others))
     shard = full
     if ranks.shard is not None:
-        shard = torch.empty(full.numel() // ranks.size, dtype=full.dtype, device=full.device)
-        reduce_scatter_into(shard, full, ranks.shard)
+        shard = reduce_gradients(compression, full, ranks.shard, residual)
     all_reduce(shard, ranks.replicate)
     divisor = ranks.divisor(spec)
     if divisor != 1.0:

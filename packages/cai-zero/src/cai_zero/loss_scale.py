@@ -118,7 +118,7 @@ class LossScale:
         if isinstance(optimizer, GradSync):
             optimizer.finish()
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        _check_axes(params, self._mesh)
+        _check_axes(params, getattr(optimizer, "mesh", None), self._mesh)
         grads: dict[tuple, list[torch.Tensor]] = defaultdict(list)
         for p in params:
             if p.grad is not None:
@@ -179,8 +179,9 @@ class LossScale:
         self._found.clear()
 
 
-def _check_axes(params: list[torch.Tensor], mesh: DeviceMesh | None) -> None:
+def _check_axes(params: list[torch.Tensor], sharded: DeviceMesh | None, mesh: DeviceMesh | None) -> None:
     axes = {axis for p in params for span in getattr(p, "cai_spans", ()) for axis in span.axes}
+    axes |= set(build.axis_names(sharded)) if sharded is not None else set()
     names = build.axis_names(mesh) if mesh is not None else ()
     if not axes <= set(names):
         raise MeshError(

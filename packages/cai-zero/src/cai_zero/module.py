@@ -8,7 +8,7 @@ gradients were accumulated in. Nothing is copied on the way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ from cai_mesh.lifecycle import ModuleLifecycle
 from cai_mesh.protocols import CommHandle, OnDevice, Residency, Stored
 from cai_mesh.reduce import ReduceSpec
 from cai_mesh.units import FlatUnit, check_parameters, units
+from cai_zero.compress import Compression, check_ranks
 from cai_zero.gathering import Gatherer, Part, Sharded
 from cai_zero.gradients import reduce_chunk
 from cai_zero.order import complete
@@ -45,6 +46,7 @@ class Options:
     prefetch_bytes: int
     materialize: Materialize | None
     device: torch.device | None
+    compression: Compression
 
 
 class ModuleSharding:
@@ -72,6 +74,7 @@ class ModuleSharding:
             self._device,
             prefetch_bytes=options.prefetch_bytes,
             keep=not options.reshard_after_forward,
+            compression=options.compression,
         )
         self._order = [*(u for u in reversed(self._units.values()) if u is not root), root]
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
@@ -245,7 +248,11 @@ class ModuleSharding:
             if self._ranks.size == 1:
                 full = part.buffer.hand_over()
             with self._reductions.stream.after_compute():
-                rows = reduce_chunk(full, self._ranks, part.spec).to(part.unit.shard.dtype)
+                compression = self._options.compression
+                if part.residual is None and self._ranks.shard is not None:
+                    part.residual = compression.new_residual(full)
+                rows = reduce_chunk(full, self._ranks, part.spec, compression, part.residual)
+                rows = rows.to(part.unit.shard.dtype)
                 kept = part.unit.shard_gradient
                 if kept is None:
                     part.unit.set_shard_gradient(self._options.residency.place(rows))
@@ -263,6 +270,18 @@ class ModuleSharding:
         self._pending = False
         self._end_backward()
         self._reductions.join()
+
+    # -- what compression keeps ----------------------------------------------------------------------------------
+
+    def residuals(self) -> list[torch.Tensor | None]:
+        """What compression has taken from this rank's gradients and not yet sent, for a resume on the same ranks."""
+        return [part.residual for unit in self._units.values() for part in unit.parts]
+
+    def load_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
+        """Take over what `residuals` gave on the same rank of the same mesh."""
+        parts = [part for unit in self._units.values() for part in unit.parts]
+        for part, residual in zip(parts, residuals, strict=True):
+            part.residual = residual if residual is None else residual.to(self._device, copy=True)
 
 
 class _Gathering:
@@ -314,6 +333,7 @@ def shard_module(
     prefetch_bytes: int = 0,
     materialize: Materialize | None = None,
     device: torch.device | str | None = None,
+    compression: Compression | None = None,
 ) -> nn.Module:
     """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
 
@@ -335,6 +355,7 @@ def shard_module(
         materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:
             rows of meta parameters are NaN until a checkpoint is loaded into them.
         device: of the parameters of a meta model. Buffers are the caller's to materialize.
+        compression: what travels in one byte an element.
 
     The model's own forward is a pass: what a rank's data skip in it is gathered and reduced all the same, so ranks
     may use different blocks. A block used out of the usual order must be used so by all ranks.
@@ -355,6 +376,9 @@ def shard_module(
         prefetch_bytes,
         materialize,
         torch.device(device) if device is not None else None,
+        compression or Compression(),
     )
-    model.cai_sharding = ModuleSharding(model, data_ranks(mesh), options)  # type: ignore[assignment]
+    ranks = data_ranks(mesh)
+    check_ranks(compression, ranks, 3)
+    model.cai_sharding = ModuleSharding(model, ranks, options)  # type: ignore[assignment]
     return model

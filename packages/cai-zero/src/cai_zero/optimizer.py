@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_mesh.boxed import BoxedTensor
-from cai_mesh.collectives import all_gather_into
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import direct_linears
 from cai_mesh.lifecycle import ModuleLifecycle
 from cai_mesh.norm import clip_grad_norm_
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
+from cai_zero.compress import Compression, check_ranks, gather_weights
 from cai_zero.gradients import reduce_chunk
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
@@ -45,8 +45,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stage: int,
         precision: MixedPrecision,
         overlap_gather: bool = False,
+        compression: Compression | None = None,
     ):
         self.inner, self.stage, self._ranks, self._overlap = inner, stage, ranks, overlap_gather
+        self._compression = compression or Compression()
         self._silent = False
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -55,12 +57,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device = next(iter(units.values()))[0][1].device
         self._gathers = SideStream(device)
         self._reductions = Reductions(SideStream(device))
-        self._chunks = build_chunks(inner, units, ranks, precision, self._reductions.make_room)
+        apart = self._compression.weights is not None
+        self._chunks = build_chunks(inner, units, ranks, precision, self._reductions.make_room, apart=apart)
         self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
         self._order = reduction_order(self._chunks, units, model)
         self._next = 0  # in _order, of the pass under way
         for index, group in enumerate(inner.param_groups):
             group["params"] = [c.flat for c in self._chunks if c.group == index]
+        if apart:
+            self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
             held = {unit: [p for _, p in params] for unit, params in units.items()}
@@ -138,7 +143,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ranks.size == 1:
             full = chunk.buffer.hand_over()
         with self._reductions.stream.after_compute():
-            shard = reduce_chunk(full, self._ranks, chunk.spec)
+            if chunk.residual is None and self._ranks.shard is not None:
+                chunk.residual = self._compression.new_residual(full)
+            shard = reduce_chunk(full, self._ranks, chunk.spec, self._compression, chunk.residual)
             chunk.reduced = shard if chunk.reduced is None else chunk.reduced.add_(shard)
         if self._ranks.size > 1:
             self._reductions.started(chunk.buffer)
@@ -188,10 +195,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Start gathering the new parameters, in the order of their use."""
         for chunk in [*(c for c in self._chunks if c.spec.tied is not None), *reversed(self._order)]:
             with self._gathers.after_compute():
-                if chunk.has_master:
-                    chunk.rows.copy_(chunk.flat)
-                done = all_gather_into(
-                    chunk.weights, chunk.rows, self._ranks.shard, async_op=self._gathers.stream is None
+                asynchronous, group = self._gathers.stream is None, self._ranks.shard
+                done = gather_weights(
+                    self._compression, chunk.weights, chunk.flat, group, async_op=asynchronous
                 )
             chunk.gathering = self._gathers.mark() if self._gathers.stream is not None else done
 
@@ -211,6 +217,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 param.grad = None
 
     # -- what it holds -------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh its parameters are sharded over."""
+        return self._ranks.mesh
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -261,21 +272,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def restore_groups(self, groups: list) -> None:
-        """Take over the hyperparameters of saved `param_groups`."""
+        """Take over the hyperparameters of saved `param_groups`. Residuals of compression start from zero."""
         restore_groups(self.inner, groups)
+        for chunk in self._chunks:
+            chunk.residual = None
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's inner state and master weights, for a resume on the same ranks; whole parameters are the model's.
+        """This rank's inner state, master weights and residuals, for a resume on the same ranks.
 
-        `state_for_checkpoint` is the one that reshards.
+        Whole parameters are the model's. `state_for_checkpoint` is the one that reshards.
         """
         master = [chunk.flat.detach() if chunk.has_master else None for chunk in self._chunks]
-        return {**self.inner.state_dict(), "master": master}
+        residual = [chunk.residual for chunk in self._chunks]
+        return {**self.inner.state_dict(), "master": master, "residual": residual}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "master"})
+        own = ("master", "residual")
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+        for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
+            chunk.residual = residual if residual is None else residual.to(chunk.weights.device, copy=True)
         for chunk, master in zip(self._chunks, state_dict["master"], strict=True):
             if master is not None:
                 chunk.flat.copy_(master)
@@ -291,6 +308,7 @@ def shard_optimizer(
     stage: int = 1,
     precision: MixedPrecision | None = None,
     overlap_gather: bool = False,
+    compression: Compression | None = None,
 ) -> ShardedOptimizer:
     """Shard an elementwise optimizer, and with stage 2 the gradients, over the data ranks of a mesh.
 
@@ -305,6 +323,8 @@ def shard_optimizer(
             optimizer steps float32 master weights. Buffers are left as they are.
         overlap_gather: gather the new parameters while the next forward runs, each awaited by the block that uses it.
             What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
+        compression: what travels in one byte an element, in stages 1 and 2. With compressed weights the model's
+            parameters are the rounded ones from the beginning, and the optimizer steps master weights apart from them.
 
     Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded.
     """
@@ -322,7 +342,8 @@ def shard_optimizer(
     if overlap_gather and model is None:
         raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
     ranks, precision = data_ranks(mesh, sharded=stage > 0), precision or MixedPrecision()
-    sharded = ShardedOptimizer(optimizer, ranks, model, stage, precision, overlap_gather)
+    check_ranks(compression, ranks, stage)
+    sharded = ShardedOptimizer(optimizer, ranks, model, stage, precision, overlap_gather, compression)
     if model is not None and precision.compute is not None:
         for param in model.parameters():
             if not param.requires_grad and param.is_floating_point():
