@@ -9,5 +9,7 @@ from cai_zero.optimizers.adafactor import Adafactor
 from cai_zero.optimizers.came import Came
 from cai_zero.optimizers.lamb import Lamb
 from cai_zero.optimizers.lars import Lars
+from cai_zero.optimizers.muon import Muon
+from cai_zero.optimizers.newton_schulz import NewtonSchulz
 
-__all__ = ["Adafactor", "Came", "Lamb", "Lars"]
+__all__ = ["Adafactor", "Came", "Lamb", "Lars", "Muon", "NewtonSchulz"]

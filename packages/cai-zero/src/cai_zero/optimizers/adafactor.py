@@ -15,7 +15,7 @@ from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer, maths
 from cai_zero.optimizers.moments import by_group
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part
-from cai_zero.optimizers.sums import square_sums, summed
+from cai_zero.optimizers.sums import square_sums, summed, sums_dtype
 
 
 class Adafactor(PartOptimizer):
@@ -72,7 +72,7 @@ class Adafactor(PartOptimizer):
 
     def _advance(self, entries: list[Entry]) -> dict[Entry, torch.Tensor]:
         """Move the mean squares; returns the sum of squares of every weight."""
-        dtype = sums_dtype(entries)
+        dtype = sums_dtype([e.weight for e in entries])
         weights = square_sums([e.weight for e in entries], dtype).split(1)
         local = [torch.cat([w, local_sums(e, e.grad, dtype)]) for e, w in zip(entries, weights, strict=True)]
         totals = summed(local, [e.axes for e in entries], self.meshes)
@@ -88,12 +88,6 @@ class Adafactor(PartOptimizer):
         return {entry: total[0] for entry, total in zip(entries, totals, strict=True)}
 
 
-def sums_dtype(entries: list[Entry]) -> torch.dtype:
-    """Of sums over ranks: float64 where any parameter is."""
-    double = any(maths_dtype(e.weight) == torch.float64 for e in entries)
-    return torch.float64 if double else torch.float32
-
-
 def local_sums(entry: Entry, values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """This rank's sums of squares of rows and columns of `values` [1-d, 0 long if not factored]; zeros for None."""
     shape = entry.part.shape
@@ -105,8 +99,10 @@ def local_sums(entry: Entry, values: torch.Tensor | None, dtype: torch.dtype) ->
 
 def update_rms(entries: list[Entry], updates: dict[Entry, torch.Tensor], meshes) -> dict[Entry, torch.Tensor]:
     """Root mean square of the update of every global parameter, a scalar tensor each."""
-    empty = torch.zeros(0, dtype=sums_dtype(entries), device=entries[0].weight.device)
-    local = square_sums([updates.get(e, empty) for e in entries], sums_dtype(entries)).split(1)
+    empty = torch.zeros(0, dtype=sums_dtype([e.weight for e in entries]), device=entries[0].weight.device)
+    local = square_sums(
+        [updates.get(e, empty) for e in entries], sums_dtype([e.weight for e in entries])
+    ).split(1)
     totals = torch.cat(summed(local, [e.axes for e in entries], meshes))
     numel = [max(e.part.numel, 1) for e in entries]
     rms = torch._foreach_sqrt(torch._foreach_div(list(totals.unbind()), [float(n) for n in numel]))

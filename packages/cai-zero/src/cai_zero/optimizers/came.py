@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from cai_zero.optimizers import factored
-from cai_zero.optimizers.adafactor import local_sums, sums_dtype, update_rms
+from cai_zero.optimizers.adafactor import local_sums, update_rms
 from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer, maths_dtype
 from cai_zero.optimizers.moments import by_group
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part
-from cai_zero.optimizers.sums import summed
+from cai_zero.optimizers.sums import summed, sums_dtype
 
 
 class Came(PartOptimizer):
@@ -81,7 +81,8 @@ class Came(PartOptimizer):
         self, entries: list[Entry], values: dict[Entry, torch.Tensor], slot: str, which: int
     ) -> None:
         """Move the mean squares `slot` (with `betas[which]`, `eps[which - 1]`) by those of `values`."""
-        local = [local_sums(e, values.get(e), sums_dtype(entries)) for e in entries]
+        dtype = sums_dtype([e.weight for e in entries])
+        local = [local_sums(e, values.get(e), dtype) for e in entries]
         totals = summed(local, [e.axes for e in entries], self.meshes)
         for entry, total in zip(entries, totals, strict=True):
             if entry.grad is None:

@@ -65,6 +65,11 @@ def summed(
     return found
 
 
+def sums_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """Of sums over ranks: float64 where any tensor is, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
 def square_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sum of squares of every tensor, [len(tensors)] in `dtype`, with nothing waiting for the device."""
     held = [i for i, t in enumerate(tensors) if t.numel()]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_zero.optimizers.base import Entry, maths_dtype
-from cai_zero.optimizers.sums import square_sums, summed
+from cai_zero.optimizers.base import Entry
+from cai_zero.optimizers.sums import square_sums, summed, sums_dtype
 
 
 def global_norms(
@@ -18,8 +18,7 @@ def global_norms(
 
     Entries without a vector count as zero, and still take part in the sum over ranks.
     """
-    double = any(maths_dtype(e.weight) == torch.float64 for e in entries)
-    dtype = torch.float64 if double else torch.float32
+    dtype = sums_dtype([e.weight for e in entries])
     empty = torch.zeros(0, dtype=dtype, device=entries[0].weight.device)
     tensors = [e.weight for e in entries] + [vectors.get(e, empty) for e in entries]
     squares = square_sums(tensors, dtype).view(2, -1).t()
