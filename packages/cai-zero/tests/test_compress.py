@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
+from cai_zero import compress
 from cai_zero.compress import Compression, all_gather_compressed, reduce_scatter_compressed
 from cai_zero.quantize import ERROR
 
@@ -151,6 +152,30 @@ def test_a_world_of_one_is_exact():
     assert torch.equal(whole, x)
     assert torch.equal(shard, x)
     assert torch.equal(residual, torch.ones(256))
+
+
+def traffic(form):
+    """(name, dtype, bytes given) of every collective of one gather and one reduction of 2 x 512 float32 numbers."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, given in (("all_gather_into", 1), ("all_to_all", 1)):
+            plain = getattr(compress, name)
+
+            def counted(*args, name=name, given=given, plain=plain, **options):
+                calls.append((name, args[given].dtype, args[given].nbytes))
+                return plain(*args, **options)
+
+            patch.setattr(compress, name, counted)
+        all_gather_compressed(torch.empty(1024), torch.ones(512), dist.group.WORLD, form).wait()
+        reduce_scatter_compressed(torch.empty(512), torch.ones(1024), dist.group.WORLD, form)
+    return calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_travels_is_a_byte_an_element_in_one_collective(form):
+    gathered = ("all_gather_into", torch.uint8, 512 + 4 * 2)
+    reduced = ("all_to_all", torch.uint8, 1024 + 4 * 4)
+    assert run_ranks(2, traffic, form) == [[gathered, reduced]] * 2
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------

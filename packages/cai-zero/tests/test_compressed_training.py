@@ -89,14 +89,18 @@ def start(stage, compression, precision=None, mesh=None):
         shard_module(model, mesh, compression=compression, precision=precision)
         return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    options = {"model": model, "stage": stage, "compression": compression, "precision": precision}
-    return model, shard_optimizer(inner, mesh, **options)
+    options = {"compression": compression, "precision": precision}
+    if stage == "overlap":
+        return model, shard_optimizer(inner, mesh, model=model, stage=2, overlap_gather=True, **options)
+    if stage == "no model":
+        return model, shard_optimizer(inner, mesh, **options)
+    return model, shard_optimizer(inner, mesh, model=model, stage=stage, **options)
 
 
 def rows(model, optimizer, stage):
     if stage == 3:
         return BoxedTensor.from_param(model.weight)
-    return optimizer.weights()["weight"]
+    return next(iter(optimizer.weights().values()))  # without a model it has no name
 
 
 def go(model, optimizer, steps):
@@ -106,8 +110,9 @@ def go(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def train(stage, compression, steps):
-    model, optimizer = start(stage, compression)
+def train(stage, compression, steps, shape=(2,)):
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+    model, optimizer = start(stage, compression, mesh=mesh)
     seen, history = [], []
     model.register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().clone()))
     for step in range(steps):
@@ -124,7 +129,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, "overlap", "no model"])
 @pytest.mark.parametrize("compression", FORMS, ids=str)
 def test_every_stage_is_the_simulation(stage, compression):
     expected = simulate(compression)
@@ -136,6 +141,16 @@ def test_every_stage_is_the_simulation(stage, compression):
         assert not torch.allclose(history[-1], plain[-1], rtol=1e-5, atol=0)
         for mine, theirs in zip(seen, results[0][0], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_of_shards_are_summed_in_full_precision(stage):
+    expected = simulate(INT8, world=4)
+    results = run_ranks(4, train, stage, INT8, STEPS, (2, 2))
+    for seen, history in results:
+        for a, b in zip(history, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+        assert all(torch.equal(a, b) for a, b in zip(seen, results[0][0], strict=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -173,6 +188,20 @@ def kept(model, optimizer, stage):
 def test_a_resume_on_the_same_ranks_is_exact(stage):
     for whole, continued in run_ranks(WORLD, resume, stage, 3):
         assert torch.equal(whole, continued)
+
+
+def reshard():
+    model, optimizer = start(1, INT8)
+    go(model, optimizer, range(2))
+    before = optimizer.state_dict()["residual"]
+    optimizer.restore_groups(optimizer.state_for_checkpoint()["param_groups"])
+    return before[0].abs().max(), optimizer.state_dict()["residual"]
+
+
+def test_a_checkpoint_that_reshards_starts_without_residuals():
+    for before, after in run_ranks(WORLD, reshard):
+        assert before > 0
+        assert after == [None]
 
 
 # -- beside float16 ----------------------------------------------------------------------------------------------

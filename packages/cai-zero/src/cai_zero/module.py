@@ -274,7 +274,10 @@ class ModuleSharding:
     # -- what compression keeps ----------------------------------------------------------------------------------
 
     def residuals(self) -> list[torch.Tensor | None]:
-        """What compression has taken from this rank's gradients and not yet sent, for a resume on the same ranks."""
+        """What compression has taken from this rank's gradients and not yet sent, for a resume on the same ranks.
+
+        On other ranks it starts from zero.
+        """
         return [part.residual for unit in self._units.values() for part in unit.parts]
 
     def load_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
