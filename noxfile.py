@@ -46,7 +46,7 @@ def train(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
     """The whole suite; arguments go to pytest."""
-    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    house.install_everything(session, *house.test_requirements(*house.PACKAGES), *house.EXAMPLES)
     session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
 
 
@@ -143,7 +143,14 @@ def matrix(session: nox.Session) -> None:
     house.install_everything(session, *house.test_requirements(*house.PACKAGES))
     # pytest ends with 5 when every case is recorded already.
     session.run(
-        "pytest", "tests/matrix", "-m", "matrix", *session.posargs, env=TEST_ENVIRONMENT, success_codes=[0, 5]
+        "pytest",
+        "tests/matrix",
+        "packages/cai-zero/tests",
+        "-m",
+        "matrix",
+        *session.posargs,
+        env=TEST_ENVIRONMENT,
+        success_codes=[0, 5],
     )
 
 

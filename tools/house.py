@@ -40,6 +40,9 @@ PACKAGES = (
     "cai-kernels",
     "cai-apps",
 )
+EXAMPLES = ("transformers>=5", "accelerate", "peft", "lightning-fabric")
+"""What the scripts of examples/, and so their tests, need beside the packages."""
+
 TESTED_TORCH = "2.13.0"
 
 

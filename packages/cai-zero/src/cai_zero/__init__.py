@@ -6,6 +6,7 @@ from cai_zero.module import ModuleSharding, shard_module, sharding_of
 from cai_zero.optimizer import ShardedOptimizer, shard_optimizer
 from cai_zero.precision import MixedPrecision
 from cai_zero.state import optimizer_state, restore_groups
+from cai_zero.whole import full_state_dict, load_full_state_dict
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,8 @@ __all__ = [
     "MixedPrecision",
     "ModuleSharding",
     "ShardedOptimizer",
+    "full_state_dict",
+    "load_full_state_dict",
     "optimizer_state",
     "restore_groups",
     "shard_module",
