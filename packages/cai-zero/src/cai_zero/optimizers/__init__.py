@@ -6,10 +6,11 @@ mesh the parameters are (or will be) sharded over.
 """
 
 from cai_zero.optimizers.adafactor import Adafactor
+from cai_zero.optimizers.adamw import AdamW
 from cai_zero.optimizers.came import Came
 from cai_zero.optimizers.lamb import Lamb
 from cai_zero.optimizers.lars import Lars
 from cai_zero.optimizers.muon import Muon
 from cai_zero.optimizers.newton_schulz import NewtonSchulz
 
-__all__ = ["Adafactor", "Came", "Lamb", "Lars", "Muon", "NewtonSchulz"]
+__all__ = ["Adafactor", "AdamW", "Came", "Lamb", "Lars", "Muon", "NewtonSchulz"]

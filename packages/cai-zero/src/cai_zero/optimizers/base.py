@@ -63,16 +63,15 @@ def maths_dtype(param: torch.Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-class PartOptimizer(torch.optim.Optimizer, abc.ABC):
-    """An optimizer whose state belongs to parts: `state[param][slot]` is a list with one tensor a part.
-
-    A slot is elementwise (laid out as the part) or a statistic in global index space, the same on all ranks that
-    share the parameter. All ranks list the same parts, so a collective never depends on what a rank holds.
+class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
+    """An optimizer that knows the parts of its tensors and says itself how checkpoints hold its state.
 
     Args:
         mesh: the mesh the parameters are divided over, or several (the dense one and the experts'); None where
-            every tensor is whole.
+            every tensor is whole, or where `elementwise`: a step then never communicates.
     """
+
+    elementwise = False
 
     def __init__(self, params: Params, defaults: dict[str, Any], mesh: Meshes = None):
         self.meshes = () if mesh is None else (mesh,) if isinstance(mesh, DeviceMesh) else tuple(mesh)
@@ -88,8 +87,16 @@ class PartOptimizer(torch.optim.Optimizer, abc.ABC):
         """Names of the state of a part: None for one laid out as the part, else the shape of a statistic."""
 
     @abc.abstractmethod
-    def update(self, entries: list[Entry]) -> None:
-        """Step the weights of all entries that have a gradient."""
+    def state_of(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """The state of a tensor, allocated on first use, `step` (a float32 scalar on the CPU) among it."""
+
+    @abc.abstractmethod
+    def exposed(self, param: torch.Tensor, slot: str, index: int) -> torch.Tensor:
+        """The tensor a checkpoint saves of a slot of part number `index`, and loads into."""
+
+    @abc.abstractmethod
+    def step_groups(self) -> None:
+        """Step what every param group holds."""
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -101,36 +108,8 @@ class PartOptimizer(torch.optim.Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         self.state_loaded()
-        entries = [
-            entry for group in self.param_groups for p in group["params"] for entry in self._enter(group, p)
-        ]
-        if entries:
-            self.update(entries)
+        self.step_groups()
         return loss
-
-    def _enter(self, group: dict[str, Any], param: torch.Tensor) -> list[Entry]:
-        state, grad = self.state_of(group, param), param.grad
-        if grad is not None:
-            if grad.layout is not torch.strided:
-                raise PlanError(
-                    "a gradient is sparse", got=grad.layout, fix="use sparse=False in the embedding"
-                )
-            state["step"] += 1
-            grad = local(grad).to(maths_dtype(param))
-        step = int(state["step"])
-        return [
-            Entry(
-                group,
-                part,
-                axes,
-                part.segment(param.detach()),
-                grad if grad is None else part.segment(grad),
-                state,
-                i,
-                step,
-            )
-            for i, (part, axes) in enumerate(self.plan()[param])
-        ]
 
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -141,31 +120,12 @@ class PartOptimizer(torch.optim.Optimizer, abc.ABC):
         key = tuple(map(id, params))
         if self._planned is None or self._planned[0] != key:
             check_params(params, type(self).__name__)
-            found = {p: [(part, resolve(part.axes, self.meshes)) for part in parts_of(p)] for p in params}
+            found = {p: [(part, self._axes(part)) for part in parts_of(p)] for p in params}
             self._planned = (key, found)
         return self._planned[1]
 
-    def state_of(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """The state of a tensor, allocated on first use."""
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            parts = [part for part, _ in self.plan()[param]]
-            kinds = [self.slots(part, group) for part in parts]
-            for slot in dict.fromkeys(slot for kind in kinds for slot in kind):
-                state[slot] = [
-                    self.allocate(slot, part, kind.get(slot, (0,)), param)
-                    for part, kind in zip(parts, kinds, strict=True)
-                ]
-        return state
-
-    def allocate(
-        self, slot: str, part: Part, shape: tuple[int, ...] | None, param: torch.Tensor
-    ) -> torch.Tensor:
-        """Zeros for one slot of one part."""
-        if shape is not None:
-            return torch.zeros(shape, dtype=maths_dtype(param), device=param.device)
-        return torch.zeros_like(part.segment(param.detach()), dtype=maths_dtype(param))
+    def _axes(self, part: Part) -> Axes:
+        return () if self.elementwise else resolve(part.axes, self.meshes)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -193,10 +153,6 @@ class PartOptimizer(torch.optim.Optimizer, abc.ABC):
         self._borrowed.append((state["step"], [(s, s._version) for s in steps]))
         return found
 
-    def exposed(self, param: torch.Tensor, slot: str, index: int) -> torch.Tensor:
-        """The tensor a checkpoint saves of a slot and loads into."""
-        return self.state[param][slot][index]
-
     @torch.no_grad()
     def state_loaded(self) -> None:
         """Take back what a checkpoint has loaded into copies; `restore_groups` and every step call it.
@@ -221,6 +177,80 @@ class PartOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "meshes": self.meshes, "_planned": None, "_borrowed": []}
+
+
+class PartOptimizer(BoxedOptimizer):
+    """An optimizer whose state belongs to parts: `state[param][slot]` is a list with one tensor a part.
+
+    A slot is elementwise (laid out as the part) or a statistic in global index space, the same on all ranks that
+    share the parameter. All ranks list the same parts, so a collective never depends on what a rank holds.
+    """
+
+    @abc.abstractmethod
+    def update(self, entries: list[Entry]) -> None:
+        """Step the weights of all entries that have a gradient."""
+
+    def step_groups(self) -> None:
+        """Step what every param group holds."""
+        entries = [
+            entry for group in self.param_groups for p in group["params"] for entry in self._enter(group, p)
+        ]
+        if entries:
+            self.update(entries)
+
+    def _enter(self, group: dict[str, Any], param: torch.Tensor) -> list[Entry]:
+        state, grad = self.state_of(group, param), dense_gradient(param)
+        if grad is not None:
+            state["step"] += 1
+            grad = grad.to(maths_dtype(param))
+        step = int(state["step"])
+        return [
+            Entry(
+                group,
+                part,
+                axes,
+                part.segment(param.detach()),
+                grad if grad is None else part.segment(grad),
+                state,
+                i,
+                step,
+            )
+            for i, (part, axes) in enumerate(self.plan()[param])
+        ]
+
+    def state_of(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """The state of a tensor, allocated on first use."""
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            parts = [part for part, _ in self.plan()[param]]
+            kinds = [self.slots(part, group) for part in parts]
+            for slot in dict.fromkeys(slot for kind in kinds for slot in kind):
+                state[slot] = [
+                    self.allocate(slot, part, kind.get(slot, (0,)), param)
+                    for part, kind in zip(parts, kinds, strict=True)
+                ]
+        return state
+
+    def allocate(
+        self, slot: str, part: Part, shape: tuple[int, ...] | None, param: torch.Tensor
+    ) -> torch.Tensor:
+        """Zeros for one slot of one part."""
+        if shape is not None:
+            return torch.zeros(shape, dtype=maths_dtype(param), device=param.device)
+        return torch.zeros_like(part.segment(param.detach()), dtype=maths_dtype(param))
+
+    def exposed(self, param: torch.Tensor, slot: str, index: int) -> torch.Tensor:
+        return self.state[param][slot][index]
+
+
+def dense_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """The local gradient of a tensor, or None. Raises `PlanError` for a sparse one."""
+    if param.grad is not None and param.grad.layout is not torch.strided:
+        raise PlanError(
+            "a gradient is sparse", got=param.grad.layout, fix="use sparse=False in the embedding"
+        )
+    return None if param.grad is None else local(param.grad)
 
 
 def _segment(part: Part, grad: torch.Tensor | None) -> torch.Tensor | None:

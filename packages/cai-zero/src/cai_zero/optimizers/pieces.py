@@ -50,11 +50,16 @@ class Part:
         """Elements of the global parameter."""
         return math.prod(self.shape)
 
+    @property
+    def held(self) -> int:
+        """Elements this rank holds."""
+        return math.prod(self.layout.local_shape) if self.start is None else self.range[1] - self.range[0]
+
     def segment(self, tensor: torch.Tensor) -> torch.Tensor:
         """This part of a tensor laid out as the one in the param group, as a view: 1-d, or of the local shape."""
         if self.start is None:
             return local(tensor)
-        return tensor[self.start : self.start + self.range[1] - self.range[0]]
+        return tensor[self.start : self.start + self.held]
 
     def boxes(self, segment: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         """(region of the global parameter, view of exactly that shape) for every box of a segment."""
