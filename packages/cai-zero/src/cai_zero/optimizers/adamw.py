@@ -6,6 +6,7 @@ Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,10 @@ from cai_mesh import rng
 from cai_mesh.errors import PlanError
 from cai_zero.optimizers import codes
 from cai_zero.optimizers.base import BoxedOptimizer, Params, dense_gradient, maths_dtype
-from cai_zero.optimizers.low_bits import Scalars, advance, read, scalars
+from cai_zero.optimizers.low_bits import Scalars, advance, as_tensors, read, scalars
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part, local
-from cai_zero.optimizers.rounding import counters, field, round_to_bfloat16
+from cai_zero.optimizers.rounding import counters
 
 CHUNK = codes.BLOCK << 14
 """Elements stepped at a time, which bounds scratch memory to about 60 bytes for each of them."""
@@ -40,6 +41,8 @@ class AdamW(BoxedOptimizer):
             average by as much as they say. Random bits depend on `seed`, the step and the element's position in the
             global parameter.
         seed: of the random bits.
+        compile: `torch.compile` the arithmetic over moments of fewer bits (True, or the name of a backend), which
+            makes one kernel of some hundred.
 
     With bfloat16 moments every division of the parameters gives the same bits, if gradients do. Blocks of "int8"
     are of consecutive elements a rank holds, so there results agree only within the error of the code. Checkpoints
@@ -62,10 +65,13 @@ class AdamW(BoxedOptimizer):
         state_dtype: torch.dtype | Literal["int8"] = torch.float32,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        compile: bool | str = False,
     ):
         check_options("AdamW", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         codes.check_state_dtype(state_dtype)
-        self.state_dtype, self.stochastic_rounding, self.seed = state_dtype, stochastic_rounding, seed
+        self.state_dtype, self.stochastic_rounding = state_dtype, stochastic_rounding
+        self.seed, self.compile = seed, compile
+        self._run: Callable | None = None
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lent: list[tuple[torch.Tensor, str, torch.Tensor, int]] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -180,15 +186,24 @@ class AdamW(BoxedOptimizer):
             for cuts, zero in zip(stored, map(codes.zero_number, levels), strict=True)
         )
         index = self._counters(params, batch, total)
-        stream = rng.key(self.seed, step)
-        weight, *fresh, bits = advance(weight, grad, moments, levels, index, stream, by)
-        if self.stochastic_rounding:
-            weight = round_to_bfloat16(weight, field(bits, 0))
+        stream: int | torch.Tensor = rng.key(self.seed, step)
+        run = advance
+        if self.compile:
+            run, by = self._compiled(), as_tensors(by)
+            stream = torch.tensor(stream)
+        weight, *fresh = run(weight, grad, moments, levels, index, stream, by, self.stochastic_rounding)
         for cuts, values in zip(stored, fresh, strict=True):
             torch._foreach_copy_(cuts[0], _split(values[0], batch))
             for kept, scales in zip(cuts[1:], values[1:], strict=True):
                 torch._foreach_copy_(kept, list(scales.split([t.numel() for t in kept])))
         torch._foreach_copy_([flat[i][low:high] for i, low, high, _ in batch], _split(weight, batch))
+
+    def _compiled(self) -> Callable:
+        run = self._run
+        if run is None:
+            backend = {} if self.compile is True else {"backend": self.compile}
+            run = self._run = torch.compile(advance, fullgraph=True, **backend)
+        return run
 
     def _cuts(
         self, params: list[torch.Tensor], batch: list[Cut], slot: str, levels: torch.Tensor | None
@@ -242,8 +257,8 @@ class AdamW(BoxedOptimizer):
                 state[slot], state[f"{slot}_scale"] = codes.encode(values.reshape(-1), levels, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {k: getattr(self, k) for k in ("state_dtype", "stochastic_rounding", "seed")}
-        return {**super().__getstate__(), **options, "_lent": [], "_tables": {}}
+        options = {k: getattr(self, k) for k in ("state_dtype", "stochastic_rounding", "seed", "compile")}
+        return {**super().__getstate__(), **options, "_lent": [], "_tables": {}, "_run": None}
 
 
 def padded(numel: int) -> int:

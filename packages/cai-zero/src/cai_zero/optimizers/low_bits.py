@@ -26,11 +26,13 @@ class Scalars:
         decay: by what weights are multiplied.
         root: root of the second moment's bias correction.
         betas, eps: as of Adam.
+
+    The first three change from step to step: as scalar tensors they are not compiled into the code.
     """
 
-    rate: float
-    decay: float
-    root: float
+    rate: float | torch.Tensor
+    decay: float | torch.Tensor
+    root: float | torch.Tensor
     betas: tuple[float, float]
     eps: float
 
@@ -46,6 +48,12 @@ def scalars(group: dict, step: int) -> Scalars:
         (first, second),
         group["eps"],
     )
+
+
+def as_tensors(by: Scalars) -> Scalars:
+    """The same with what changes as float64 scalars on the CPU, which mix with any device without waiting."""
+    changing = (torch.tensor(x, dtype=torch.float64) for x in (by.rate, by.decay, by.root))
+    return Scalars(*changing, by.betas, by.eps)
 
 
 def read(stored: Stored, levels: torch.Tensor | None) -> torch.Tensor:
@@ -74,9 +82,10 @@ def advance(
     moments: tuple[Stored, Stored],
     levels: tuple[torch.Tensor | None, torch.Tensor | None],
     counters: torch.Tensor,
-    stream: int,
+    stream: int | torch.Tensor,
     by: Scalars,
-) -> tuple[torch.Tensor, Stored, Stored, torch.Tensor]:
+    round_weight: bool,
+) -> tuple[torch.Tensor, Stored, Stored]:
     """One step.
 
     Args:
@@ -85,17 +94,16 @@ def advance(
         levels: of either, where it is stored as codes.
         counters: [n] int64, of the random bits, and `stream` their key.
         by: the step's scalars.
+        round_weight: to bfloat16, without bias.
 
-    Returns the new weight in float32, the new moments and the bits: their field 0 is for rounding the weight.
+    Returns the new weight and the new moments.
     """
     first, second = read(moments[0], levels[0]), read(moments[1], levels[1])
     first = torch.lerp(first, grad, 1 - by.betas[0])
     second = second * by.betas[1] + grad * grad * (1 - by.betas[1])
     weight = weight * by.decay - by.rate * first / (second.sqrt() / by.root + by.eps)
-    bits = rng.bits(stream, counters)
-    return (
-        weight,
-        store(first, moments[0], levels[0], bits, 1),
-        store(second, moments[1], levels[1], bits, 2),
-        bits,
-    )
+    bits = rng.bits(stream, counters)  # type: ignore[arg-type]
+    if round_weight:
+        weight = round_to_bfloat16(weight, field(bits, 0))
+    kept = [store(first, moments[0], levels[0], bits, 1), store(second, moments[1], levels[1], bits, 2)]
+    return weight, kept[0], kept[1]
