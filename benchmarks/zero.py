@@ -149,12 +149,14 @@ def fsdp2(model: nn.Module, mesh: DeviceMesh, device: torch.device, *, compiled:
     return stepper(model, adamw(model.parameters()), clip, compiled=compiled)
 
 
-def zero(stage: int, model: nn.Module, mesh: DeviceMesh, device: torch.device, *, compiled: bool) -> Step:
+def zero(
+    stage: int, model: nn.Module, mesh: DeviceMesh, device: torch.device, *, compiled: bool, copies: bool
+) -> Step:
     precision = MixedPrecision(compute=torch.bfloat16)
     make_buffers(model, device)
     if stage == 3:
         make = lambda name, param: values(name, param, device)  # noqa: E731
-        shard_module(model, mesh, precision=precision, materialize=make, device=device)
+        shard_module(model, mesh, precision=precision, materialize=make, device=device, copy_engines=copies)
         optimizer = adamw(model.parameters())
         clip = lambda: clip_grad_norm_(model.parameters(), 1.0, mesh)  # noqa: E731
         return stepper(model, optimizer, clip, compiled=compiled)
@@ -164,7 +166,13 @@ def zero(stage: int, model: nn.Module, mesh: DeviceMesh, device: torch.device, *
                 module._parameters[key] = nn.Parameter(values(f"{type(module)}.{key}".lower(), param, device))
     inner = adamw(model.parameters())
     optimizer = shard_optimizer(
-        inner, mesh, model=model, stage=stage, precision=precision, overlap_gather=True
+        inner,
+        mesh,
+        model=model,
+        stage=stage,
+        precision=precision,
+        overlap_gather=True,
+        copy_engines=copies,
     )
     return stepper(model, optimizer, lambda: optimizer.clip_grad_norm_(1.0), compiled=compiled)
 
@@ -216,7 +224,8 @@ def deepspeed(model: nn.Module, options: argparse.Namespace, device: torch.devic
 def build(
     name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Step, dict]:
-    kind, compiled = name.removesuffix("-compile"), name.endswith("-compile")
+    kind, *suffixes = name.split("-")  # such as zero3-compile-copies
+    compiled, copies = "compile" in suffixes, "copies" in suffixes
     model = meta(options, compiled=compiled)
     flops = {
         "causal": token_flops(model, options, causal=True),
@@ -226,7 +235,8 @@ def build(
         return fsdp2(model, mesh, device, compiled=compiled), flops
     if kind == "deepspeed3":
         return deepspeed(model, options, device), flops
-    return zero(int(kind.removeprefix("zero")), model, mesh, device, compiled=compiled), flops
+    stage = int(kind.removeprefix("zero"))
+    return zero(stage, model, mesh, device, compiled=compiled, copies=copies), flops
 
 
 def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict:

@@ -147,7 +147,6 @@ class FlatUnit:
         self.kept = self._shard_parameters(originals, shard_axes)
         self._sites = _sites(root, originals)
         self.is_whole = True
-        self._shard_gradient: torch.Tensor | None = None
         self.free_storage()
         for param in originals:
             param.data = param.data.new_empty(0)
@@ -192,8 +191,7 @@ class FlatUnit:
             site.module._parameters[site.attribute] = params[site.index]
 
     def set_shard_gradient(self, grad: torch.Tensor) -> None:
-        """Point every kept parameter's `grad` at its part of a shard-shaped tensor."""
-        self._shard_gradient = grad
+        """Point every kept parameter's `grad` at its part of a shard-shaped tensor, which lives as long as they do."""
         for slot, param in zip(self.chunk.slots, self.kept, strict=True):
             if param.requires_grad:
                 start = max(slot.offset - self.low, 0) if param.numel() else 0
@@ -201,18 +199,23 @@ class FlatUnit:
 
     @property
     def shard_gradient(self) -> torch.Tensor | None:
-        """What `set_shard_gradient` was given, or None once the loop has cleared the gradients.
+        """The tensor that the kept parameters' gradients view, or None once the loop has cleared them all.
 
-        Where it has cleared some of them (an optimizer of its own for those), they start again from zero.
+        Where it has cleared some (an optimizer of its own for those) these start again from zero; where it has put
+        gradients of its own in their place, those are taken over.
         """
-        if self._shard_gradient is not None:
-            cleared = [p for p in self.kept if p.requires_grad and p.grad is None]
-            if len(cleared) == sum(p.requires_grad for p in self.kept):
-                self._shard_gradient = None
-            elif cleared:
-                self.set_shard_gradient(self._shard_gradient)
-                torch._foreach_zero_([p.grad for p in cleared])
-        return self._shard_gradient
+        trained = [p for p in self.kept if p.requires_grad]
+        grads = [(p, p.grad) for p in trained if p.grad is not None]
+        if not grads:
+            return None
+        base = grads[0][1]._base
+        if base is not None and len(grads) == len(trained) and all(g._base is base for _, g in grads):
+            return base
+        base = torch.zeros_like(self.shard, dtype=grads[0][1].dtype)
+        self.set_shard_gradient(base)
+        for param, grad in grads:
+            param.grad.copy_(grad)  # type: ignore[union-attr]
+        return base
 
 
 def _whole_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh.collectives import all_gather_into, all_to_all, reduce_scatter_into
+from cai_mesh.collectives import Op, all_gather_into, all_to_all, reduce_scatter_into
 from cai_mesh.errors import PlanError
 from cai_mesh.flat import ALIGNMENT
 from cai_mesh.protocols import CommHandle, Done
+from cai_zero.peer import PeerGather
 from cai_zero.quantize import BLOCK, DTYPES, Form, check_form, dequantize, quantize
 from cai_zero.ranks import DataRanks
 
@@ -210,10 +211,17 @@ def gather_weights(
     group: dist.ProcessGroup | None,
     *,
     async_op: bool = False,
+    peer: PeerGather | None = None,
 ) -> CommHandle:
-    """Gather every rank's `rows` [n], of any dtype, into `whole` [ranks * n], in the form `compression` says."""
+    """Gather every rank's `rows` [n], of any dtype, into `whole` [ranks * n], in the form `compression` says.
+
+    With `peer`, copy engines do it.
+    """
     if group is None:
         return all_gather_into(whole, rows, None)
+    if peer is not None:
+        peer(whole, rows)
+        return Done()
     if compression.weights is not None:
         form, block = compression.weights, compression.block
         return all_gather_compressed(whole, rows, group, form, block, async_op=async_op)
@@ -229,12 +237,16 @@ def reduce_gradients(
     full: torch.Tensor,
     group: dist.ProcessGroup,
     residual: torch.Tensor | None,
+    *,
+    op: Op = "sum",
 ) -> torch.Tensor:
-    """The sum over the group of this rank's part of `full` [ranks * n], which is overwritten; a new tensor [n]."""
+    """The sum or mean over the group of this rank's part of `full` [ranks * n]; a new tensor [n]. Overwrites `full`."""
     shard = full.new_empty(full.numel() // group.size())
     if compression.gradients is None:
-        reduce_scatter_into(shard, full, group)
+        reduce_scatter_into(shard, full, group, op=op)
     else:
         form, block = compression.gradients, compression.block
         reduce_scatter_compressed(shard, full, group, form, block, residual)
+        if op == "avg":
+            shard.div_(group.size())
     return shard

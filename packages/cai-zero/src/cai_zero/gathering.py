@@ -20,6 +20,7 @@ from cai_mesh.reduce import ReduceSpec
 from cai_mesh.units import FlatUnit
 from cai_zero.compress import Compression, gather_weights
 from cai_zero.order import GatherOrder
+from cai_zero.peer import PeerGather
 from cai_zero.streams import SideStream
 
 
@@ -82,6 +83,7 @@ class Gatherer:
         prefetch_bytes: of parameters gathered ahead of their use; the next unit always is.
         keep: whether units stay whole from forward to backward.
         compression: of what travels.
+        peer: gathers by copy engines instead of collectives.
     """
 
     def __init__(
@@ -94,10 +96,11 @@ class Gatherer:
         prefetch_bytes: int = 0,
         keep: bool = False,
         compression: Compression = Compression(),  # noqa: B008 (frozen)
+        peer: PeerGather | None = None,
     ):
         self.units, self._group, self._residency = list(units), group, residency
         self._stream, self._compression = SideStream(device), compression
-        self._ahead, self._keep = prefetch_bytes, keep
+        self._peer, self._ahead, self._keep = peer, prefetch_bytes, keep
         self.order: GatherOrder[Sharded] = GatherOrder(self.units)
         self._prefetched: deque[Sharded] = deque()
         self._backward = False
@@ -122,7 +125,9 @@ class Gatherer:
         self._residency.fetch(part.weights).wait()
         rows, asynchronous = part.weights.on_device, self._stream.stream is None
         assert rows is not None
-        return gather_weights(self._compression, unit.whole, rows, self._group, async_op=asynchronous)
+        return gather_weights(
+            self._compression, unit.whole, rows, self._group, async_op=asynchronous, peer=self._peer
+        )
 
     def finish(self, unit: Sharded) -> None:
         """Return with the unit whole, gathering it now if nobody has begun to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cai_mesh import build
-from cai_mesh.collectives import all_reduce
+from cai_mesh.collectives import Op, all_reduce
 from cai_mesh.reduce import ReduceSpec
 from cai_zero.compress import Compression, reduce_gradients
 from cai_zero.ranks import DataRanks
@@ -29,11 +29,13 @@ def reduce_chunk(
     others = ranks.other_axes(spec)
     if others and ranks.mesh is not None:
         all_reduce(full, build.group(ranks.mesh, others))
-    shard = full
+    shard, divisor = full, ranks.divisor(spec)
+    copies = ranks.replicate.size() if ranks.replicate is not None else 1
+    # NCCL divides on the way; elsewhere, and where quantised, a division after the sum loses least
+    average: Op = "avg" if full.is_cuda and divisor == ranks.size * copies else "sum"
     if ranks.shard is not None:
-        shard = reduce_gradients(compression, full, ranks.shard, residual)
-    all_reduce(shard, ranks.replicate)
-    divisor = ranks.divisor(spec)
-    if divisor != 1.0:
+        shard = reduce_gradients(compression, full, ranks.shard, residual, op=average)
+    all_reduce(shard, ranks.replicate, op=average)
+    if average == "sum" and divisor != 1.0:
         shard.div_(divisor)
     return shard

@@ -28,6 +28,7 @@ from cai_zero.compress import Compression, check_ranks
 from cai_zero.gathering import Gatherer, Part, Sharded
 from cai_zero.gradients import reduce_chunk
 from cai_zero.order import complete
+from cai_zero.peer import PeerGather, peer_gather
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks, second_group
 from cai_zero.streams import Reductions, SideStream
@@ -47,6 +48,7 @@ class Options:
     materialize: Materialize | None
     device: torch.device | None
     compression: Compression
+    copy_engines: bool
 
 
 class ModuleSharding:
@@ -75,6 +77,7 @@ class ModuleSharding:
             prefetch_bytes=options.prefetch_bytes,
             keep=not options.reshard_after_forward,
             compression=options.compression,
+            peer=self._peer_gather(),
         )
         self._order = [*(u for u in reversed(self._units.values()) if u is not root), root]
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
@@ -83,6 +86,11 @@ class ModuleSharding:
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
         self._lifecycle = ModuleLifecycle(used)
         self._lifecycle.listen(self)
+
+    def _peer_gather(self) -> PeerGather | None:
+        units = [part.unit for held in self._units.values() for part in held.parts]
+        largest = max((unit.high - unit.low) * unit.whole.element_size() for unit in units)
+        return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.copy_engines)
 
     def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
@@ -337,6 +345,7 @@ def shard_module(
     materialize: Materialize | None = None,
     device: torch.device | str | None = None,
     compression: Compression | None = None,
+    copy_engines: bool = False,
 ) -> nn.Module:
     """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
 
@@ -359,6 +368,7 @@ def shard_module(
             rows of meta parameters are NaN until a checkpoint is loaded into them.
         device: of the parameters of a meta model. Buffers are the caller's to materialize.
         compression: what travels in one byte an element.
+        copy_engines: gather by copies between the GPUs of one host, which leave every multiprocessor to the model.
 
     The model's own forward is a pass: what a rank's data skip in it is gathered and reduced all the same, so ranks
     may use different blocks. A block used out of the usual order must be used so by all ranks.
@@ -380,6 +390,7 @@ def shard_module(
         materialize,
         torch.device(device) if device is not None else None,
         compression or Compression(),
+        copy_engines,
     )
     ranks = data_ranks(mesh)
     check_ranks(compression, ranks, 3)

@@ -23,6 +23,7 @@ from cai_mesh.norm import clip_grad_norm_
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
 from cai_zero.gradients import reduce_chunk
+from cai_zero.peer import peer_gather
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
@@ -46,6 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         precision: MixedPrecision,
         overlap_gather: bool = False,
         compression: Compression | None = None,
+        copy_engines: bool = False,
     ):
         self.inner, self.stage, self._ranks, self._overlap = inner, stage, ranks, overlap_gather
         self._compression = compression or Compression()
@@ -60,6 +62,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         apart = self._compression.weights is not None
         self._chunks = build_chunks(inner, units, ranks, precision, self._reductions.make_room, apart=apart)
         self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
+        largest = max(c.chunk.shard_numel * c.weights.element_size() for c in self._chunks)
+        self._peer = peer_gather(ranks.shard, largest, device, wanted=copy_engines)
         self._order = reduction_order(self._chunks, units, model)
         self._next = 0  # in _order, of the pass under way
         for index, group in enumerate(inner.param_groups):
@@ -197,7 +201,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self._gathers.after_compute():
                 asynchronous, group = self._gathers.stream is None, self._ranks.shard
                 done = gather_weights(
-                    self._compression, chunk.weights, chunk.flat, group, async_op=asynchronous
+                    self._compression,
+                    chunk.weights,
+                    chunk.flat,
+                    group,
+                    async_op=asynchronous,
+                    peer=self._peer,
                 )
             chunk.gathering = self._gathers.mark() if self._gathers.stream is not None else done
 
@@ -309,6 +318,7 @@ def shard_optimizer(
     precision: MixedPrecision | None = None,
     overlap_gather: bool = False,
     compression: Compression | None = None,
+    copy_engines: bool = False,
 ) -> ShardedOptimizer:
     """Shard an elementwise optimizer, and with stage 2 the gradients, over the data ranks of a mesh.
 
@@ -325,6 +335,7 @@ def shard_optimizer(
             What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
         compression: what travels in one byte an element, in stages 1 and 2. With compressed weights the model's
             parameters are the rounded ones from the beginning, and the optimizer steps master weights apart from them.
+        copy_engines: gather by copies between the GPUs of one host, which leave every multiprocessor to the model.
 
     Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded.
     """
@@ -343,7 +354,9 @@ def shard_optimizer(
         raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
     ranks, precision = data_ranks(mesh, sharded=stage > 0), precision or MixedPrecision()
     check_ranks(compression, ranks, stage)
-    sharded = ShardedOptimizer(optimizer, ranks, model, stage, precision, overlap_gather, compression)
+    sharded = ShardedOptimizer(
+        optimizer, ranks, model, stage, precision, overlap_gather, compression, copy_engines
+    )
     if model is not None and precision.compute is not None:
         for param in model.parameters():
             if not param.requires_grad and param.is_floating_point():

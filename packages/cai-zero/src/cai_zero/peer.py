@@ -1,0 +1,68 @@
+"""All-gather by the GPUs' copy engines: each rank reads the others' rows out of their memory.
+
+A collective kernel holds some of the multiprocessors the model computes on; copies between GPUs of one host need
+none. The rows are put in symmetric memory (which every rank of the group can address), a barrier says that all are
+there, and each rank copies the parts it lacks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from cai_mesh.errors import PlanError
+
+SLOTS = 2
+"""A rank that has passed the barrier of one gather knows that all have finished the one before it."""
+
+
+def peer_gather(
+    group: dist.ProcessGroup | None, nbytes: int, device: torch.device, *, wanted: bool
+) -> PeerGather | None:
+    """A `PeerGather` where one is wanted and there is anyone to gather from. Collective; raises as it does."""
+    return PeerGather(group, nbytes, device) if wanted and group is not None else None
+
+
+class PeerGather:
+    """Gathers rows over the GPUs of one host without occupying a multiprocessor.
+
+    Every rank of the group makes the same gathers in the same order, all on one stream.
+
+    Args:
+        group: ranks that share rows, each with a GPU that can address the others'.
+        nbytes: of the largest rows of a rank.
+        device: this rank's GPU.
+
+    Collective. Raises `PlanError` off CUDA, and where the GPUs cannot address each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
+        if device.type != "cuda":
+            raise PlanError("copy engines are a GPU's", got=device, fix="leave copy_engines out")
+        self._rank, self._size, self._turn = group.rank(), group.size(), 0
+        self._slots = symmetric.empty(SLOTS, nbytes, dtype=torch.uint8, device=device)
+        try:
+            self._handle = symmetric.rendezvous(self._slots, group)
+            peers = range(self._size)
+            self._peers = [self._handle.get_buffer(p, (SLOTS, nbytes), torch.uint8) for p in peers]
+        except RuntimeError as error:
+            raise PlanError(
+                "copy engines cannot gather over these ranks",
+                cause=str(error).splitlines()[0],
+                expected="GPUs of one host with peer access",
+                fix="leave copy_engines out",
+            ) from error
+
+    @torch.no_grad()
+    def __call__(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        """Gather `rows` [n], of any dtype, into `whole` [ranks * n] on the current stream."""
+        slot, self._turn = self._turn % SLOTS, self._turn + 1
+        parts = whole.view(self._size, -1)
+        nbytes = parts.shape[1] * whole.element_size()
+        mine = self._slots[slot, :nbytes].view(whole.dtype)
+        mine.copy_(rows, non_blocking=True)
+        self._handle.barrier(channel=0)
+        for step in range(self._size):
+            peer = (self._rank + step) % self._size
+            parts[peer].copy_(self._peers[peer][slot, :nbytes].view(whole.dtype), non_blocking=True)
