@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import whole
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.testing import run_ranks
 from cai_zero import shard_module
-from cai_zero.optimizers import Lamb
+from cai_zero.optimizers import Adafactor, AdamW, Came, Lamb, Lars
 
 LR, BETAS, EPS, DECAY, BOUND = 0.02, (0.9, 0.99), 1e-6, 0.1, 4.0
 
@@ -106,3 +108,29 @@ def test_one_process_of_zero_3():
     shard_module(model, None)
     whole.advance(model, make(model, None), None, range(whole.STEPS))
     whole.compare(whole.everyone(model), whole.twin(lamb))
+
+
+def of_dtensors(kind):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("rows",))
+    full = torch.randn(7, 6, generator=whole.generator("d"))
+    param = torch.nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))
+    plain = torch.nn.Parameter(full.clone())
+    optimizers = [make_one(kind, param, mesh), make_one(kind, plain, None)]
+    for step in range(5):
+        plain.grad = torch.randn(7, 6, generator=whole.generator(step))
+        param.grad = distribute_tensor(plain.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    return param.full_tensor().detach(), plain.detach()
+
+
+def make_one(kind, param, mesh):
+    if kind is AdamW:
+        return AdamW([param], lr=0.1, state_dtype=torch.bfloat16)
+    return kind([param], lr=0.1, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lars, Adafactor, Came, AdamW])
+def test_dtensors(kind):
+    for got, expected in run_ranks(2, of_dtensors, kind):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

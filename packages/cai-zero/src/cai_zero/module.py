@@ -350,10 +350,10 @@ def shard_module(
     """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
 
     Afterwards `model.named_parameters()` gives the same names, each parameter a 1-d tensor of this rank's rows (some
-    may be empty). Build any elementwise optimizer over them. Every block (element of an `nn.ModuleList`), and every
-    large embedding or linear layer outside blocks, is gathered before its forward and backward and freed after;
-    gradients are reduced while backward runs and appear as `.grad` of the rows. Norms go through
-    `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
+    may be empty). Build an elementwise optimizer over them, or one of `cai_zero.optimizers`. Every block (an element of
+    an `nn.ModuleList`), and every large embedding or linear layer outside blocks, is gathered before its forward and
+    backward and freed after; gradients are reduced while backward runs and appear as `.grad` of the rows. Norms go
+    through `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
 
     Args:
         model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds it whole.

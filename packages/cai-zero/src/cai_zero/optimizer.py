@@ -323,8 +323,9 @@ def shard_optimizer(
     """Shard an elementwise optimizer, and with stage 2 the gradients, over the data ranks of a mesh.
 
     Args:
-        optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop ...), before its
-            first step and so without state. Its param groups are kept; its parameters move into contiguous chunks.
+        optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop ...), or one of
+            `cai_zero.optimizers`, before its first step and so without state. Its param groups are kept; its
+            parameters move into contiguous chunks.
         mesh: see `cai_zero.ranks.data_ranks` for how its data axes are found. None: one process.
         model: the module that owns the parameters; gradients are then reduced while backward runs. Stage 1 works
             without it and reduces `param.grad` in `step`.
