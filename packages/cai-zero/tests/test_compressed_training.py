@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -159,6 +160,90 @@ def test_without_compression_nothing_is_rounded(stage):
         for a, b in zip(history, simulate(Compression()), strict=True):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
         assert torch.equal(seen[0], Net().weight)
+
+
+# -- models of many chunks ---------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(13, 24)
+        self.layers = nn.ModuleList(Block(24) for _ in range(3))
+        self.head = nn.Linear(24, 13)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train_language(stage, compression, compute, steps=30):
+    """Losses over all ranks, and what every rank's forward has seen of one weight; two microbatches a step."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    torch.manual_seed(4)
+    model, precision = Language(), MixedPrecision(compute=compute)
+    if stage == 3:
+        shard_module(model, mesh, compression=compression, precision=precision)
+        sync = sharding_of(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"stage": stage, "compression": compression, "precision": precision}
+        sync = optimizer = shard_optimizer(inner, mesh, model=model, **options)
+    seen, losses = [], []
+    model.layers[1].register_forward_pre_hook(lambda m, _: seen.append(m.up.weight.detach().clone()))
+    for step in range(steps):
+        for micro in range(2):
+            seed = 1000 * (step % 3) + 10 * micro + dist.get_rank()
+            first = torch.randint(0, 13, (6, 1), generator=torch.Generator().manual_seed(seed))
+            ids = (first + 5 * torch.arange(9)) % 13
+            with sync.defer() if micro == 0 else contextlib.nullcontext():
+                logits = model(ids[:, :-1]).flatten(0, 1).float()
+                loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten()) / 2
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    return seen, total / dist.get_world_size()
+
+
+def check_language(stage, compression, compute, world):
+    plain = run_ranks(world, train_language, stage, None, compute)[0][1]
+    results = run_ranks(world, train_language, stage, compression, compute)
+    for seen, losses in results:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen, results[0][0], strict=True))
+        assert not torch.equal(losses, plain)
+        assert torch.allclose(losses, plain, rtol=0.05, atol=0.02)
+    assert plain[-1] < 0.7 * plain[0]
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(2, torch.bfloat16), (3, torch.float32)])
+def test_a_model_of_many_chunks_trains_alike(stage, compute):
+    check_language(stage, Compression(weights="int8", gradients="int8"), compute, 2)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("weights", "gradients"), [(w, g) for w in (None, "int8", "fp8") for g in (None, "int8", "fp8") if w or g]
+)
+@pytest.mark.parametrize(("stage", "compute"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)])
+def test_every_form_trains_alike(stage, compute, weights, gradients, world):
+    check_language(stage, Compression(weights=weights, gradients=gradients), compute, world)
 
 
 # -- residuals and checkpoints -----------------------------------------------------------------------------------
