@@ -104,6 +104,7 @@ class Gatherer:
         self.order: GatherOrder[Sharded] = GatherOrder(self.units)
         self._prefetched: deque[Sharded] = deque()
         self._backward = False
+        self._begun = False  # a forward, by what `begin_step` has gathered
 
     # -- one unit ------------------------------------------------------------------------------------------------
 
@@ -153,14 +154,29 @@ class Gatherer:
 
     # -- a pass --------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """The rows have new values: gather what the next forward uses first, before it is asked for."""
+        self._reset()
+        self.order.begin(backward=False)
+        root = self.units[0]
+        self.order.use(root)
+        self.start(root)
+        self._prefetch()
+        self._begun = True
+
     def begin_forward(self) -> None:
-        """A forward of the model starts. What an earlier one left whole is dropped if the rows have changed."""
+        """A forward of the model starts. What was made whole before is dropped if the rows have changed since."""
+        if not self._begun or any(u.versions != u.rows_versions for u in [self.units[0], *self._prefetched]):
+            self._reset()
+            self.order.begin(backward=False)
+        self._begun = False
+
+    def _reset(self) -> None:
         self._prefetched.clear()
+        self._backward = self._begun = False
         for unit in self.units:
             if unit.handles is not None or (unit.whole and unit.versions != unit.rows_versions):
                 self.free(unit)
-        self._backward = False
-        self.order.begin(backward=False)
 
     def use(self, unit: Sharded, *, backward: bool) -> None:
         """Return with `unit` whole; ranks pass by the same units on the way. Then gather ahead."""

@@ -8,13 +8,15 @@ gradients were accumulated in. Nothing is copied on the way.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cai_mesh.collectives import all_gather_object
 from cai_mesh.errors import PlanError
@@ -86,11 +88,25 @@ class ModuleSharding:
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
         self._lifecycle = ModuleLifecycle(used)
         self._lifecycle.listen(self)
+        if self.driver == "hooks":
+            self._gather_after_steps()
 
     def _peer_gather(self) -> PeerGather | None:
         units = [part.unit for held in self._units.values() for part in held.parts]
         largest = max((unit.high - unit.low) * unit.whole.element_size() for unit in units)
         return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.copy_engines)
+
+    def _gather_after_steps(self) -> None:
+        """Once an optimizer has stepped the rows, the first units of the next forward are gathered at once."""
+        self._kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
+        found = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            sharding = found()
+            if sharding is not None and id(optimizer.param_groups[0]["params"][0]) in sharding._kept:
+                sharding._gatherer.begin_step()
+
+        register_optimizer_step_post_hook(stepped)  # for good: removing one while others run would break torch's loop
 
     def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
