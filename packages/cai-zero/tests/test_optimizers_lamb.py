@@ -134,3 +134,11 @@ def make_one(kind, param, mesh):
 def test_dtensors(kind):
     for got, expected in run_ranks(2, of_dtensors, kind):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_and_updates_of_zero_move_without_a_ratio():
+    for weight, grad, moved in ((0.0, 1.0, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)):
+        param = torch.nn.Parameter(torch.full((3, 2), weight))
+        param.grad = torch.full((3, 2), grad)
+        Lamb([param], lr=0.5, weight_decay=0.0).step()
+        torch.testing.assert_close(param.detach(), torch.full((3, 2), weight - moved))
