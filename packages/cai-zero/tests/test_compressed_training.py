@@ -338,7 +338,13 @@ def refused():
     for stage in (1, 2, 3):
         with pytest.raises(PlanError, match="nothing that could be compressed"):
             start(stage, INT8, mesh=mesh)
+    with pytest.raises(PlanError, match="copy engines"):
+        shard_module(Net(), dist.init_device_mesh("cpu", (2,)), compression=INT8, copy_engines=True)
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(PlanError, match="copy engines"):
+        shard_optimizer(inner, None, model=model, compression=INT8, copy_engines=True)
 
 
-def test_where_there_is_nothing_to_compress():
+def test_where_weights_or_gradients_cannot_be_compressed():
     run_ranks(2, refused)

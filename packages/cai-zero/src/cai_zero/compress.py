@@ -69,8 +69,10 @@ class Compression:
         return torch.zeros_like(full) if self.gradients is not None and self.error_feedback else None
 
 
-def check_ranks(compression: Compression | None, ranks: DataRanks, stage: int) -> None:
-    """Raise `PlanError` in stage 0, and where all ranks hold copies: nothing travels there that is compressed."""
+def check_ranks(
+    compression: Compression | None, ranks: DataRanks, stage: int, *, copy_engines: bool = False
+) -> None:
+    """Raise `PlanError` where what is to be compressed is not: in stage 0, between copies, by copy engines."""
     if compression is None or not (compression.weights or compression.gradients):
         return
     if stage == 0:
@@ -79,6 +81,12 @@ def check_ranks(compression: Compression | None, ranks: DataRanks, stage: int) -
             got=compression,
             cause="it sums gradients over copies in one all-reduce, and gathers no weights",
             fix="use stage 1, which moves as many elements",
+        )
+    if copy_engines and compression.weights is not None:
+        raise PlanError(
+            "compressed weights cannot be gathered by copy engines",
+            cause="those copy rows as they are",
+            fix="leave one of compression.weights and copy_engines out",
         )
     if ranks.shard is None and ranks.replicate is not None:
         raise PlanError(

@@ -409,6 +409,6 @@ def shard_module(
         copy_engines,
     )
     ranks = data_ranks(mesh)
-    check_ranks(compression, ranks, 3)
+    check_ranks(compression, ranks, 3, copy_engines=copy_engines)
     model.cai_sharding = ModuleSharding(model, ranks, options)  # type: ignore[assignment]
     return model

@@ -354,7 +354,7 @@ def shard_optimizer(
     if overlap_gather and model is None:
         raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
     ranks, precision = data_ranks(mesh, sharded=stage > 0), precision or MixedPrecision()
-    check_ranks(compression, ranks, stage)
+    check_ranks(compression, ranks, stage, copy_engines=copy_engines)
     sharded = ShardedOptimizer(
         optimizer, ranks, model, stage, precision, overlap_gather, compression, copy_engines
     )
