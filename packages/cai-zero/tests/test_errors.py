@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.testing import run_ranks
@@ -157,3 +163,104 @@ def meshes():
 
 def test_meshes_are_read_by_name_or_refused():
     run_ranks(2, meshes)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_odd_parameters_are_refused_by_every_stage_and_named(dtype, stage):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].odd = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=dtype.is_complex)
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    if stage < 3 and not dtype.is_complex:
+        shard_optimizer(adam(model), None, model=model, stage=stage)  # an integer is not trained, and stays
+        return
+    refused = r"'1\.odd' cannot be sharded"
+    if stage == 3:
+        with pytest.raises(PlanError, match=refused):
+            shard_module(model, None)
+    else:
+        with pytest.raises(PlanError, match=refused):
+            shard_optimizer(adam(model), None, model=model, stage=stage)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before, "changed before the error"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_an_optimizer_holds_is_compared_with_the_model_before_anything_changes(stage):
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    inner = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(PlanError, match="does not have"):
+        shard_optimizer(inner, None, model=model, stage=stage)
+    inner = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], lr=0.1)
+    inner.param_groups[1]["params"].append(model.weight)
+    with pytest.raises(PlanError, match="twice"):
+        shard_optimizer(inner, None, model=model, stage=stage)
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+def mismatched():
+    """Meshes that leave out this rank, or whose axes are not for data, fail on this rank, before a collective."""
+    model = nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    named = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    cube = dist.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("x", "y", "z"))
+    alone = DeviceMesh("cpu", [0], mesh_dim_names=("data",))
+    meshes = [named, cube] + [alone] * (dist.get_rank() == 1)
+    for mesh in meshes:
+        for stage in (0, 1, 2):
+            with pytest.raises(MeshError):
+                shard_optimizer(adam(model), mesh, model=model, stage=stage)
+        with pytest.raises(MeshError):
+            shard_module(model, mesh)
+    assert torch.equal(model.weight, before)
+
+
+def test_meshes_that_do_not_fit_fail_before_anything_changes():
+    run_ranks(2, mismatched, timeout=30)
+
+
+DYING = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from cai_zero import shard_module, shard_optimizer
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+torch.manual_seed(0)
+model = torch.nn.Sequential()
+model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+stage = int(sys.argv[1])
+if stage == 3:
+    shard_module(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+else:
+    inner = torch.optim.AdamW(model.parameters())
+    optimizer = shard_optimizer(inner, mesh, model=model, stage=stage)
+for step in range(50):
+    x = torch.randn(8, 64, requires_grad=True)
+    for i, layer in enumerate(model.layers):
+        x = torch.tanh(layer(x))
+        if i == 1 and step == 3 and dist.get_rank() == 1:
+            x.register_hook(lambda grad: os.kill(os.getpid(), 9))  # layers 3 and 2 are being reduced
+    x.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_dies_in_backward_ends_the_others_and_is_named(stage, tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    start = time.monotonic()
+    done = subprocess.run(
+        [*launcher, "dying.py", str(stage)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - start < 30
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", root), done.stderr[-3000:]
+    assert "not reached" not in done.stdout

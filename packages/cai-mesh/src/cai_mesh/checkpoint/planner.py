@@ -39,7 +39,13 @@ Boxes = Mapping[str, BoxedTensor]
 
 
 class BoxSavePlanner(SavePlanner):
-    """Plans the writing of every box once, by one of the ranks that hold it."""
+    """Plans the writing of every box once, by one of the ranks that hold it.
+
+    Made for a writer that takes one item after the other (`per_thread_copy_ahead=0`): torch holds on to every tensor
+    of a file until it closes the file, so the host copy of an item gives its memory to that of the next one.
+    """
+
+    _copy: torch.Tensor | None = None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._views = _views(state_dict)
@@ -70,7 +76,17 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._views[_key(write_item.index)]
+        view = self._views[_key(write_item.index)].detach()
+        if view.is_cpu and view.untyped_storage().nbytes() == view.nbytes:
+            return view
+        if self._copy is None or self._copy.nbytes != view.nbytes:
+            self._forget_copy()
+            self._copy = torch.empty(view.nbytes, dtype=torch.uint8)
+        return self._copy.view(view.dtype).view(view.shape).copy_(view)
+
+    def _forget_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.untyped_storage().resize_(0)
 
 
 class BoxLoadPlanner(LoadPlanner):

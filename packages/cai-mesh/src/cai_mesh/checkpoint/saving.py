@@ -125,7 +125,7 @@ def save(
 
     def write() -> Path:
         channel = group if async_ else control
-        writer = FileSystemWriter(temporary, sync_files=True)
+        writer = FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
         written = _agreed(lambda: _write(writer, plan, planner, rank), channel)
         results = [result for results, _ in written for result in results]
         files = {name: entry for _, entries in written for name, entry in entries.items()}
