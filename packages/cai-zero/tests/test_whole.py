@@ -20,17 +20,17 @@ from cai_zero import (
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen parameter, a scalar, a buffer that is saved and one that is not."""
+    """Matrices that ranks divide inside a row, tied weights, a frozen parameter, a scalar, a buffer that is saved and one that is not."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(11, 5)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.embed = nn.Embedding(29, 23)
+        self.layers = nn.ModuleList(nn.Linear(23, 23) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(23), requires_grad=False)
         self.gain = nn.Parameter(torch.tensor(0.7))
         self.register_buffer("count", torch.arange(3))
         self.register_buffer("table", torch.arange(4.0), persistent=False)
-        self.head = nn.Linear(5, 11, bias=False)
+        self.head = nn.Linear(23, 29, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids):
@@ -175,7 +175,7 @@ def test_another_models_state_changes_nothing():
     with pytest.raises(PlanError, match="2 of 10 tensors differ") as caught:
         load_full_state_dict(model, wrong)
     assert "gain: this model (), state nothing" in str(caught.value)
-    assert "layers.1.bias: this model (5,), state (6,)" in str(caught.value)
+    assert "layers.1.bias: this model (23,), state (6,)" in str(caught.value)
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
