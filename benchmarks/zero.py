@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cai_mesh.norm import clip_grad_norm_
-from cai_zero import MixedPrecision, shard_module, shard_optimizer
+from cai_zero import Gather, MixedPrecision, shard_module, shard_optimizer
 
 SHAPES = {
     "tiny": (128, 256, 2, 4, 2, 512),
@@ -156,7 +156,14 @@ def zero(
     make_buffers(model, device)
     if stage == 3:
         make = lambda name, param: values(name, param, device)  # noqa: E731
-        shard_module(model, mesh, precision=precision, materialize=make, device=device, copy_engines=copies)
+        shard_module(
+            model,
+            mesh,
+            precision=precision,
+            materialize=make,
+            device=device,
+            gather=Gather(copy_engines=copies),
+        )
         optimizer = adamw(model.parameters())
         clip = lambda: clip_grad_norm_(model.parameters(), 1.0, mesh)  # noqa: E731
         return stepper(model, optimizer, clip, compiled=compiled)

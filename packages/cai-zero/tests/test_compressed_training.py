@@ -15,6 +15,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
 from cai_zero import (
     Compression,
+    Gather,
     LossScale,
     MixedPrecision,
     shard_module,
@@ -339,7 +340,9 @@ def refused():
         with pytest.raises(PlanError, match="nothing that could be compressed"):
             start(stage, INT8, mesh=mesh)
     with pytest.raises(PlanError, match="copy engines"):
-        shard_module(Net(), dist.init_device_mesh("cpu", (2,)), compression=INT8, copy_engines=True)
+        shard_module(
+            Net(), dist.init_device_mesh("cpu", (2,)), compression=INT8, gather=Gather(copy_engines=True)
+        )
     model = Net()
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.raises(PlanError, match="copy engines"):

@@ -1,8 +1,9 @@
 """ZeRO: sharded data parallelism for an ordinary optimizer (stages 0 to 2) or module (stage 3)."""
 
 from cai_zero.compress import Compression
+from cai_zero.gathering import Gather
 from cai_zero.loss_scale import LossScale
-from cai_zero.module import ModuleSharding, shard_module, sharding_of
+from cai_zero.module import ModuleSharding, no_sync, shard_module, sharding_of
 from cai_zero.optimizer import ShardedOptimizer, shard_optimizer
 from cai_zero.precision import MixedPrecision
 from cai_zero.state import optimizer_state, restore_groups
@@ -12,12 +13,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Compression",
+    "Gather",
     "LossScale",
     "MixedPrecision",
     "ModuleSharding",
     "ShardedOptimizer",
     "full_state_dict",
     "load_full_state_dict",
+    "no_sync",
     "optimizer_state",
     "restore_groups",
     "shard_module",

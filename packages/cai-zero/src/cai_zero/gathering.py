@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer
 from cai_mesh.protocols import CommHandle, Residency, Stored
 from cai_mesh.reduce import ReduceSpec
@@ -22,6 +23,28 @@ from cai_zero.compress import Compression, gather_weights
 from cai_zero.order import GatherOrder
 from cai_zero.peer import PeerGather
 from cai_zero.streams import SideStream
+
+
+@dataclass(frozen=True)
+class Gather:
+    """When and how stage 3 gathers.
+
+    Args:
+        reshard_after_forward: False keeps parameters whole until their backward: one gather less, the memory of a
+            whole model in compute dtype more.
+        prefetch_bytes: parameters gathered ahead of their use, in bytes; the next unit always is.
+        copy_engines: gather by copies between the GPUs of one host, which leave every multiprocessor to the model.
+
+    Raises `PlanError` for a negative budget.
+    """
+
+    reshard_after_forward: bool = True
+    prefetch_bytes: int = 0
+    copy_engines: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefetch_bytes < 0:
+            raise PlanError("prefetch_bytes is negative", got=self.prefetch_bytes, expected="0 or more")
 
 
 @dataclass(eq=False)
@@ -80,8 +103,7 @@ class Gatherer:
         group: ranks that hold the rows (None: one).
         residency: which memory the rows live in.
         device: of the whole parameters.
-        prefetch_bytes: of parameters gathered ahead of their use; the next unit always is.
-        keep: whether units stay whole from forward to backward.
+        options: when.
         compression: of what travels.
         peer: gathers by copy engines instead of collectives.
     """
@@ -93,14 +115,13 @@ class Gatherer:
         residency: Residency,
         device: torch.device,
         *,
-        prefetch_bytes: int = 0,
-        keep: bool = False,
+        options: Gather = Gather(),
         compression: Compression = Compression(),  # noqa: B008 (frozen)
         peer: PeerGather | None = None,
     ):
         self.units, self._group, self._residency = list(units), group, residency
         self._stream, self._compression = SideStream(device), compression
-        self._peer, self._ahead, self._keep = peer, prefetch_bytes, keep
+        self._peer, self._ahead, self._keep = peer, options.prefetch_bytes, not options.reshard_after_forward
         self.order: GatherOrder[Sharded] = GatherOrder(self.units)
         self._prefetched: deque[Sharded] = deque()
         self._backward = False

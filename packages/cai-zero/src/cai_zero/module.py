@@ -27,10 +27,11 @@ from cai_mesh.protocols import CommHandle, OnDevice, Residency, Stored
 from cai_mesh.reduce import ReduceSpec
 from cai_mesh.units import FlatUnit, check_parameters, units
 from cai_zero.compress import Compression, check_ranks
-from cai_zero.gathering import Gatherer, Part, Sharded
+from cai_zero.gathering import Gather, Gatherer, Part, Sharded
 from cai_zero.gradients import reduce_chunk
+from cai_zero.optimizer import ShardedOptimizer
 from cai_zero.order import complete
-from cai_zero.peer import PeerGather, peer_gather
+from cai_zero.peer import PeerGather, check_device, peer_gather
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks, second_group
 from cai_zero.streams import Reductions, SideStream
@@ -45,12 +46,10 @@ class Options:
     precision: MixedPrecision
     residency: Residency
     driver: Literal["hooks", "actions"]
-    reshard_after_forward: bool
-    prefetch_bytes: int
+    gather: Gather
     materialize: Materialize | None
     device: torch.device | None
     compression: Compression
-    copy_engines: bool
 
 
 class ModuleSharding:
@@ -68,6 +67,7 @@ class ModuleSharding:
         check_parameters((pair for params in found.values() for pair in params), meta=True)
         check_no_gradients(p for params in found.values() for _, p in params)
         self._device = _device(next(p for params in found.values() for _, p in params), options.device)
+        check_device(self._device, wanted=options.gather.copy_engines)
         self._reductions = Reductions(SideStream(self._device))
         self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
         root = self._units[model]
@@ -76,8 +76,7 @@ class ModuleSharding:
             second_group(ranks.shard),
             options.residency,
             self._device,
-            prefetch_bytes=options.prefetch_bytes,
-            keep=not options.reshard_after_forward,
+            options=options.gather,
             compression=options.compression,
             peer=self._peer_gather(),
         )
@@ -94,7 +93,7 @@ class ModuleSharding:
     def _peer_gather(self) -> PeerGather | None:
         units = [part.unit for held in self._units.values() for part in held.parts]
         largest = max((unit.high - unit.low) * unit.whole.element_size() for unit in units)
-        return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.copy_engines)
+        return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.gather.copy_engines)
 
     def _gather_after_steps(self) -> None:
         """Once an optimizer has stepped the rows, the first units of the next forward are gathered at once."""
@@ -106,7 +105,9 @@ class ModuleSharding:
             if sharding is not None and id(optimizer.param_groups[0]["params"][0]) in sharding._kept:
                 sharding._gatherer.begin_step()
 
-        register_optimizer_step_post_hook(stepped)  # for good: removing one while others run would break torch's loop
+        register_optimizer_step_post_hook(
+            stepped
+        )  # for good: removing one while others run would break torch's loop
 
     def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
@@ -349,6 +350,15 @@ def sharding_of(model: nn.Module) -> ModuleSharding:
     return found
 
 
+def no_sync(sharded: nn.Module | ShardedOptimizer) -> contextlib.AbstractContextManager[None]:
+    """Backwards inside communicate no gradient; they add up and the next backward outside reduces them all.
+
+    Args:
+        sharded: a model of `shard_module` or an optimizer of `shard_optimizer`.
+    """
+    return sharding_of(sharded).no_sync() if isinstance(sharded, nn.Module) else sharded.no_sync()
+
+
 def shard_module(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -356,12 +366,10 @@ def shard_module(
     precision: MixedPrecision | None = None,
     residency: Residency | None = None,
     driver: Literal["hooks", "actions"] = "hooks",
-    reshard_after_forward: bool = True,
-    prefetch_bytes: int = 0,
+    gather: Gather | None = None,
     materialize: Materialize | None = None,
     device: torch.device | str | None = None,
     compression: Compression | None = None,
-    copy_engines: bool = False,
 ) -> nn.Module:
     """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
 
@@ -377,14 +385,11 @@ def shard_module(
         precision: dtypes of gathered parameters, of the rows and of the reduction.
         residency: which memory the rows and their gradients live in between uses. None: the device.
         driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
-        reshard_after_forward: False keeps parameters whole until their backward: one gather less, the memory of a
-            whole model in compute dtype more.
-        prefetch_bytes: parameters gathered ahead of their use, in bytes; the next unit always is.
+        gather: when and how parameters are gathered.
         materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:
             rows of meta parameters are NaN until a checkpoint is loaded into them.
         device: of the parameters of a meta model. Buffers are the caller's to materialize.
         compression: what travels in one byte an element.
-        copy_engines: gather by copies between the GPUs of one host, which leave every multiprocessor to the model.
 
     The model's own forward is a pass: what a rank's data skip in it is gathered and reduced all the same, so ranks
     may use different blocks. A block used out of the usual order must be used so by all ranks.
@@ -393,22 +398,18 @@ def shard_module(
     """
     if driver not in ("hooks", "actions"):
         raise PlanError("unknown driver of a sharded module", got=driver, expected="'hooks' or 'actions'")
-    if prefetch_bytes < 0:
-        raise PlanError("prefetch_bytes is negative", got=prefetch_bytes, expected="0 or more")
     if getattr(model, "cai_sharding", None) is not None:
         raise PlanError("this model is already sharded")
     options = Options(
         precision or MixedPrecision(),
         residency or OnDevice(),
         driver,
-        reshard_after_forward,
-        prefetch_bytes,
+        gather or Gather(),
         materialize,
         torch.device(device) if device is not None else None,
         compression or Compression(),
-        copy_engines,
     )
     ranks = data_ranks(mesh)
-    check_ranks(compression, ranks, 3, copy_engines=copy_engines)
+    check_ranks(compression, ranks, 3, copy_engines=options.gather.copy_engines)
     model.cai_sharding = ModuleSharding(model, ranks, options)  # type: ignore[assignment]
     return model

@@ -23,7 +23,7 @@ from cai_mesh.norm import clip_grad_norm_
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
 from cai_zero.gradients import reduce_chunk
-from cai_zero.peer import peer_gather
+from cai_zero.peer import check_device, peer_gather
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
@@ -57,6 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         units = optimizer_units(inner, model)
         device = next(iter(units.values()))[0][1].device
+        check_device(device, wanted=copy_engines)
         self._gathers = SideStream(device)
         self._reductions = Reductions(SideStream(device))
         apart = self._compression.weights is not None

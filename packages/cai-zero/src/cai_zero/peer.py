@@ -17,6 +17,14 @@ SLOTS = 2
 """A rank that has passed the barrier of one gather knows that all have finished the one before it."""
 
 
+def check_device(device: torch.device, *, wanted: bool) -> None:
+    """Raise `PlanError` where copy engines are wanted off CUDA."""
+    if wanted and device.type != "cuda":
+        raise PlanError(
+            "copy engines are a GPU's", got=device, expected="a CUDA device", fix="leave copy_engines out"
+        )
+
+
 def peer_gather(
     group: dist.ProcessGroup | None, nbytes: int, device: torch.device, *, wanted: bool
 ) -> PeerGather | None:
@@ -34,12 +42,10 @@ class PeerGather:
         nbytes: of the largest rows of a rank.
         device: this rank's GPU.
 
-    Collective. Raises `PlanError` off CUDA, and where the GPUs cannot address each other.
+    Collective. Raises `PlanError` where the GPUs cannot address each other.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
-        if device.type != "cuda":
-            raise PlanError("copy engines are a GPU's", got=device, fix="leave copy_engines out")
         self._rank, self._size, self._turn = group.rank(), group.size(), 0
         self._slots = symmetric.empty(SLOTS, nbytes, dtype=torch.uint8, device=device)
         try:
