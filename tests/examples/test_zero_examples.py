@@ -139,7 +139,7 @@ def test_fabric(stage: int, tmp_path: Path):
     assert_same_weights(saved, model)
 
 
-LORA_STAGES = [1]
+LORA_STAGES = [1, 3]
 
 
 @pytest.mark.parametrize("stage", LORA_STAGES)

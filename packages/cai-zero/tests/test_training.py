@@ -307,7 +307,13 @@ CASES = [
     Case(0, (2,), "sgd", uneven=True),
     Case(1, (3,), "adamw", uneven=True, micro=2),
     Case(2, (4,), "rmsprop", uneven=True),
+    Case(3, (2,), "adam", uneven=True, clip=0.5),
+    Case(3, (3,), "adam", recompute="outside", micro=2, uneven=True),
+    Case(3, (2, 2), "adamw", clip=0.5, uneven=True),
     # low-rank adapters on frozen weights
+    Case(3, (2,), "adamw", "lora", clip=0.5),
+    Case(3, (3,), "rmsprop", "lora", recompute="outside"),
+    Case(3, (2,), "rmsprop", "lora", recompute="inside"),
     Case(0, (2,), "adam", "lora"),
     Case(1, (2,), "adamw", "lora", clip=0.5),
     Case(2, (3,), "sgd", "lora", micro=2),

@@ -6,6 +6,7 @@ Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLif
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -56,10 +57,12 @@ class ModuleLifecycle:
     def __init__(self, units: Mapping[nn.Module, Sequence[nn.Parameter]]):
         self._listeners: list[LifecycleListener] = []
         self._waiting: dict[nn.Module, set[int]] = {}
+        self._has_frozen = {m: any(not p.requires_grad for p in ps) for m, ps in units.items()}
+        self._accumulators: dict[int, Any] = {}  # by parameter; torch holds them only weakly
+        self._uses = itertools.count(-1, -1)  # never the id of a parameter
         self._pass: int | None = None
         self._trainable = {m: {id(p) for p in ps if p.requires_grad} for m, ps in units.items()}
         self._handles: list[Any] = []
-        self._nodes: list[Any] = []  # torch holds them only weakly
         for module, params in units.items():
             self._handles.append(
                 module.register_forward_pre_hook(self._forward_starts, prepend=True, with_kwargs=True)
@@ -68,7 +71,7 @@ class ModuleLifecycle:
             for param in params:
                 if param.requires_grad:
                     node = accumulate_node(param)
-                    self._nodes.append(node)
+                    self._accumulators[id(param)] = node
                     self._handles.append(node.register_hook(self._accumulated(module, id(param))))
 
     def listen(self, listener: LifecycleListener) -> None:
@@ -80,7 +83,7 @@ class ModuleLifecycle:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._nodes.clear()
+        self._accumulators.clear()
 
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         backward = _in_backward()
@@ -93,20 +96,31 @@ class ModuleLifecycle:
             listener.before_use(module, backward=backward)
 
     def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if _in_backward():
-            return
-        for listener in self._listeners:
-            listener.after_use(module)
+        recompute = _in_backward()
+        if not recompute:
+            for listener in self._listeners:
+                listener.after_use(module)
         outputs = _grad_tensors(output)
         if not (torch.is_grad_enabled() and outputs):
             return
-        register_multi_grad_hook(outputs, lambda _grad: self._backward_starts(module), mode="any")
-        inputs = _grad_tensors((args, kwargs))
-        if not self._trainable[module] and inputs:
-            register_multi_grad_hook(inputs, lambda _grads: self._close(module), mode="all")
+        use = None
+        inputs = _grad_tensors((args, kwargs)) if self._has_frozen[module] else []
+        if inputs:  # frozen weights are needed until then, whatever has been accumulated
+            use = next(self._uses)
+            register_multi_grad_hook(inputs, lambda _grads: self._done(module, use), mode="all")
+        if recompute:
+            if use is not None:
+                self._waiting[module].add(use)
+        else:
+            register_multi_grad_hook(outputs, lambda _grad: self._backward_starts(module, use), mode="any")
 
-    def _backward_starts(self, module: nn.Module) -> None:
-        self._open(module)
+    def _backward_starts(self, module: nn.Module, use: int | None) -> None:
+        self._enter_pass()
+        if module not in self._waiting:
+            used = torch._C._will_engine_execute_node
+            self._waiting[module] = {p for p in self._trainable[module] if used(self._accumulators[p])}
+        if use is not None:
+            self._waiting[module].add(use)
         for listener in self._listeners:
             listener.before_use(module, backward=True)
 
@@ -122,11 +136,17 @@ class ModuleLifecycle:
     def _accumulated(self, module: nn.Module, param: int):
         def hook(_inputs: Any, _outputs: Any) -> None:
             self._open(module)
-            self._waiting[module].discard(param)
-            if not self._waiting[module]:
-                self._close(module)
+            self._done(module, param)
 
         return hook
+
+    def _done(self, module: nn.Module, awaited: int) -> None:
+        """A parameter has its gradient, or the inputs of a use have theirs."""
+        waiting = self._waiting.get(module)
+        if waiting is not None:
+            waiting.discard(awaited)
+            if not waiting:
+                self._close(module)
 
     def _close(self, module: nn.Module) -> None:
         if self._waiting.pop(module, None) is not None:
