@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.errors import LayoutError, MeshError, PlanError
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
 from cai_zero.ranks import data_ranks
@@ -264,3 +264,23 @@ def test_a_rank_that_dies_in_backward_ends_the_others_and_is_named(stage, tmp_pa
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", root), done.stderr[-3000:]
     assert "not reached" not in done.stdout
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_moved_after_it_was_sharded(stage):
+    model = nn.Linear(3, 3)
+    if stage == 3:
+        shard_module(model, None)
+        optimizer = adam(model)
+    else:
+        optimizer = shard_optimizer(adam(model), None, model=model, stage=stage)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    model.double()
+
+    def another_step():
+        model(torch.ones(2, 3).double()).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(LayoutError, match=r"'(weight|bias)' does not lie in its chunk"):
+        another_step()

@@ -326,6 +326,7 @@ CASES = [
     Case(0, (3,), "sgd", "outer-experts"),
     Case(1, (2,), "adamw", "outer-experts", clip=0.5),
     Case(2, (3,), "adam", "outer-experts"),
+    Case(3, (2,), "adamw", "outer-experts"),
     # recompute, of blocks that run twice
     Case(2, (2,), "adamw", recompute="outside", micro=2),
     Case(1, (2,), "sgd", recompute="reentrant"),

@@ -20,7 +20,8 @@ from cai_zero import (
 
 
 class Net(nn.Module):
-    """Matrices that ranks divide inside a row, tied weights, a frozen parameter, a scalar, a buffer that is saved and one that is not."""
+    """Matrices that ranks divide inside a row, tied weights, a frozen parameter, a scalar, a buffer that is
+    saved and one that is not."""
 
     def __init__(self):
         super().__init__()

@@ -45,6 +45,15 @@ class Overlap:
     start: int
 
 
+def moved(name: str) -> LayoutError:
+    """The error for a parameter that was taken out of its chunk."""
+    return LayoutError(
+        f"parameter {name!r} does not lie in its chunk any more",
+        cause="the model was moved or cast (model.to, .half, .cuda, or a trainer that does so) after it was sharded",
+        fix="move and cast the model first, then shard it",
+    )
+
+
 class FlatChunk:
     """Offsets of a list of parameters in one buffer, and views of tensors laid out so.
 
@@ -109,6 +118,13 @@ class FlatChunk:
         """Copy parameters, in storage order, into a buffer."""
         for view, param in zip(self.views(buffer), params, strict=True):
             view.copy_(param.detach())
+
+    def check_views(self, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+        """Raise `LayoutError` where a parameter is no longer the view of `buffer` it was made: it has been moved."""
+        start, size = buffer.data_ptr(), buffer.element_size()
+        for slot, param in zip(self.slots, params, strict=True):
+            if slot.numel and (param.data_ptr() != start + slot.offset * size or param.dtype != buffer.dtype):
+                raise moved(slot.name)
 
     def overlaps(self, low: int, high: int) -> list[Overlap]:
         """The parts of parameters inside elements [low, high) of the chunk; padding left out."""

@@ -47,7 +47,8 @@ class ModuleLifecycle:
 
     A unit's backward starts with the first gradient of one of its outputs and ends once every parameter that
     requires a gradient has accumulated it, in `.grad` or in its chunk (`cai_mesh.gradients`). A unit whose parameters
-    are all frozen ends with the gradients of its inputs. Units left open (parameters unused in this pass) end with the pass.
+    are all frozen ends with the gradients of its inputs. Units left open (parameters unused in this pass) end with
+    the pass.
 
     Args:
         units: module to the leaf parameters autograd accumulates into for it. A parameter shared by several units

@@ -15,7 +15,7 @@ from torch import nn
 
 from cai_mesh.boxed import attach_flat
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
+from cai_mesh.flat import FlatChunk, moved
 from cai_mesh.layout import canonical_name
 from cai_mesh.norm import Span, attach_spans
 from cai_mesh.reduce import ReduceSpec, attach_reduce
@@ -168,6 +168,14 @@ class FlatUnit:
             _keep_name(original, param)
             kept.append(param)
         return kept
+
+    def check_rows(self) -> None:
+        """Raise `LayoutError` where a kept parameter is no longer part of the shard: the model has been moved."""
+        start, size = self.shard.data_ptr(), self.shard.element_size()
+        for slot, param in zip(self.chunk.slots, self.kept, strict=True):
+            at = start + max(slot.offset - self.low, 0) * size
+            if param.numel() and (param.data_ptr() != at or param.dtype != self.shard.dtype):
+                raise moved(slot.name)
 
     def allocate_storage(self) -> None:
         """Give the whole chunk its memory back; its contents are undefined until the caller fills them."""

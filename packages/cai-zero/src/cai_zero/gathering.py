@@ -7,7 +7,7 @@ whose data skip a block takes part in its gather and its reduction all the same,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +106,7 @@ class Gatherer:
         options: when.
         compression: of what travels.
         peer: gathers by copy engines instead of collectives.
+        passed: told, one by one, of the units that this rank's backward passes by.
     """
 
     def __init__(
@@ -118,13 +119,16 @@ class Gatherer:
         options: Gather = Gather(),
         compression: Compression = Compression(),  # noqa: B008 (frozen)
         peer: PeerGather | None = None,
+        passed: Callable[[Sharded], None] = lambda unit: None,
     ):
         self.units, self._group, self._residency = list(units), group, residency
         self._stream, self._compression = SideStream(device), compression
         self._peer, self._ahead, self._keep = peer, options.prefetch_bytes, not options.reshard_after_forward
-        self.order: GatherOrder[Sharded] = GatherOrder(self.units)
+        self.order: GatherOrder[Sharded] = GatherOrder(self.units, [self.units[0], *reversed(self.units[1:])])
         self._prefetched: deque[Sharded] = deque()
         self._backward = False
+        self._in_backward: set[Sharded] = set()  # used in the backward under way and not free again
+        self._passed = passed
         self._begun = False  # a forward, by what `begin_step` has gathered
 
     # -- one unit ------------------------------------------------------------------------------------------------
@@ -168,6 +172,7 @@ class Gatherer:
         """Back to rows alone."""
         if unit.handles is not None:
             self.finish(unit)
+        self._in_backward.discard(unit)
         if unit.whole:
             unit.whole = False
             for part in unit.parts:
@@ -195,6 +200,7 @@ class Gatherer:
     def _reset(self) -> None:
         self._prefetched.clear()
         self._backward = self._begun = False
+        self._in_backward.clear()
         for unit in self.units:
             if unit.handles is not None or (unit.whole and unit.versions != unit.rows_versions):
                 self.free(unit)
@@ -202,10 +208,12 @@ class Gatherer:
     def use(self, unit: Sharded, *, backward: bool) -> None:
         """Return with `unit` whole; ranks pass by the same units on the way. Then gather ahead."""
         if backward and not self._backward:
-            self._backward = True
             self._drop_prefetched(None)
+            self._backward = True
             self.order.begin(backward=True)
-        if not backward and unit.whole and unit.versions != unit.rows_versions:
+        if backward:
+            self._in_backward.add(unit)
+        elif unit.whole and unit.versions != unit.rows_versions:
             self.free(unit)  # a forward that did not begin with the model's
         self._drop_prefetched(unit)
         for passed in self.order.use(unit):
@@ -221,17 +229,17 @@ class Gatherer:
             unit = self._prefetched.popleft()
             if unit is until:
                 return
-            self._settle(unit)
+            self._pass_by(unit)
 
     def _pass_by(self, unit: Sharded) -> None:
-        if not unit.whole:
-            self.start(unit)
-            self._settle(unit)
-
-    def _settle(self, unit: Sharded) -> None:
-        """What happens to a unit this rank has not used is what happens to it where it was used."""
+        """What happens to a unit this rank does not use is what happens to it where it is used."""
+        if unit in self._in_backward:
+            return
         self.finish(unit)
-        if self._backward or not self.stays(unit):
+        if self._backward:
+            self.free(unit)
+            self._passed(unit)
+        elif not self.stays(unit):
             self.free(unit)
 
     def stays(self, unit: Sharded) -> bool:

@@ -79,10 +79,12 @@ class ModuleSharding:
             options=options.gather,
             compression=options.compression,
             peer=self._peer_gather(),
+            passed=self._ready_without_use,
         )
         self._order = [*(u for u in reversed(self._units.values()) if u is not root), root]
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
         self._next, self._ready = 0, set[Sharded]()  # of the backward under way
+        self._late: list[Sharded] = []  # used after their turn in it, as all ranks must have done
         self._silent = self._pending = False
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
         self._lifecycle = ModuleLifecycle(used)
@@ -171,11 +173,16 @@ class ModuleSharding:
             self._finish_if_started(sharded)
             return
         if unit is self._root and not backward:
+            for held in self._units.values():
+                for part in held.parts:
+                    part.unit.check_rows()
             self._gatherer.begin_forward()
             if self._recorded is not None:
                 self._recorded = ([], [], [])  # of the last forward before the first backward
         if self._recorded is not None:
             self._recorded[backward].append(sharded)
+        if backward and sharded in self._ready:
+            self._reductions.join()  # its turn has passed: its gradients start anew
         self._gatherer.use(sharded, backward=backward)
 
     def _finish_if_started(self, unit: Sharded) -> None:
@@ -201,10 +208,20 @@ class ModuleSharding:
         self._collect(sharded)
         if self.driver == "actions":
             return
-        self._ready.add(sharded)
         if self._recorded is not None:
             self._recorded[2].append(sharded)
         self._gatherer.free(sharded)
+        if sharded in self._order[: self._next] and not self._silent:
+            self._late.append(sharded)
+        self._ready_without_use(sharded)
+
+    def _ready_without_use(self, unit: Sharded) -> None:
+        """The gradients of `unit` in this pass are complete, if any: reduce as far as the order allows.
+
+        Where this rank passes a unit by it must reduce it there and then: ranks that use it wait for that before they
+        gather the next, which this rank waits for.
+        """
+        self._ready.add(unit)
         while not self._silent and self._next < len(self._order) and self._order[self._next] in self._ready:
             self._reduce(self._order[self._next])
             self._next += 1
@@ -214,18 +231,29 @@ class ModuleSharding:
             for unit in self._units.values():
                 if unit not in self._ready:
                     self._collect(unit)
+            self._gatherer.end_pass()
             if not self._silent:
-                for unit in self._order[self._next :]:
+                for unit in [*self._order[self._next :], *self._agreed_late()]:
                     self._reduce(unit)  # also what this rank did not use: others may have
             self._pending = self._silent
-            self._gatherer.end_pass()
             self._learn()
         self._end_backward()
         self._reductions.join()
 
+    def _agreed_late(self) -> list[Sharded]:
+        """Units used after their turn, on any rank as long as no order has been learned."""
+        if self._recorded is None:
+            return self._late
+        units = self._gatherer.units
+        late = {units.index(unit) for unit in self._late}
+        for group in (self._ranks.replicate, self._ranks.shard):
+            late = set().union(*all_gather_object(late, group))
+        return [units[i] for i in sorted(late)]
+
     def _end_backward(self) -> None:
         self._next = 0
         self._ready.clear()
+        self._late.clear()
 
     def _learn(self) -> None:
         """After the first backward, agree on the order in which one rank used the units."""

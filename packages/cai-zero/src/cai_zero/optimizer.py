@@ -182,6 +182,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Step this rank's rows, then gather the new parameters. Frees the gradients."""
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
+        for chunk in self._chunks:
+            chunk.chunk.check_views(chunk.weights, chunk.params)
         self._ensure_gradients()
         self.wait_gathered()
         self.inner.step()

@@ -15,12 +15,13 @@ class GatherOrder(Generic[Key]):
     gather. What is used out of order is an extra gather, which all ranks must then make.
 
     Args:
-        keys: in the order of the first forward; its reverse is that of backward, until `learn`.
+        keys: in the order of the first forward.
+        backward: in that of the first backward; default: the reverse.
     """
 
-    def __init__(self, keys: Sequence[Key]):
-        self._keys = tuple(keys)
-        self._forward, self._backward = self._keys, self._keys[::-1]
+    def __init__(self, keys: Sequence[Key], backward: Sequence[Key] | None = None):
+        self._forward = tuple(keys)
+        self._backward = self._forward[::-1] if backward is None else tuple(backward)
         self._sequence: Sequence[Key] = ()
         self._at = 0
 
@@ -53,8 +54,8 @@ class GatherOrder(Generic[Key]):
 
     def learn(self, forward: Sequence[Key], backward: Sequence[Key]) -> None:
         """Take over an order that all ranks have agreed on; keys it lacks are put after their predecessor."""
-        self._forward = complete(forward, self._keys)
-        self._backward = complete(backward, self._keys[::-1])
+        self._forward = complete(forward, self._forward)
+        self._backward = complete(backward, self._backward)
 
 
 def complete(recorded: Sequence[Key], keys: Sequence[Key]) -> tuple[Key, ...]:
