@@ -157,7 +157,10 @@ def _product(grad: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, *, fresh: bo
 def _add_weight_gradient(grad: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
     buffer = _BUFFERS.get(grad.untyped_storage()._cdata)
     if buffer is None:
-        raise RuntimeError("a weight gradient was to be written to a copy of its chunk; please report this")
+        raise RuntimeError(
+            "a weight gradient was to be written to a copy of its chunk: the backend of torch.compile does not keep "
+            "mutations in place; use the default one (inductor)"
+        )
     buffer.add_product(grad.storage_offset(), x, dy)
 
 
@@ -183,13 +186,19 @@ class _Linear(torch.autograd.Function):
         return dx, None, db, None
 
 
+def _has_hooks(weight: torch.Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` of x [..., in]; the gradient of weight [out, in] goes into its `GradBuffer`, if any.
 
-    Differentiable once. Autocast, and a weight without a buffer, take torch's own path.
+    Differentiable once. Autocast, and a weight that has no buffer or carries gradient hooks, take torch's own path.
     """
     grad = getattr(weight, "cai_grad", None)
     if grad is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2:
+        return F.linear(x, weight, bias)
+    if _has_hooks(weight):  # they are to see the gradient
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, grad)
 
@@ -205,10 +214,9 @@ def direct_linears(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
     """
     wanted = {id(p) for p in params}
     for module in model.modules():
-        if type(module) is nn.Linear and id(module.weight) in wanted and "forward" not in module.__dict__:
-            weight = module.weight
-            if not weight._backward_hooks and not weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+        plain = type(module) is nn.Linear and "forward" not in module.__dict__
+        if plain and id(module.weight) in wanted and not _has_hooks(module.weight):
+            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def check_no_gradients(params: Iterable[nn.Parameter]) -> None:
