@@ -34,6 +34,7 @@ from cai_mesh.reduce import ReduceSpec, attach_reduce
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize, vocab_parallel_cross_entropy, vocab_start
 from cai_zero import (
+    Gather,
     MixedPrecision,
     ShardedOptimizer,
     optimizer_state,
@@ -213,14 +214,31 @@ def _head_start(model: nn.Module) -> int:
 def _shard(
     config: Config, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
 ) -> tuple[torch.optim.Optimizer, GradSync]:
+    copies = _copy_engines(config, mesh)
     if config.parallel.zero == 3:
         residency = HostResidency() if config.memory.residency == "host" else None
-        shard_module(model, mesh, precision=precision, residency=residency)
+        gather = Gather(copy_engines=copies)
+        shard_module(model, mesh, precision=precision, residency=residency, gather=gather)
         return _adamw(config, model), sharding_of(model)
     optimizer = shard_optimizer(
-        _adamw(config, model), mesh, model=model, stage=config.parallel.zero, precision=precision
+        _adamw(config, model),
+        mesh,
+        model=model,
+        stage=config.parallel.zero,
+        precision=precision,
+        overlap_gather=True,
+        copy_engines=copies,
     )
     return optimizer, optimizer
+
+
+def _copy_engines(config: Config, mesh: DeviceMesh) -> bool:
+    """Whether rows are gathered by copies between GPUs: by the config, or where all ranks run on one host."""
+    if config.parallel.copy_engines != "auto":
+        return config.parallel.copy_engines == "on"
+    ranks = dist.get_world_size()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return mesh.device_type == "cuda" and ranks > 1 and ranks <= here and config.parallel.shard > 1
 
 
 def _adamw(config: Config, model: nn.Module) -> torch.optim.AdamW:

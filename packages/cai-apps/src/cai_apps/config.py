@@ -61,6 +61,8 @@ class Parallel:
     """Data ranks that ZeRO shards over (dp_shard); -1: all ranks the other degrees leave."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
+    copy_engines: Literal["auto", "on", "off"] = "auto"
+    """Gather by copies between the GPUs of one host instead of NCCL; auto: where all ranks are on one host."""
     tensor: Tensor = field(default_factory=Tensor)
     pipeline: Pipeline = field(default_factory=Pipeline)
 

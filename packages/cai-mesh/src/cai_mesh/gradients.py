@@ -7,6 +7,7 @@ and a bfloat16 layer accumulates in float32. Every other gradient arrives as `.g
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -153,37 +154,50 @@ def _product(grad: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, *, fresh: bo
         grad.add_(dy.t() @ x)
 
 
-@torch.library.custom_op("cai_mesh::add_weight_gradient", mutates_args={"grad"})
-def _add_weight_gradient(grad: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+@torch.library.custom_op("cai_mesh::linear_backward", mutates_args=())
+def _linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, call: int
+) -> torch.Tensor:
+    """Returns the gradient of x; adds that of the weight to the buffer of which `grad` is a view.
+
+    The write is not part of the schema: a compiler would give the operator a copy of `grad` to write to. The result
+    keeps the call in the graph; `call` keeps two equal calls from being made one. Writes commute.
+    """
     buffer = _BUFFERS.get(grad.untyped_storage()._cdata)
     if buffer is None:
-        raise RuntimeError(
-            "a weight gradient was to be written to a copy of its chunk: the backend of torch.compile does not keep "
-            "mutations in place; use the default one (inductor)"
-        )
+        raise RuntimeError("a weight gradient was to be written to a copy of its chunk; please report this")
     buffer.add_product(grad.storage_offset(), x, dy)
+    return dy @ weight
 
 
-@_add_weight_gradient.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
-    return None
+@_linear_backward.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, call: int) -> torch.Tensor:
+    return dy @ weight
+
+
+_CALLS = itertools.count()
+
+
+@torch.compiler.assume_constant_result
+def _new_call() -> int:
+    """A number for every call in a traced graph; a trace keeps the ones it was made with."""
+    return next(_CALLS)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, grad):
+    def forward(ctx, x, weight, bias, grad, call):
         ctx.save_for_backward(x, weight)
-        ctx.grad, ctx.has_bias = grad, bias is not None  # not saved: writing to it would count as a change
+        ctx.call, ctx.has_bias = call, bias is not None
+        ctx.grad = grad  # not saved: writing to it would count as a change
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        _add_weight_gradient(ctx.grad, x, dy)
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
         db = dy.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return dx, None, db, None
+        return _linear_backward(ctx.grad, x, weight, dy, ctx.call), None, db, None, None
 
 
 def _has_hooks(weight: torch.Tensor) -> bool:
@@ -193,14 +207,14 @@ def _has_hooks(weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` of x [..., in]; the gradient of weight [out, in] goes into its `GradBuffer`, if any.
 
-    Differentiable once. Autocast, and a weight that has no buffer or carries gradient hooks, take torch's own path.
+    Differentiable once. Autocast, a weight that has no buffer or carries gradient hooks, and an x that needs no gradient
+    take torch's own path.
     """
     grad = getattr(weight, "cai_grad", None)
-    if grad is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or x.dim() < 2:
+    direct = grad is not None and torch.is_grad_enabled() and x.requires_grad and x.dim() > 1
+    if not direct or torch.is_autocast_enabled(x.device.type) or _has_hooks(weight):
         return F.linear(x, weight, bias)
-    if _has_hooks(weight):  # they are to see the gradient
-        return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, grad)
+    return _Linear.apply(x, weight, bias, grad, _new_call())
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
