@@ -207,7 +207,7 @@ def test_float32_buffer_of_bfloat16_weights():
 def test_many_small_bfloat16_gradients_do_not_stall():
     layer = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
     buffer = buffered(layer, torch.float32)
-    x = torch.linspace(0.5, 1.5, WIDTH).bfloat16().expand(1, WIDTH)
+    x = torch.linspace(0.5, 1.5, WIDTH).bfloat16().expand(1, WIDTH).requires_grad_()
     for _ in range(600):
         layer(x).sum().backward()
     expected = 600 * x.float().expand(WIDTH, WIDTH)
@@ -508,11 +508,25 @@ def test_compiled_gradients_of_inputs_alone_add_nothing(compiled):
     torch.testing.assert_close(taken(buffer)["weight"], dy.t() @ x.detach())
 
 
-def test_a_backend_that_copies_the_chunk_is_refused():
+class Twice(nn.Module):
+    """One weight used twice on one input: equal calls, which a compiler may merge."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(x) + self.up(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_equal_calls_in_one_graph_both_count(backend):
     torch._dynamo.reset()
-    model = net()
-    buffer = buffered(model)
-    model.layers[0].forward = torch.compile(model.layers[0].forward, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="inductor"):
-        loss_of(model).backward()
-    buffer.close()
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(4, WIDTH, requires_grad=True)
+    model(x).sum().backward()
+    expected, model.up.weight.grad = model.up.weight.grad, None
+    buffer = buffered(model, torch.float32)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    model(x).sum().backward()
+    torch.testing.assert_close(taken(buffer)["up.weight"], expected)
