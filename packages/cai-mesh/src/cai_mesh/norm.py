@@ -98,22 +98,23 @@ def _combine(
 ) -> torch.Tensor:
     """Fold the values of each set of axes over those axes, one collective an axis, in float64.
 
-    Ranks may hold different sets (a stage without sharded parameters), so sets are enumerated alike everywhere:
-    by which of the mesh's axes they contain, as bits of a vector index. The dtype is the same on all ranks too: one
-    without gradients does not know that of the others.
+    Ranks may hold different sets (a stage without sharded parameters), so sets are enumerated alike everywhere, in a
+    table with one dimension of two for each of the mesh's axes: does the set contain it? The dtype is the same on all
+    ranks too: one without gradients does not know that of the others. Indices are numbers, never tensors, which the
+    host would have to wait for.
     """
     axes = [a for a in build.axis_names(mesh) if build.degree(mesh, a) > 1] if mesh is not None else []
-    table = torch.zeros(1 << len(axes), dtype=torch.float64, device=device)
+    table = torch.zeros([2] * len(axes), dtype=torch.float64, device=device)
     for held, value in values.items():
-        slot = sum(1 << i for i, axis in enumerate(axes) if axis in held or axis == "pp")
+        entry = table[tuple(int(axis in held or axis == "pp") for axis in axes)] if axes else table
         value = value.double()
-        table[slot] = table[slot] + value if norm_type == 2.0 else torch.maximum(table[slot], value)
+        entry.copy_(entry + value if norm_type == 2.0 else torch.maximum(entry, value))
     for i, axis in enumerate(axes):
         assert mesh is not None
-        with_axis = [slot for slot in range(len(table)) if slot >> i & 1]
-        summed = table[with_axis]
-        all_reduce(summed, build.group(mesh, axis), op="sum" if norm_type == 2.0 else "max")
-        table[with_axis] = summed
+        with_axis = table.select(i, 1)
+        folded = with_axis.contiguous()
+        all_reduce(folded, build.group(mesh, axis), op="sum" if norm_type == 2.0 else "max")
+        with_axis.copy_(folded)
     return table.sum() if norm_type == 2.0 else table.max()
 
 
