@@ -14,7 +14,9 @@ def test_passes_by_what_lies_before():
     assert order.peek() == "a"
     assert order.use("a") == []
     assert order.peek() == "b"
+    assert order.is_ahead("d") and not order.is_ahead("a")
     assert order.use("d") == ["b", "c"]
+    assert order.is_ahead("e") and not order.is_ahead("d")
     assert order.peek() == "e"
     assert order.end() == ["e"]
     assert order.peek() is None

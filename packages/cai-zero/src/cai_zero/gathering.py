@@ -222,8 +222,8 @@ class Gatherer:
         self._prefetch()
 
     def _drop_prefetched(self, until: Sharded | None) -> None:
-        """Units gathered ahead and then not used: those before `until`, or all of them when it is not among them."""
-        if until is not None and until not in self._prefetched:
+        """Units gathered ahead and then not used: those before `until`, all if that comes later; None: all."""
+        if until is not None and until not in self._prefetched and not self.order.is_ahead(until):
             return
         while self._prefetched:
             unit = self._prefetched.popleft()

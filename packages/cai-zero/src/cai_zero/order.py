@@ -43,6 +43,10 @@ class GatherOrder(Generic[Key]):
         self._at += position + 1
         return list(ahead[:position])
 
+    def is_ahead(self, key: Key) -> bool:
+        """Whether `key` is still to come in this pass."""
+        return key in self._sequence[self._at :]
+
     def peek(self) -> Key | None:
         """The key that comes next."""
         return self._sequence[self._at] if self._at < len(self._sequence) else None
