@@ -25,7 +25,7 @@ def test_equals_the_plain_loop(model, layout, dtype):
     losses, gradients, parameters = expected(model, dtype)
     results = run_ranks(CASES[layout].world, trained, model, CASES[layout], dtype, timeout=240)
     got_losses, got_gradients, got_parameters = results[0]
-    tolerance = 1e-9 if dtype == "fp64" else 1e-4
+    tolerance = 1e-9 if dtype == "fp64" else 2e-4  # float32 rounds differently from CPU to CPU
     for other in results[1:]:
         assert other == got_losses
     error = max(abs(a - b) for a, b in zip(got_losses, losses, strict=True))

@@ -122,9 +122,10 @@ def test_evaluation_and_forward() -> None:
         expected = sum(float(loss_of(model(**i), t)) for i, t in zip(inputs, targets, strict=True))
         logits = model(**inputs[1]).logits
     ranks = run_ranks(2, evaluate, "gptj", 2)
-    assert [rank[0] for rank in ranks] == pytest.approx([expected] * 2, rel=1e-12)
+    # GPT-J multiplies attention in float32, whose sums depend on how memory is aligned on some CPUs
+    assert [rank[0] for rank in ranks] == pytest.approx([expected] * 2, rel=1e-8)
     assert ranks[0][2] is None
-    torch.testing.assert_close(ranks[1][2], logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ranks[1][2], logits, rtol=1e-8, atol=1e-8)
 
 
 class Recorder:

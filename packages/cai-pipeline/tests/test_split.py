@@ -48,11 +48,13 @@ def test_the_stages_compute_what_the_model_computes(family: str, padded: bool) -
     expected = whole(**inputs)
     expected.loss.backward()
     output = chain(parts, inputs)
-    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
-    torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=0)
+    # GPT-J multiplies attention in float32, whose sums depend on how memory is aligned on some CPUs
+    wide = 1e-8 if family == "gptj" else 0
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=wide)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=wide)
     found = gradients(parts)
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(found.pop(name), parameter.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found.pop(name), parameter.grad, rtol=1e-12, atol=max(wide, 1e-12))
     assert not found
 
 

@@ -178,9 +178,8 @@ def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tenso
 _CALLS = itertools.count()
 
 
-@torch.compiler.assume_constant_result
 def _new_call() -> int:
-    """A number for every call in a traced graph; a trace keeps the ones it was made with."""
+    """A number for every call in a traced graph; a trace keeps the ones it was made with (see `direct_linears`)."""
     return next(_CALLS)
 
 
@@ -226,6 +225,9 @@ def direct_linears(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
 
     Layers with a forward of their own, and weights that carry gradient hooks, stay as they are.
     """
+    torch.compiler.assume_constant_result(
+        _new_call
+    )  # here: it imports the compiler, which importing us must not
     wanted = {id(p) for p in params}
     for module in model.modules():
         plain = type(module) is nn.Linear and "forward" not in module.__dict__

@@ -63,7 +63,7 @@ class RankPool:
             self.close()
         self._grow(n)
         store = Path(self._directory.name) / f"store-{time.monotonic_ns()}"
-        payload = pickle.dumps((_reference(fn), args, kwargs))
+        payload = pickle.dumps((_reference(fn), pickle.dumps((args, kwargs))))
         pipes = {self._workers[rank][1]: rank for rank in range(n)}
         try:
             for pipe, rank in pipes.items():
@@ -153,7 +153,7 @@ def _load(module_name: str, path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"ranks_{Path(path).stem}_{abs(hash(path))}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = sys.modules[module_name] = module  # pickled classes name the latter
     spec.loader.exec_module(module)
     return module
 
@@ -182,8 +182,9 @@ def _run_rank(
 ) -> Any:
     import torch.distributed as dist
 
-    reference, args, kwargs = pickle.loads(payload)
-    fn = _resolve(reference, loaded)
+    reference, arguments = pickle.loads(payload)
+    fn = _resolve(reference, loaded)  # first: the arguments may be of classes of its module
+    args, kwargs = pickle.loads(arguments)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),

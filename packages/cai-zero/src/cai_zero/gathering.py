@@ -208,28 +208,33 @@ class Gatherer:
     def use(self, unit: Sharded, *, backward: bool) -> None:
         """Return with `unit` whole; ranks pass by the same units on the way. Then gather ahead."""
         if backward and not self._backward:
-            self._drop_prefetched(None)
+            self._drop_prefetched()
             self._backward = True
             self.order.begin(backward=True)
         if backward:
             self._in_backward.add(unit)
         elif unit.whole and unit.versions != unit.rows_versions:
             self.free(unit)  # a forward that did not begin with the model's
-        self._drop_prefetched(unit)
-        for passed in self.order.use(unit):
-            self._pass_by(passed)
+        if not self._reached_prefetched(unit):  # the order may hold it once more, further on
+            for passed in self.order.use(unit):
+                self._pass_by(passed)
         self.finish(unit)
         self._prefetch()
 
-    def _drop_prefetched(self, until: Sharded | None) -> None:
-        """Units gathered ahead and then not used: those before `until`, all if that comes later; None: all."""
-        if until is not None and until not in self._prefetched and not self.order.is_ahead(until):
-            return
+    def _reached_prefetched(self, unit: Sharded) -> bool:
+        """Whether `unit` was gathered ahead. What was gathered before it, or is now left behind, is passed by."""
+        ahead = unit in self._prefetched
+        while self._prefetched and (ahead or self.order.is_ahead(unit)):
+            first = self._prefetched.popleft()
+            if first is unit:
+                break
+            self._pass_by(first)
+        return ahead
+
+    def _drop_prefetched(self) -> None:
+        """Pass by all that was gathered ahead."""
         while self._prefetched:
-            unit = self._prefetched.popleft()
-            if unit is until:
-                return
-            self._pass_by(unit)
+            self._pass_by(self._prefetched.popleft())
 
     def _pass_by(self, unit: Sharded) -> None:
         """What happens to a unit this rank does not use is what happens to it where it is used."""
@@ -260,7 +265,7 @@ class Gatherer:
 
     def end_pass(self) -> None:
         """Pass by what is left of the order; a backward leaves nothing whole."""
-        self._drop_prefetched(None)
+        self._drop_prefetched()
         for unit in self.order.end():
             self._pass_by(unit)
         if self._backward:

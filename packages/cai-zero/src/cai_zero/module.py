@@ -264,7 +264,8 @@ class ModuleSharding:
         for group in (self._ranks.replicate, self._ranks.shard):
             recorded = all_gather_object(recorded, group)[0]
         forward, backward, ready = ([units[i] for i in uses] for uses in recorded)
-        self._gatherer.order.learn(forward, backward)
+        # a unit stays whole from its first use in a backward to its last
+        self._gatherer.order.learn(forward, list(dict.fromkeys(backward)))
         self._order = list(complete(list(dict.fromkeys(ready)), self._order))
         self._recorded = None
 
