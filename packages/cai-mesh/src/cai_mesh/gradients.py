@@ -206,8 +206,8 @@ def _has_hooks(weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` of x [..., in]; the gradient of weight [out, in] goes into its `GradBuffer`, if any.
 
-    Differentiable once. Autocast, a weight that has no buffer or carries gradient hooks, and an x that needs no gradient
-    take torch's own path.
+    Differentiable once. Autocast, a weight that has no buffer or carries gradient hooks, and an x that needs no
+    gradient take torch's own path.
     """
     grad = getattr(weight, "cai_grad", None)
     direct = grad is not None and torch.is_grad_enabled() and x.requires_grad and x.dim() > 1

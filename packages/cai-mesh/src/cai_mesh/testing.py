@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import importlib
 import importlib.util
+import io
 import multiprocessing as mp
 import os
 import pickle
@@ -158,6 +159,16 @@ def _load(module_name: str, path: str) -> Any:
     return module
 
 
+class _Arguments(pickle.Unpickler):
+    """Finds classes in modules that are loaded, also where the packages their names speak of cannot be imported."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        module = sys.modules.get(module_name)
+        return (
+            super().find_class(module_name, global_name) if module is None else getattr(module, global_name)
+        )
+
+
 def _work(pipe: Connection, dump: str) -> None:
     torch.set_num_threads(1)
     loaded: dict[str, Any] = {}
@@ -184,7 +195,7 @@ def _run_rank(
 
     reference, arguments = pickle.loads(payload)
     fn = _resolve(reference, loaded)  # first: the arguments may be of classes of its module
-    args, kwargs = pickle.loads(arguments)
+    args, kwargs = _Arguments(io.BytesIO(arguments)).load()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world),
