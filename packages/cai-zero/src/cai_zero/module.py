@@ -107,9 +107,8 @@ class ModuleSharding:
             if sharding is not None and id(optimizer.param_groups[0]["params"][0]) in sharding._kept:
                 sharding._gatherer.begin_step()
 
-        register_optimizer_step_post_hook(
-            stepped
-        )  # for good: removing one while others run would break torch's loop
+        # for good: taking one out while others run would break torch's loop over them
+        register_optimizer_step_post_hook(stepped)
 
     def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
