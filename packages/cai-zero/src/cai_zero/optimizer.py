@@ -123,9 +123,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for chunk in self._order[self._next :]:
                 self._reduce(chunk)  # also what this rank did not use: others may have
         for chunk in self._chunks:
-            if (
-                self._silent or chunk.spec.tied is not None
-            ):  # its other holder may lag a pipeline stage behind
+            tied = chunk.spec.tied is not None  # its other holder may lag a pipeline stage behind
+            if self._silent or tied:
                 chunk.pending, chunk.flat.grad = True, None
         self._end_pass()
 
