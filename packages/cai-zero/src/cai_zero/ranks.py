@@ -55,12 +55,14 @@ def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None:
         return None
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-    return dist.new_group(
+    second = dist.new_group(
         dist.get_process_group_ranks(group),
         backend=dist.get_backend_config(group),
         timeout=backend.options._timeout,
         use_local_synchronization=True,
     )
+    assert isinstance(second, dist.ProcessGroup)  # this rank is one of the ranks
+    return second
 
 
 def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
