@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from typing import Literal
 
 import torch
@@ -12,10 +13,13 @@ from cai_kernels.errors import KernelError
 
 Backend = Literal["auto", "triton", "reference"]
 
+_INSTALLED = importlib.util.find_spec("triton") is not None
+_said: set[str] = set()
+
 
 def why_not_triton(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None when they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _INSTALLED:
         return "triton is not installed (pip install cai-kernels[triton])"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -32,13 +36,20 @@ def why_not_triton(device: torch.device) -> str | None:
 def choose(backend: Backend, device: torch.device) -> Literal["triton", "reference"]:
     """The form that runs for tensors on `device`.
 
-    "auto" takes Triton on a CUDA device that can run it, else the reference (never the interpreter). An explicit
-    "triton" where it cannot run is a `KernelError`, never a fallback.
+    "auto" takes Triton on a CUDA device that can run it, else the reference (never the interpreter); on a GPU that
+    cannot, it warns once with the reason. An explicit "triton" where it cannot run is a `KernelError`, never a
+    fallback.
     """
     if backend == "reference":
         return "reference"
     if backend == "auto":
-        return "triton" if device.type == "cuda" and why_not_triton(device) is None else "reference"
+        if device.type != "cuda":
+            return "reference"
+        reason = why_not_triton(device)
+        if reason is not None and reason not in _said:
+            _said.add(reason)
+            warnings.warn(f"cai_kernels runs its plain torch forms: {reason}", stacklevel=3)
+        return "triton" if reason is None else "reference"
     if backend == "triton":
         reason = why_not_triton(device)
         if reason is not None:

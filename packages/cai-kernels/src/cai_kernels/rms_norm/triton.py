@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from cai_kernels.launch import power_of_2, row_warps, waves
+from cai_kernels.ops import define
+
 MAX_COLUMNS = 65536
 
 
@@ -42,55 +45,42 @@ def _backward(dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, columns, row
     tl.store(dw_ptr + program * columns + at, dw, mask=inside)
 
 
-def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
-
-
-@torch.library.custom_op("cai_kernels::rms_norm", mutates_args=())
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, D] contiguous, weight [D] -> (y [T, D], reciprocal root mean square [T] in float32)."""
     rows, columns = x.shape
-    y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
+    y, rstd = _empty(x, weight, eps)
+    block = power_of_2(columns)
     if rows:
         launch = _forward[(rows,)]  # pyright: ignore[reportIndexIssue]
-        launch(x, weight, y, rstd, columns, eps, BLOCK=block, num_warps=_warps(block))
+        launch(x, weight, y, rstd, columns, eps, BLOCK=block, num_warps=row_warps(block))
     return y, rstd
 
 
-@rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("cai_kernels::rms_norm_backward", mutates_args=())
-def rms_norm_backward(
+def _rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x [T, D] and weight [D]. Partial weight gradients are float32, one row of them a program."""
     rows, columns = x.shape
-    dx = torch.empty_like(x)
-    programs = min(rows, _programs(x.device))
+    dx, dw = _empty_gradients(dy, x, weight, rstd)
+    programs = min(rows, waves(x.device, 2))
     if programs == 0:
-        return dx, torch.zeros_like(weight)
+        return dx, dw.zero_()
     partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
+    block = power_of_2(columns)
     each = triton.cdiv(rows, programs)
     launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
-    launch(dy, x, weight, rstd, dx, partial, rows, columns, each, BLOCK=block, num_warps=_warps(block))
+    launch(dy, x, weight, rstd, dx, partial, rows, columns, each, BLOCK=block, num_warps=row_warps(block))
     return dx, partial.sum(0).to(weight.dtype)
 
 
-@rms_norm_backward.register_fake
-def _(
+def _empty(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _empty_gradients(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _programs(device: torch.device) -> int:
-    """Two waves of programs on a GPU; a few under the interpreter, where each is a Python loop."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 def _save(ctx, inputs, output) -> None:
@@ -108,4 +98,5 @@ def _differentiate(ctx, dy, _rstd):
     return dx, dw, None
 
 
-rms_norm.register_autograd(_differentiate, setup_context=_save)
+rms_norm_backward = define(_rms_norm_backward, _empty_gradients)
+rms_norm = define(_rms_norm, _empty, save=_save, backward=_differentiate)

@@ -1,0 +1,24 @@
+"""Sizes of launches, from shapes alone: nothing is tuned at run time."""
+
+from __future__ import annotations
+
+import torch
+
+INTERPRETED_PROGRAMS = 16  # under the interpreter each program is a loop in Python
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (1 for 0)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_warps(block: int) -> int:
+    """Warps of a program that holds a row of `block` values: 16 values a thread, at most 16 warps."""
+    return min(max(block // 512, 1), 16)
+
+
+def waves(device: torch.device, each: int = 1) -> int:
+    """Programs of a persistent launch: `each` on every multiprocessor of a GPU."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
