@@ -9,7 +9,7 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, Shard, attach
 from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit, blocks, check_parameters
+from cai_mesh.units import FlatUnit, Share, blocks, check_parameters
 
 
 class Net(nn.Module):
@@ -76,16 +76,14 @@ def test_canonical_names_and_models_of_one_list():
     assert blocks(nn.Module()) == {}
 
 
-def unit_of(model, **changes):
+def unit_of(model, index=0, world=2):
     options = {
-        "world": 2,
-        "index": 0,
-        "shard_axes": frozenset({"dp_shard"}),
+        "share": Share(world, index, frozenset({"dp_shard"})),
         "master": torch.float32,
         "compute": torch.bfloat16,
         "device": torch.device("cpu"),
     }
-    return FlatUnit(model, list(model.named_parameters()), **(options | changes))
+    return FlatUnit(model, list(model.named_parameters()), **options)
 
 
 def test_the_whole_comes_and_goes_under_the_same_names():
@@ -185,9 +183,6 @@ def test_a_parameter_outside_the_model_is_refused():
         FlatUnit(
             nn.Linear(2, 2),
             [("x", nn.Parameter(torch.zeros(2)))],
-            world=1,
-            index=0,
-            shard_axes=frozenset(),
             master=torch.float32,
             compute=torch.float32,
             device=torch.device("cpu"),

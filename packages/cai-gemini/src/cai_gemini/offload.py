@@ -51,9 +51,6 @@ class _Offloaded:
             FlatUnit(
                 self._root,
                 members,
-                world=1,
-                index=0,
-                shard_axes=frozenset(),
                 master=dtype,
                 compute=compute or dtype,
                 device=members[0][1].device,

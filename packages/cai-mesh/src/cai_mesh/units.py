@@ -101,14 +101,28 @@ class _Site:
     index: int
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which shard of a chunk a rank keeps.
+
+    Args:
+        world: number of shards.
+        index: which one.
+        axes: mesh axes along which the shards differ.
+    """
+
+    world: int = 1
+    index: int = 0
+    axes: frozenset[str] = frozenset()
+
+
 class FlatUnit:
     """The chunk of one module's parameters: a shard that stays and a whole that comes and goes.
 
     Args:
         root: model in which every reference to the parameters is replaced.
         params: (canonical name, parameter) pairs of the unit, all on one device. Their memory is freed.
-        world, index: number of shards and which one this rank keeps.
-        shard_axes: mesh axes along which the shards differ.
+        share: the shard this rank keeps; default: all there is.
         master, compute: dtypes of the shard and of the whole chunk.
         device: where the whole chunk is used.
         place: returns the home of the shard (to move it to another memory); default: it stays on `device`.
@@ -120,19 +134,17 @@ class FlatUnit:
         root: nn.Module,
         params: Sequence[tuple[str, nn.Parameter]],
         *,
-        world: int,
-        index: int,
-        shard_axes: frozenset[str],
         master: torch.dtype,
         compute: torch.dtype,
         device: torch.device,
+        share: Share = Share(),
         place: Callable[[torch.Tensor], torch.Tensor] = lambda shard: shard,
         fill: Callable[[FlatChunk, torch.Tensor], None] | None = None,
     ):
         originals = [param for _, param in params]
         self.sources = [id(param) for param in originals]  # not the parameters: they would keep their memory
-        self.chunk = FlatChunk(params, world=world)
-        self.low, self.high = self.chunk.shard_range(index)
+        self.chunk = FlatChunk(params, world=share.world)
+        self.low, self.high = self.chunk.shard_range(share.index)
         full = self.chunk.allocate(master, device)
         if fill is None:
             self.chunk.fill(full, originals)
@@ -144,7 +156,7 @@ class FlatUnit:
         self.used = [
             _whole_parameter(v, p) for v, p in zip(self.chunk.views(self.whole.data), originals, strict=True)
         ]
-        self.kept = self._shard_parameters(originals, shard_axes)
+        self.kept = self._shard_parameters(originals, share.axes)
         self._sites = _sites(root, originals)
         self.is_whole = True
         self.free_storage()

@@ -25,7 +25,7 @@ from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
 from cai_mesh.lifecycle import ModuleLifecycle
 from cai_mesh.protocols import CommHandle, OnDevice, Residency, Stored
 from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit, check_parameters, units
+from cai_mesh.units import FlatUnit, Share, check_parameters, units
 from cai_zero.compress import Compression, check_ranks
 from cai_zero.gathering import Gather, Gatherer, Part, Sharded
 from cai_zero.gradients import reduce_chunk
@@ -123,12 +123,10 @@ class ModuleSharding:
         unit = FlatUnit(
             self._root,
             members,
-            world=self._ranks.size,
-            index=self._ranks.index,
-            shard_axes=frozenset(self._ranks.shard_axes),
             master=master,
             compute=compute,
             device=self._device,
+            share=Share(self._ranks.size, self._ranks.index, frozenset(self._ranks.shard_axes)),
             place=self._options.residency.place,
             fill=lambda chunk, full: _fill(chunk, full, members, self._options.materialize),
         )
