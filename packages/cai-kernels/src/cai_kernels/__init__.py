@@ -2,8 +2,19 @@
 
 from cai_kernels.backend import Backend, choose, why_not_triton
 from cai_kernels.errors import KernelError
+from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.rms_norm import rms_norm
+from cai_kernels.token_permute import token_permute, token_unpermute
 
 __version__ = "0.1.0"
 
-__all__ = ["Backend", "KernelError", "choose", "rms_norm", "why_not_triton"]
+__all__ = [
+    "Backend",
+    "KernelError",
+    "choose",
+    "grouped_matmul",
+    "rms_norm",
+    "token_permute",
+    "token_unpermute",
+    "why_not_triton",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 INTERPRETED_PROGRAMS = 16  # under the interpreter each program is a loop in Python
@@ -22,3 +24,13 @@ def waves(device: torch.device, each: int = 1) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How `tiles.dot` multiplies operands: float32 exactly, unless torch is set to allow TF32.
+
+    Triton's interpreter has no product of bfloat16, so there operands are widened, which changes no product.
+    """
+    if dtype != torch.float32:
+        return "widened" if os.environ.get("TRITON_INTERPRET") == "1" else "tf32"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
