@@ -1,6 +1,13 @@
 """Training kernels as functions on plain tensors: Triton where it runs, plain torch beside it."""
 
 from cai_kernels.backend import Backend, choose, why_not_triton
+from cai_kernels.cross_entropy import (
+    CrossEntropyParts,
+    cross_entropy,
+    cross_entropy_from_parts,
+    cross_entropy_gradient,
+    cross_entropy_parts,
+)
 from cai_kernels.errors import KernelError
 from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.rms_norm import rms_norm
@@ -10,8 +17,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Backend",
+    "CrossEntropyParts",
     "KernelError",
     "choose",
+    "cross_entropy",
+    "cross_entropy_from_parts",
+    "cross_entropy_gradient",
+    "cross_entropy_parts",
     "grouped_matmul",
     "rms_norm",
     "token_permute",

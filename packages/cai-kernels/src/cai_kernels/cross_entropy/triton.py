@@ -1,0 +1,363 @@
+"""Cross-entropy in Triton: one pass over a row for the loss, one more for its gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.cross_entropy.device import (
+    ENTROPY,
+    LOGIT_SUM,
+    PLAIN,
+    row_loss,
+    row_offset,
+    scan_row,
+    slopes,
+    target_logit,
+)
+from cai_kernels.launch import power_of_2
+from cai_kernels.ops import define
+
+NONE, SUM, MEAN = 0, 1, 2  # reductions
+ROWS = 2048  # whose losses are summed at once
+NEVER = -(1 << 62)  # an ignore_index no target has
+
+_ENTROPY = tl.constexpr(ENTROPY)
+_NONE, _MEAN = tl.constexpr(NONE), tl.constexpr(MEAN)
+
+
+@triton.jit
+def _scan(
+    x_ptr,
+    target_ptr,
+    stats_ptr,
+    rows,
+    columns,
+    shape,
+    scalars,
+    AUX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """stats [4, rows]: maximum, sum of exponentials, target's logit, auxiliary; scalars: (softcap, first, ignored)."""
+    softcap, first, ignored = scalars
+    CAP: tl.constexpr = softcap is not None
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    x_ptr += row_offset(row, shape)
+    reads = tl.where(target == ignored, 0, columns)
+    top, total, extra = scan_row(x_ptr, reads, softcap, AUX, CAP, BLOCK, STAGES)
+    aimed = target_logit(x_ptr, target - first, reads, softcap, CAP)
+    tl.store(stats_ptr + row, top)
+    tl.store(stats_ptr + rows + row, total)
+    tl.store(stats_ptr + 2 * rows + row, aimed)
+    tl.store(stats_ptr + 3 * rows + row, extra)
+
+
+@triton.jit
+def _finish(
+    stats_ptr,
+    target_ptr,
+    out_ptrs,
+    rows,
+    columns,
+    ignored,
+    smoothing,
+    z_loss,
+    REDUCTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out_ptrs: losses, z-losses, and the factor that a mean puts on every gradient."""
+    loss_ptr, z_ptr, scale_ptr = out_ptrs
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    loss_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    z_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    count = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(tl.cdiv(rows, BLOCK) if REDUCTION != _NONE else 1):
+        inside = at < rows
+        target = tl.load(target_ptr + at, mask=inside, other=0).to(tl.int64)
+        counts = inside & (target != ignored)
+        top = tl.load(stats_ptr + at, mask=counts, other=0.0)
+        total = tl.load(stats_ptr + rows + at, mask=counts, other=1.0)
+        aimed = tl.load(stats_ptr + 2 * rows + at, mask=counts, other=0.0)
+        logit_sum = tl.load(stats_ptr + 3 * rows + at, mask=counts, other=0.0)
+        loss, z = row_loss(top, total, aimed, logit_sum, columns, smoothing, z_loss)
+        loss = tl.where((target >= 0) & (target < columns), loss, float("nan"))
+        loss = tl.where(counts, loss, 0.0)
+        z = tl.where(counts, z, 0.0)
+        if REDUCTION == _NONE:
+            tl.store(loss_ptr + at, loss, mask=inside)
+            tl.store(z_ptr + at, z, mask=inside)
+        loss_sum += loss
+        z_sum += z
+        count += counts.to(tl.float32)
+        at += BLOCK
+    if REDUCTION != _NONE:
+        scale = 1.0 / tl.sum(count, 0) if REDUCTION == _MEAN else 1.0
+        tl.store(loss_ptr, tl.sum(loss_sum, 0) * scale)
+        tl.store(z_ptr, tl.sum(z_sum, 0) * scale)
+        tl.store(scale_ptr, scale)
+    elif tl.program_id(0) == 0:
+        tl.store(scale_ptr, 1.0)
+
+
+@triton.jit
+def _gradient(
+    upstream,
+    x_ptr,
+    target_ptr,
+    stats_ptr,
+    dx_ptr,
+    shapes,
+    scalars,
+    terms,
+    AUX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of one row a program. upstream: (gradients of the losses, their stride, factor, gradients of entropies).
+
+    A row whose upstream is 0 is not read. shapes: (rows, columns, shape of x, shape of dx), scalars: (first, ignored).
+    """
+    dloss_ptr, dloss_stride, scale_ptr, dentropy_ptr = upstream
+    rows, columns, x_shape, dx_shape = shapes
+    first, ignored = scalars
+    CAP: tl.constexpr = terms[3] is not None
+    tiles = tl.cdiv(columns, BLOCK)
+    program = tl.program_id(0)
+    row = (program // tiles).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    factor = tl.load(dloss_ptr + row * dloss_stride)
+    if scale_ptr is not None:
+        factor *= tl.load(scale_ptr)
+    factor = tl.where(target == ignored, 0.0, factor)
+    reads = tl.where(factor != 0.0, columns, 0)
+    of_entropy = factor
+    if AUX == _ENTROPY:
+        of_entropy = tl.where(target == ignored, 0.0, tl.load(dentropy_ptr + row))
+        reads = tl.where(of_entropy != 0.0, columns, reads)
+    at = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
+    top = tl.load(stats_ptr + row)
+    total = tl.load(stats_ptr + rows + row)
+    extra = tl.load(stats_ptr + 3 * rows + row)
+    x = tl.load(x_ptr + row_offset(row, x_shape) + at, mask=at < reads, other=0.0).to(tl.float32)
+    g = slopes(x, at, target - first, (top, total, extra, factor, of_entropy), terms, AUX, CAP)
+    g = tl.where(at < reads, g, 0.0)
+    tl.store(dx_ptr + row_offset(row, dx_shape) + at, g.to(dx_ptr.dtype.element_ty), mask=at < columns)
+
+
+def _shape(x: torch.Tensor) -> tuple[int, int, int]:
+    """What `row_offset` needs of [rows, columns] or [outer, inner, columns]."""
+    return (x.shape[-2], x.stride(0) if x.dim() == 3 else 0, x.stride(-2))
+
+
+def _scan_sizes(columns: int) -> dict[str, int]:
+    block = min(power_of_2(columns), 4096)
+    return {"BLOCK": block, "STAGES": 3, "num_warps": max(min(block // 512, 8), 1)}
+
+
+def scan(
+    logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, softcap: float, aux: int
+) -> torch.Tensor:
+    """Logits [rows, columns] or [outer, inner, columns], columns contiguous, target [rows] -> stats [4, rows] float32.
+
+    A softcap of 0 is none. Rows whose target is `ignored` are not read.
+    """
+    rows = target.numel()
+    stats = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        scalars = (softcap or None, first, ignored)
+        launch = _scan[(rows,)]  # pyright: ignore[reportIndexIssue]
+        sizes = _scan_sizes(logits.shape[-1])
+        launch(logits, target, stats, rows, logits.shape[-1], _shape(logits), scalars, AUX=aux, **sizes)
+    return stats
+
+
+def write_gradient(
+    upstream: tuple,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    out: torch.Tensor,
+    scalars: tuple[int, int],
+    options: tuple[float, float, float, float],
+    aux: int = PLAIN,
+) -> None:
+    """Write the gradient of the logits to `out`, which may be the logits; see the kernel for the tuples."""
+    rows, columns = target.numel(), logits.shape[-1]
+    if not rows:
+        return
+    block = min(power_of_2(columns), 4096)
+    launch = _gradient[(rows * triton.cdiv(columns, block),)]  # pyright: ignore[reportIndexIssue]
+    shapes = (rows, columns, _shape(logits), _shape(out))
+    terms = (*options[:3], options[3] or None)
+    warps = max(min(block // 512, 8), 1)
+    launch(
+        upstream, logits, target, stats, out, shapes, scalars, terms, AUX=aux, BLOCK=block, num_warps=warps
+    )
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    inplace: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, z-loss, stats [4, rows], factor of a mean); losses are [rows] or scalars."""
+    rows, columns = target.numel(), logits.shape[-1]
+    aux = LOGIT_SUM if label_smoothing else PLAIN
+    stats = scan(logits, target, 0, ignore_index, softcap, aux)
+    loss = torch.empty((rows,) if reduction == NONE else (), dtype=torch.float32, device=logits.device)
+    z = torch.empty_like(loss)
+    scale = torch.empty((), dtype=torch.float32, device=logits.device)
+    block = min(power_of_2(rows), ROWS if reduction else 256)
+    launch = _finish[(1 if reduction else max(triton.cdiv(rows, block), 1),)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        stats,
+        target,
+        (loss, z, scale),
+        rows,
+        columns,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        block,
+    )
+    return loss, z, stats, scale
+
+
+def _empty(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    inplace: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss = logits.new_empty((target.numel(),) if reduction == NONE else (), dtype=torch.float32)
+    stats = logits.new_empty((4, target.numel()), dtype=torch.float32)
+    return loss, torch.empty_like(loss), stats, logits.new_empty((), dtype=torch.float32)
+
+
+def _cross_entropy_backward(
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    scale: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> torch.Tensor:
+    """The gradient of the logits, contiguous. dloss is [rows] or a scalar, float32."""
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    options = (label_smoothing, label_smoothing / logits.shape[-1], z_loss, softcap)
+    upstream = (dloss, 1 if dloss.dim() else 0, scale, None)
+    write_gradient(upstream, logits, target, stats, out, (0, ignore_index), options)
+    return out
+
+
+def _empty_gradient(
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    scale: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    logits, target, ignore_index, _, label_smoothing, z_loss, softcap, inplace = inputs
+    _, z, stats, scale = output
+    ctx.save_for_backward(logits, target, stats, scale)
+    ctx.mark_non_differentiable(z, stats, scale)
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.inplace = (ignore_index, label_smoothing, z_loss, softcap), inplace
+
+
+def _differentiate(ctx, dloss, _z, _stats, _scale):
+    others = (None,) * 7
+    if dloss is None:
+        return None, *others
+    logits, target, stats, scale = ctx.saved_tensors
+    dloss = dloss.contiguous()
+    if not ctx.inplace:
+        return cross_entropy_backward(dloss, logits, target, stats, scale, *ctx.options), *others
+    ignore_index, label_smoothing, z_loss, softcap = ctx.options
+    options = (label_smoothing, label_smoothing / logits.shape[-1], z_loss, softcap)
+    out = logits.detach()
+    upstream = (dloss, 1 if dloss.dim() else 0, scale, None)
+    write_gradient(upstream, out, target, stats, out, (0, ignore_index), options)
+    torch.autograd.graph.increment_version(logits)  # a second backward is then torch's own error
+    return out, *others
+
+
+cross_entropy_backward = define(_cross_entropy_backward, _empty_gradient)
+cross_entropy = define(_cross_entropy, _empty, save=_save, backward=_differentiate)
+
+
+def _cross_entropy_scan(
+    logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, softcap: float, aux: int
+) -> torch.Tensor:
+    return scan(logits, target, first, ignored, softcap, aux)
+
+
+def _empty_stats(
+    logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, softcap: float, aux: int
+) -> torch.Tensor:
+    return logits.new_empty((4, target.numel()), dtype=torch.float32)
+
+
+def _cross_entropy_gradient_(
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    out: torch.Tensor,
+    first: int,
+    smoothing: float,
+    share: float,
+    z_loss: float,
+    softcap: float,
+) -> None:
+    write_gradient(
+        (dloss, 1, None, None),
+        logits,
+        target,
+        stats,
+        out,
+        (first, NEVER),
+        (smoothing, share, z_loss, softcap),
+    )
+
+
+def _write_nothing(
+    dloss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    out: torch.Tensor,
+    first: int,
+    smoothing: float,
+    share: float,
+    z_loss: float,
+    softcap: float,
+) -> None:
+    return None
+
+
+cross_entropy_scan = define(_cross_entropy_scan, _empty_stats)
+cross_entropy_gradient_ = define(_cross_entropy_gradient_, _write_nothing, mutates=("out",))
