@@ -71,13 +71,12 @@ def cross_entropy(
             (on the CPU an error of torch).
         ignore_index: the target of rows that do not count.
         reduction: "mean" over the rows that count, "sum" or "none".
-        label_smoothing: share of the target's probability spread over all classes (Szegedy et al.,
-            arXiv:1512.00567).
+        label_smoothing: share of the target's probability given to all classes (Szegedy et al., arXiv:1512.00567).
         z_loss: weight of the squared log-sum-exp added to every row's loss (PaLM, arXiv:2204.02311).
         softcap: replaces the logits by `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118).
         return_z_loss: also return the z-loss within the loss, for a log; no gradient flows through it.
-        inplace_backward: lets backward write the gradient over the logits, whose values are then gone. A second
-            backward is an error. A compiled graph decides for itself whether it can.
+        inplace_backward: lets backward write the gradient over the logits; a second backward is then an error. A
+            compiled graph decides for itself whether it can.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns the loss in float32 (float64 for float64 logits), a scalar or [...]; with `return_z_loss` (loss, z-loss).
@@ -92,20 +91,14 @@ def cross_entropy(
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
         options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
         loss, z = reference.cross_entropy(rows, flat, *options)
-        z = z.detach()
     else:
         from cai_kernels.cross_entropy import triton
 
+        numbers = (label_smoothing, z_loss, softcap or 0.0)
+        inplace = inplace_backward and not torch.compiler.is_compiling()
         loss, z, _, _ = triton.cross_entropy(
-            rows_of(logits),
-            target.contiguous(),
-            ignore_index,
-            REDUCTIONS.index(reduction),
-            label_smoothing,
-            z_loss,
-            softcap or 0.0,
-            inplace_backward and not torch.compiler.is_compiling(),
+            rows_of(logits), target.contiguous(), ignore_index, REDUCTIONS.index(reduction), *numbers, inplace
         )
     if reduction == "none":
         loss, z = loss.view(target.shape), z.view(target.shape)
-    return (loss, z) if return_z_loss else loss
+    return (loss, z.detach()) if return_z_loss else loss

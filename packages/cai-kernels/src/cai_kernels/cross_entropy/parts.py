@@ -89,6 +89,27 @@ def cross_entropy_from_parts(
     return loss.masked_fill(ignored, 0.0), z.masked_fill(ignored, 0.0)
 
 
+def _check_rows(logits: torch.Tensor, target: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        require(name, value, dtypes=(*DTYPES, torch.float64), like=logits)
+        if value.shape != target.shape:
+            raise KernelError(
+                f"{name} does not fit target", got=tuple(value.shape), expected=tuple(target.shape)
+            )
+
+
+def _check_out(logits: torch.Tensor, out: torch.Tensor | None) -> None:
+    if out is not None and (
+        (out.shape, out.dtype) != (logits.shape, logits.dtype)
+        or not (out.is_contiguous() or (out.dim() in (2, 3) and out.stride(-1) == 1))
+    ):
+        raise KernelError(
+            "out does not fit logits",
+            got=f"{tuple(out.shape)} {out.dtype}, strides {out.stride()}",
+            expected=f"{tuple(logits.shape)} {logits.dtype}, contiguous or of 2 or 3 dims with contiguous columns",
+        )
+
+
 def cross_entropy_gradient(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -121,21 +142,10 @@ def cross_entropy_gradient(
     require("logits", logits, dtypes=DTYPES if form == "triton" else (*DTYPES, torch.float64))
     check_target(logits, target)
     check_options("none", label_smoothing, z_loss, softcap)
-    for name, value in (("dloss", dloss), ("parts.maximum", parts.maximum), ("parts.sum_exp", parts.sum_exp)):
-        require(name, value, dtypes=(*DTYPES, torch.float64), like=logits)
-        if value.shape != target.shape:
-            raise KernelError(
-                f"{name} does not fit target", got=tuple(value.shape), expected=tuple(target.shape)
-            )
-    if out is not None and (
-        (out.shape, out.dtype) != (logits.shape, logits.dtype)
-        or not (out.is_contiguous() or (out.dim() in (2, 3) and out.stride(-1) == 1))
-    ):
-        raise KernelError(
-            "out does not fit logits",
-            got=f"{tuple(out.shape)} {out.dtype}, strides {out.stride()}",
-            expected=f"{tuple(logits.shape)} {logits.dtype}, contiguous or of 2 or 3 dims with contiguous columns",
-        )
+    _check_rows(
+        logits, target, {"dloss": dloss, "parts.maximum": parts.maximum, "parts.sum_exp": parts.sum_exp}
+    )
+    _check_out(logits, out)
     vocab = vocab or (0, logits.shape[-1])
     logits = logits.detach()
     if form == "reference":
@@ -146,8 +156,7 @@ def cross_entropy_gradient(
         return gradient if out is None else out.detach().copy_(gradient)
     from cai_kernels.cross_entropy import triton
 
-    whole = (parts.maximum, parts.sum_exp, parts.sum_exp, parts.sum_exp)
-    stats = torch.stack([part.reshape(-1).float() for part in whole])
+    stats = torch.stack([part.reshape(-1).float() for part in (*parts[:2], *parts[:2])])
     rows = rows_of(logits)
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out.detach()
     triton.cross_entropy_gradient_(
@@ -157,9 +166,6 @@ def cross_entropy_gradient(
         stats,
         rows_of(result),
         vocab[0],
-        label_smoothing,
-        label_smoothing / vocab[1],
-        z_loss,
-        softcap or 0.0,
+        *(label_smoothing, label_smoothing / vocab[1], z_loss, softcap or 0.0),
     )
     return result.view(logits.shape)
