@@ -1,5 +1,6 @@
 """Training kernels as functions on plain tensors: Triton where it runs, plain torch beside it."""
 
+from cai_kernels.add_rms_norm import add_rms_norm
 from cai_kernels.backend import Backend, choose, why_not_triton
 from cai_kernels.cross_entropy import (
     CrossEntropyParts,
@@ -10,6 +11,7 @@ from cai_kernels.cross_entropy import (
 )
 from cai_kernels.errors import KernelError
 from cai_kernels.grouped_matmul import grouped_matmul
+from cai_kernels.layer_norm import layer_norm
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.token_permute import token_permute, token_unpermute
 
@@ -19,12 +21,14 @@ __all__ = [
     "Backend",
     "CrossEntropyParts",
     "KernelError",
+    "add_rms_norm",
     "choose",
     "cross_entropy",
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
     "grouped_matmul",
+    "layer_norm",
     "rms_norm",
     "token_permute",
     "token_unpermute",

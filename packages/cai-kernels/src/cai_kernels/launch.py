@@ -19,6 +19,13 @@ def row_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a multiprocessor lends to programs (those of an H200 for anything but a GPU)."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def waves(device: torch.device, each: int = 1) -> int:
     """Programs of a persistent launch: `each` on every multiprocessor of a GPU."""
     if device.type != "cuda":

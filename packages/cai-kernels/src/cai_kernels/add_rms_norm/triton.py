@@ -1,0 +1,72 @@
+"""Residual sum and RMSNorm as operators over the kernels of norms of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from cai_kernels import row_norm
+from cai_kernels.ops import define
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, residual [..., D], weight [D] -> (y, x + residual [..., D], reciprocal root mean square [T] in float32)."""
+    y, total, _, rstd = row_norm.forward(x, residual, weight, None, eps, casting)
+    return y, total, rstd
+
+
+def _empty(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, total, _, rstd = row_norm.empty(x, residual, weight, None, eps, casting)
+    return y, total, rstd
+
+
+def _add_rms_norm_backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    casting: str,
+    sum_wanted: bool,
+    weight_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of x and residual alike [..., D], and of weight [D]; one not wanted is empty."""
+    wanted = (sum_wanted, weight_dtype, None)
+    return row_norm.backward(dy, total, weight, (None, rstd), dsum, casting, wanted)[:2]
+
+
+def _empty_gradients(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    total: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    casting: str,
+    sum_wanted: bool,
+    weight_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return row_norm.empty_gradients(total, (sum_wanted, weight_dtype, None))[:2]
+
+
+def _save(ctx, inputs, output) -> None:
+    _, _, weight, _, ctx.casting = inputs
+    ctx.save_for_backward(output[1], weight, output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, dsum, _rstd):
+    if dy is None:
+        return dsum, dsum, None, None, None
+    total, weight, rstd = ctx.saved_tensors
+    x, residual, parameter = ctx.needs_input_grad[:3]
+    dtype = weight.dtype if parameter else None
+    dx, dw = add_rms_norm_backward(dy, dsum, total, weight, rstd, ctx.casting, x or residual, dtype)
+    return dx if x else None, dx if residual else None, dw if parameter else None, None, None
+
+
+add_rms_norm_backward = define(_add_rms_norm_backward, _empty_gradients)
+add_rms_norm = define(_add_rms_norm, _empty, save=_save, backward=_differentiate)

@@ -1,0 +1,73 @@
+"""Layer norm as operators over the kernels of norms of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from cai_kernels import row_norm
+from cai_kernels.ops import define
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [..., D], weight, bias [D] -> (y [..., D], mean [T], reciprocal deviation [T], both in float32)."""
+    y, _, mean, rstd = row_norm.forward(x, None, weight, bias, eps, "layer")
+    return y, mean, rstd
+
+
+def _empty(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, _, mean, rstd = row_norm.empty(x, None, weight, bias, eps, "layer")
+    return y, mean, rstd
+
+
+def _layer_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    x_wanted: bool,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x [..., D], weight and bias [D]; one not wanted (its dtype None) is empty."""
+    wanted = (x_wanted, weight_dtype, bias_dtype)
+    return row_norm.backward(dy, x, weight, (mean, rstd), None, "layer", wanted)
+
+
+def _empty_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    x_wanted: bool,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return row_norm.empty_gradients(x, (x_wanted, weight_dtype, bias_dtype))
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, bias, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, _mean, _rstd):
+    if dy is None:
+        return None, None, None, None
+    x, weight, mean, rstd = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    dtypes = (weight.dtype if wanted[1] else None, ctx.bias_dtype if wanted[2] else None)
+    gradients = layer_norm_backward(dy, x, weight, mean, rstd, wanted[0], *dtypes)
+    return *(g if want else None for g, want in zip(gradients, wanted, strict=False)), None
+
+
+layer_norm_backward = define(_layer_norm_backward, _empty_gradients)
+layer_norm = define(_layer_norm, _empty, save=_save, backward=_differentiate)

@@ -1,0 +1,378 @@
+"""Norms of rows in Triton: the kernels of rms_norm, add_rms_norm and layer_norm.
+
+One program holds some whole rows forward. Backward is a persistent launch: a program walks over rows, the next ones
+already on their way to shared memory, and keeps its weight gradient in registers; a second kernel adds up the
+programs'. Rows that do not fit into registers are walked over in blocks of columns instead.
+
+KIND is "llama" (RMS, rounded to x's dtype before the weight), "gemma" (RMS, weight + 1, one rounding at the end) or
+"layer" (mean and variance, bias).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.column_sums import column_sums
+from cai_kernels.launch import power_of_2, shared_memory, waves
+from cai_kernels.rows import as_rows
+
+# Is the gradient of x wanted, and in which dtypes are those of weight and bias, if they are?
+Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
+
+NARROW = 16384  # columns of a row that one program holds in registers
+WIDE_BLOCK = 8192
+
+
+@triton.jit
+def _weighted(normalized, w_ptr, b_ptr, at, inside, y_ptr, x_ptr, KIND: tl.constexpr):
+    if KIND == "llama":
+        normalized = normalized.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        normalized *= w + 1.0 if KIND == "gemma" else w
+    if b_ptr is not None:
+        normalized += tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return normalized.to(y_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _forward(inputs, outputs, shape, eps, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    x_ptr, residual_ptr, w_ptr, b_ptr = inputs
+    y_ptr, sum_ptr, mean_ptr, rstd_ptr = outputs
+    rows, columns, x_stride, residual_stride = shape
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)[None, :]
+    real, live = row < rows, at < columns
+    inside = real[:, None] & live
+    x = tl.load(x_ptr + row[:, None] * x_stride + at, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        r = tl.load(residual_ptr + row[:, None] * residual_stride + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + r.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row[:, None] * columns + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    if KIND == "layer":
+        mean = tl.sum(wide, 1) / columns
+        tl.store(mean_ptr + row, mean, mask=real)
+        wide = tl.where(inside, wide - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / columns + eps)
+    tl.store(rstd_ptr + row, rstd, mask=real)
+    y = _weighted(wide * rstd[:, None], w_ptr, b_ptr, at, live, y_ptr, x_ptr, KIND)
+    tl.store(y_ptr + row[:, None] * columns + at, y, mask=inside)
+
+
+@triton.jit
+def _forward_wide(inputs, outputs, shape, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    x_ptr, residual_ptr, w_ptr, b_ptr = inputs
+    y_ptr, sum_ptr, mean_ptr, rstd_ptr = outputs
+    columns, x_stride, residual_stride = shape
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + at, mask=at < columns, other=0.0)
+        if residual_ptr is not None:
+            r = tl.load(residual_ptr + row * residual_stride + at, mask=at < columns, other=0.0)
+            x = (x.to(tl.float32) + r.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row * columns + at, x, mask=at < columns)
+        total += x.to(tl.float32)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    mean = tl.sum(total, 0) / columns
+    if KIND == "layer":
+        tl.store(mean_ptr + row, mean)
+        squares = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, columns, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + row * x_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+            centred = tl.where(at < columns, x - mean, 0.0)
+            squares += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / columns + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            r = tl.load(residual_ptr + row * residual_stride + at, mask=at < columns, other=0.0)
+            x = (x + r.to(tl.float32)).to(sum_ptr.dtype.element_ty).to(tl.float32)
+        if KIND == "layer":
+            x -= mean
+        y = _weighted(x * rstd, w_ptr, b_ptr, at, at < columns, y_ptr, x_ptr, KIND)
+        tl.store(y_ptr + row * columns + at, y, mask=at < columns)
+
+
+@triton.jit
+def _read(ptr, inside, EVEN: tl.constexpr):
+    """Values in float32; with EVEN all are there, and the mask's registers are spared."""
+    return tl.load(ptr).to(tl.float32) if EVEN else tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _backward(
+    inputs,
+    outputs,
+    shape,
+    KIND: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dsum_ptr = inputs
+    dx_ptr, dw_ptr, db_ptr = outputs
+    rows, columns, dy_stride, x_stride, dsum_stride = shape
+    at = tl.arange(0, BLOCK)[None, :]
+    live = at < columns
+    if dw_ptr is not None:
+        dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if db_ptr is not None:
+        db = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS)
+        real = row < rows
+        inside = real[:, None] & live
+        x = _read(x_ptr + row[:, None] * x_stride + at, inside, EVEN)
+        dy = _read(dy_ptr + row[:, None] * dy_stride + at, inside, EVEN)
+        rstd = _read(rstd_ptr + row, real, EVEN)[:, None]
+        if KIND == "layer":
+            x -= _read(mean_ptr + row, real, EVEN)[:, None]
+        x *= rstd
+        if dw_ptr is not None:
+            dw += dy * x
+        if db_ptr is not None:
+            db += dy
+        if dx_ptr is not None:
+            if (
+                w_ptr is not None
+            ):  # again for every row, from the cache: kept, it would take too many registers
+                w = _read(w_ptr + at, live, EVEN)
+                dy *= w + 1.0 if KIND == "gemma" else w
+            dx = dy - x * (tl.sum(dy * x, 1) / columns)[:, None]
+            if KIND == "layer":
+                dx -= (tl.sum(dy, 1) / columns)[:, None]
+            dx *= rstd
+            if dsum_ptr is not None:
+                dx += _read(dsum_ptr + row[:, None] * dsum_stride + at, inside, EVEN)
+            dx = dx.to(dx_ptr.dtype.element_ty)
+            if EVEN:
+                tl.store(dx_ptr + row[:, None] * columns + at, dx)
+            else:
+                tl.store(dx_ptr + row[:, None] * columns + at, dx, mask=inside)
+    at = tl.arange(0, BLOCK)
+    if dw_ptr is not None:
+        tl.store(dw_ptr + program * columns + at, tl.sum(dw, 0), mask=at < columns)
+    if db_ptr is not None:
+        tl.store(db_ptr + program * columns + at, tl.sum(db, 0), mask=at < columns)
+
+
+@triton.jit
+def _backward_wide(inputs, dx_ptr, shape, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dsum_ptr = inputs
+    columns, dy_stride, x_stride, dsum_stride = shape
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    mean = tl.load(mean_ptr + row) if KIND == "layer" else 0.0
+    along = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = (tl.load(x_ptr + row * x_stride + at, mask=at < columns, other=0.0).to(tl.float32) - mean) * rstd
+        dy = tl.load(dy_ptr + row * dy_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            w = tl.load(w_ptr + at, mask=at < columns, other=0.0).to(tl.float32)
+            dy *= w + 1.0 if KIND == "gemma" else w
+        along += dy * x
+        total += dy
+    alike = tl.sum(along, 0) / columns
+    shift = tl.sum(total, 0) / columns if KIND == "layer" else 0.0
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = (tl.load(x_ptr + row * x_stride + at, mask=at < columns, other=0.0).to(tl.float32) - mean) * rstd
+        dy = tl.load(dy_ptr + row * dy_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            w = tl.load(w_ptr + at, mask=at < columns, other=0.0).to(tl.float32)
+            dy *= w + 1.0 if KIND == "gemma" else w
+        dx = (dy - shift - x * alike) * rstd
+        if dsum_ptr is not None:
+            dx += tl.load(dsum_ptr + row * dsum_stride + at, mask=at < columns, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def _parameters_wide(inputs, outputs, shape, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Weight and bias gradients of a block of columns over every P-th block of rows."""
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr = inputs
+    dw_ptr, db_ptr = outputs
+    rows, columns, dy_stride, x_stride = shape
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1).to(tl.int64)
+    if dw_ptr is not None:
+        dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if db_ptr is not None:
+        db = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for block in tl.range(part, tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=3):
+        row = block * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (at < columns)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        if db_ptr is not None:
+            db += dy
+        if dw_ptr is not None:
+            x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
+            if KIND == "layer":
+                x -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+            dw += dy * x * tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+    if dw_ptr is not None:
+        tl.store(dw_ptr + part * columns + at, tl.sum(dw, 0), mask=at < columns)
+    if db_ptr is not None:
+        tl.store(db_ptr + part * columns + at, tl.sum(db, 0), mask=at < columns)
+
+
+def _tile(rows: int, columns: int, values: int) -> tuple[int, int, int]:
+    """(rows a program holds at once, columns rounded up, warps) for about `values` values a program."""
+    block = power_of_2(columns)
+    each = min(max(values // block, 1), power_of_2(rows))
+    return each, block, min(max(each * block // 512, 1), 16)
+
+
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, residual [..., D], weight, bias [D] -> y, x + residual [..., D], mean and reciprocal deviation [T].
+
+    What a kind does not need (the sum, the mean) is empty.
+    """
+    y, total, mean, rstd = empty(x, residual, weight, bias, eps, kind)
+    if x.numel() == 0:
+        return y, total, mean, rstd
+    x, columns = as_rows(x), x.shape[-1]
+    extra = None if residual is None else as_rows(residual)
+    rows, stride = x.shape[0], 0 if extra is None else extra.stride(0)
+    inputs, outputs = (x, extra, weight, bias), (y, total, mean, rstd)
+    if columns > NARROW:
+        launch = _forward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
+        shape = (columns, x.stride(0), stride)
+        launch(inputs, outputs, shape, eps, KIND=kind, BLOCK=WIDE_BLOCK, num_warps=16)
+    else:
+        each, block, warps = _tile(rows, columns, 2048)
+        launch = _forward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
+        shape = (rows, columns, x.stride(0), stride)
+        launch(inputs, outputs, shape, eps, KIND=kind, ROWS=each, BLOCK=block, num_warps=warps)
+    return y, total, mean, rstd
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: tuple[torch.Tensor | None, torch.Tensor],
+    dsum: torch.Tensor | None,
+    kind: str,
+    wanted: Wanted,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x [..., D] (plus `dsum`), weight and bias [D]; the ones not `wanted` are empty.
+
+    `x` is what was normalized, `statistics` its (mean, reciprocal deviation) [T] in float32. Gradients of weight and
+    bias are summed in float32.
+    """
+    dx, dw, db = empty_gradients(x, wanted)
+    if x.numel() == 0:
+        return dx, dw.zero_(), db.zero_()
+    dy, x, columns = as_rows(dy), as_rows(x), x.shape[-1]
+    more = None if dsum is None else as_rows(dsum)
+    full = columns > NARROW // 2 and more is not None and x.dtype == torch.float32
+    by_parts = _backward_in_blocks if columns > NARROW or full else _backward_in_registers
+    sums = by_parts(dy, x, weight, statistics, more, kind, dx, wanted)
+    dw = dw if sums[0] is None else column_sums(sums[0], dw.dtype)
+    return dx, dw, db if sums[1] is None else column_sums(sums[1], db.dtype)
+
+
+def _residency(kind: str, even: bool, block: int, warps: int, held: int, lent: int) -> tuple[int, int, int]:
+    """(programs a multiprocessor holds at once, registers a thread, tiles on their way) of the backward kernel.
+
+    `held` is the bytes of one tile of every input, `lent` the shared memory there is. From what the kernel compiles to:
+    with an even RMS norm 64 registers do, else 128.
+    """
+    choices = [(16 // warps if warps > 4 else 4, 128)]
+    if even and kind != "layer" and 4096 <= block <= 8192:
+        choices.insert(0, (2, 64) if block == 8192 else (3, 80))
+    for programs, registers in choices:
+        ahead = min((lent // programs - 4096) // held, 2)
+        if ahead > 0:
+            return programs, registers, ahead
+    return *choices[-1], 0
+
+
+def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
+    rows, columns = x.shape
+    each, block, warps = _tile(rows, columns, 2048)
+    even = block == columns and rows % each == 0
+    inputs = (dy, x, weight, *statistics, dsum)
+    held = each * block * sum(t.element_size() for t in (dy, x, weight, dsum) if t is not None)
+    resident, registers, ahead = _residency(kind, even, block, warps, held, shared_memory(x.device))
+    programs = min(triton.cdiv(rows, each), waves(x.device, resident))
+    apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
+    keep = [dtype is not None for dtype in wanted[1:]]
+    partial = [x.new_empty(programs, columns, dtype=torch.float32) if k and not apart else None for k in keep]
+    if wanted[0] or not apart:
+        outputs = (dx if wanted[0] else None, *partial)
+        shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
+        launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
+        sizes = {"STAGES": 1 + ahead, "ROWS": each, "BLOCK": block, "num_warps": warps, "maxnreg": registers}
+        launch(inputs, outputs, shape, KIND=kind, EVEN=even, **sizes)
+    return _over_rows(dy, x, statistics, kind, keep) if apart else partial
+
+
+def _backward_in_blocks(dy, x, weight, statistics, dsum, kind, dx, wanted):
+    rows, columns = x.shape
+    strides = (dy.stride(0), x.stride(0))
+    if wanted[0]:
+        launch = _backward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
+        shape = (columns, *strides, 0 if dsum is None else dsum.stride(0))
+        inputs = (dy, x, weight, *statistics, dsum)
+        launch(inputs, dx, shape, KIND=kind, BLOCK=WIDE_BLOCK, num_warps=16)
+    return _over_rows(dy, x, statistics, kind, [dtype is not None for dtype in wanted[1:]])
+
+
+def _over_rows(dy, x, statistics, kind, wanted):
+    """Partial sums over rows of weight and bias gradients, in a launch over blocks of columns."""
+    if not any(wanted):
+        return [None, None]
+    rows, columns = x.shape
+    blocks = triton.cdiv(columns, 256)
+    programs = min(triton.cdiv(rows, 16), max(waves(x.device, 4) // blocks, 1))
+    partial = [x.new_empty(programs, columns, dtype=torch.float32) if w else None for w in wanted]
+    shape = (rows, columns, dy.stride(0), x.stride(0))
+    launch = _parameters_wide[(blocks, programs)]  # pyright: ignore[reportIndexIssue]
+    launch((dy, x, *statistics), tuple(partial), shape, KIND=kind, ROWS=16, BLOCK=256, num_warps=4)
+    return partial
+
+
+def empty(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `forward` returns, unfilled."""
+    dtype = torch.promote_types(x.dtype, weight.dtype) if kind == "llama" and weight is not None else x.dtype
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    y = x.new_empty(x.shape, dtype=dtype)
+    total = x.new_empty(0 if residual is None else x.shape)
+    mean = x.new_empty(rows if kind == "layer" else 0, dtype=torch.float32)
+    return y, total, mean, x.new_empty(rows, dtype=torch.float32)
+
+
+def empty_gradients(x: torch.Tensor, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `backward` returns, unfilled."""
+    dx = x.new_empty(x.shape if wanted[0] else 0)
+    dw, db = (x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype) for dtype in wanted[1:])
+    return dx, dw, db

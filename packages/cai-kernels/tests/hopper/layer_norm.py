@@ -1,0 +1,16 @@
+import torch
+
+from cai_kernels import layer_norm
+
+
+def case(dtype: torch.dtype, columns: int) -> None:
+    x = torch.zeros(64, columns, dtype=dtype, requires_grad=True)
+    weight, bias = (torch.zeros(columns, dtype=dtype, requires_grad=True) for _ in range(2))
+    layer_norm(x, weight, bias, backend="triton").backward(x.detach())
+
+
+CASES = [
+    lambda dtype=dtype, columns=columns: case(dtype, columns)
+    for dtype in (torch.bfloat16, torch.float32)
+    for columns in (1600, 2048, 8192, 16384, 65536)
+]
