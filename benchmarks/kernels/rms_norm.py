@@ -22,7 +22,9 @@ def liger():
 
 
 def cases(tiny: bool) -> Iterator[Case]:
-    for tokens, width in [(32, 64)] if tiny else [(8192, 4096), (32768, 2048), (16384, 8192), (8192, 16384)]:
+    for tokens, width in (
+        [(32, 64)] if tiny else [(8192, 4096), (32768, 2048), (16384, 8192), (8192, 16384), (524288, 128)]
+    ):
 
         def make(device: torch.device, tokens: int = tokens, width: int = width) -> tuple:
             x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
