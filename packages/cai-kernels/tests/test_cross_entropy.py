@@ -224,7 +224,9 @@ def test_a_vocabulary_in_two_pieces(backend, in_place):
         for at, x in pieces
     ]
     lowest = torch.finfo(torch.float32).min
-    assert all((p.maximum[target == -100] == lowest).all() and not p.sum_exp[target == -100].any() for p in found)
+    assert all(
+        (p.maximum[target == -100] == lowest).all() and not p.sum_exp[target == -100].any() for p in found
+    )
     top = torch.maximum(found[0].maximum, found[1].maximum)
     merged = CrossEntropyParts(
         top,

@@ -10,6 +10,8 @@ from cai_kernels.cross_entropy import (
     cross_entropy_parts,
 )
 from cai_kernels.errors import KernelError
+from cai_kernels.gated import geglu, sigmoid_gate, swiglu
+from cai_kernels.gelu_bias import gelu_bias
 from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.layer_norm import layer_norm
 from cai_kernels.rms_norm import rms_norm
@@ -27,9 +29,13 @@ __all__ = [
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
+    "geglu",
+    "gelu_bias",
     "grouped_matmul",
     "layer_norm",
     "rms_norm",
+    "sigmoid_gate",
+    "swiglu",
     "token_permute",
     "token_unpermute",
     "why_not_triton",

@@ -1,0 +1,137 @@
+"""Gated activations in Triton: one pass forward; backward computes the activation again and keeps nothing of it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.activations import activation
+from cai_kernels.launch import power_of_2
+from cai_kernels.ops import define
+from cai_kernels.rows import as_rows
+
+BLOCK = 1024
+
+
+@triton.jit
+def _forward(gate_ptr, up_ptr, y_ptr, shape, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    blocks, columns, gate_stride, up_stride = shape
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
+    value, _ = activation(gate, KIND)
+    tl.store(y_ptr + row * columns + at, (value * up).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(inputs, outputs, shape, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    dy_ptr, gate_ptr, up_ptr = inputs
+    dgate_ptr, dup_ptr = outputs
+    blocks, columns, dy_stride, gate_stride, up_stride, out_stride = shape
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    dy = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    value, slope = activation(gate, KIND)
+    if dup_ptr is not None:
+        dup = (dy * value).to(dup_ptr.dtype.element_ty)
+        tl.store(dup_ptr + row * out_stride + at, dup, mask=inside)
+    if dgate_ptr is not None:
+        up = tl.load(up_ptr + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
+        dgate = (dy * up * slope).to(dgate_ptr.dtype.element_ty)
+        tl.store(dgate_ptr + row * out_stride + at, dgate, mask=inside)
+
+
+def _launch(tensors: list[torch.Tensor | None]) -> tuple[int, tuple[int, ...], dict[str, int]]:
+    """(programs, (blocks of a row, columns, row strides of what is there), sizes); one long row if all is dense."""
+    there = [t for t in tensors if t is not None]
+    rows, columns = there[0].shape
+    strides = [t.stride(0) for t in there]
+    if rows == 1 or all(stride == columns for stride in strides):
+        rows, columns, strides = 1, rows * columns, [0] * len(there)
+    block = min(power_of_2(columns), BLOCK)
+    blocks = triton.cdiv(columns, block)
+    return rows * blocks, (blocks, columns, *strides), {"BLOCK": block, "num_warps": max(block // 256, 1)}
+
+
+def _halves(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if up is None:
+        packed = as_rows(gate)
+        half = packed.shape[1] // 2
+        return packed[:, :half], packed[:, half:]
+    return as_rows(gate), as_rows(up)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """gate, up [..., F], or gate alone [..., 2F] -> [..., F]."""
+    y = _empty(gate, up, kind)
+    if y.numel():
+        gate, up = _halves(gate, up)
+        programs, shape, sizes = _launch([gate, up])
+        launch = _forward[(programs,)]  # pyright: ignore[reportIndexIssue]
+        launch(gate, up, y, shape, KIND=kind, **sizes)
+    return y
+
+
+def _gated_backward(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    gate_wanted: bool,
+    up_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up [..., F]; of a packed gate [..., 2F] in one tensor. One not wanted is empty."""
+    gradients = _empty_gradients(dy, gate, up, kind, gate_wanted, up_wanted)
+    if dy.numel():
+        if up is None:
+            outputs = list(_halves(gradients[0], None))
+        else:
+            outputs = [
+                as_rows(g) if w else None for g, w in zip(gradients, (gate_wanted, up_wanted), strict=True)
+            ]
+        dy, (gate, up) = as_rows(dy), _halves(gate, up)
+        out = next(t for t in outputs if t is not None)
+        programs, shape, sizes = _launch([dy, gate, up, out])
+        launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
+        launch((dy, gate, up), tuple(outputs), shape, KIND=kind, **sizes)
+    return gradients
+
+
+def _empty(gate: torch.Tensor, up: torch.Tensor | None, kind: str) -> torch.Tensor:
+    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+def _empty_gradients(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    gate_wanted: bool,
+    up_wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dgate = gate.new_empty(gate.shape if gate_wanted else 0)
+    return dgate, gate.new_empty(0 if up is None or not up_wanted else up.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    gate, up, ctx.kind = inputs
+    ctx.save_for_backward(gate, up)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy):
+    if dy is None:
+        return None, None, None
+    gate, up = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:2]
+    dgate, dup = gated_backward(dy, gate, up, ctx.kind, *wanted)
+    return dgate if wanted[0] else None, dup if wanted[1] else None, None
+
+
+gated_backward = define(_gated_backward, _empty_gradients)
+gated = define(_gated, _empty, save=_save, backward=_differentiate)
