@@ -1,150 +1,205 @@
-"""`offload`: one device, an ordinary loop, and a model whose weights and optimizer live in host memory.
+"""`offload`: one device, an ordinary loop, and a model larger than the device.
 
-Each block's weights are copied to the device before its forward and its backward and freed after; its gradients go
-to the host as soon as they are complete; the optimizer steps there (ZeRO-Offload, Ren et al., arXiv:2101.06840;
-chunked as in PatrickStar, Fang et al., arXiv:2108.05818).
+Weights, gradients and optimizer state live in device and host memory as one (ZeRO-Offload, Ren et al.,
+arXiv:2101.06840; chunks and a traced step as in PatrickStar, Fang et al., arXiv:2108.05818).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from cai_gemini.host import HostResidency
+from cai_gemini.budget import check_device, check_host, device_budget, kinds
+from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.clock import Clock
+from cai_gemini.copies import Copies
+from cai_gemini.engine import Engine, Planner, Schedule
+from cai_gemini.held import Held
+from cai_gemini.optimizer import OffloadedOptimizer
+from cai_gemini.policy import Plan, Sizes, fractions
+from cai_gemini.rates import measure
+from cai_gemini.simulate import Rates, Step, best_plan
+from cai_gemini.states import Ledger
+from cai_gemini.trace import Trace
+from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer
-from cai_mesh.lifecycle import ModuleLifecycle
-from cai_mesh.protocols import Residency, Stored
-from cai_mesh.units import FlatUnit, blocks, check_parameters
+from cai_mesh.gradients import check_no_gradients, direct_linears
+from cai_mesh.units import FlatUnit, check_parameters, units
 
 
-class _Offloaded:
-    """Moves the units of one model between its residency and the device."""
+@dataclass(frozen=True)
+class Tiers:
+    """How much stays on the device, as fractions of all bytes; the rest lives on the host.
 
-    def __init__(self, model: nn.Module, residency: Residency, compute: torch.dtype | None):
-        self._root, self._residency = model, residency
-        units = blocks(model)
-        check_parameters(pair for params in units.values() for pair in params)
-        self._units = {module: self._chunks(params, compute) for module, params in units.items()}
-        self._stored = {
-            id(unit): Stored(unit.chunk, unit.shard, unit.whole.device)
-            for us in self._units.values()
-            for unit in us
-        }
-        self._buffers = {
-            id(unit): GradBuffer(unit.chunk, unit.used, unit.shard.dtype, unit.whole.device)
-            for us in self._units.values()
-            for unit in us
-        }
-        self._lifecycle = ModuleLifecycle(
-            {module: [p for unit in us for p in unit.used] for module, us in self._units.items()}
-        )
-        self._lifecycle.listen(self)
+    Args:
+        weights: in the dtype of computation. What does not stay comes before its use and goes after it.
+        state: master weights, optimizer state and gradients. What does not stay is stepped on the host.
 
-    def _chunks(self, params: list[tuple[str, nn.Parameter]], compute: torch.dtype | None) -> list[FlatUnit]:
-        kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in params:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-        return [
-            FlatUnit(
-                self._root,
-                members,
-                master=dtype,
-                compute=compute or dtype,
-                device=members[0][1].device,
-                place=self._residency.place,
-            )
-            for (dtype, _), members in kinds.items()
-        ]
+    Raises `PlanError` outside 0..1, and for state without its weights.
+    """
 
-    def kept(self) -> dict[int, nn.Parameter]:
-        """Every parameter of the model that was, by id, and the host parameter that stands for it."""
-        return {
-            before: after
-            for units in self._units.values()
-            for unit in units
-            for before, after in zip(unit.sources, unit.kept, strict=True)
-        }
+    weights: float = 0.0
+    state: float = 0.0
 
-    def before_use(self, unit: nn.Module, *, backward: bool) -> None:
-        for chunk in self._units[unit]:
-            if not chunk.is_whole:
-                self._bring(chunk)
+    def __post_init__(self) -> None:
+        for name in ("weights", "state"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise PlanError(f"{name} is no fraction", got=getattr(self, name), expected="0 to 1")
 
-    @torch.no_grad()
-    def _bring(self, chunk: FlatUnit) -> None:
-        stored = self._stored[id(chunk)]
-        handle = self._residency.fetch(stored)
-        chunk.allocate_storage()
-        handle.wait()
-        assert stored.on_device is not None
-        chunk.whole.copy_(stored.on_device)
-        self._residency.release(stored)
-        chunk.swap_in()
 
-    def after_use(self, unit: nn.Module) -> None:
-        if not (unit is self._root and torch.is_grad_enabled()):
-            self._free(unit)
+RESIDENCIES = {"device": Tiers(1.0, 1.0), "host": Tiers(0.0, 0.0)}
 
-    def _free(self, unit: nn.Module) -> None:
-        for chunk in self._units[unit]:
-            if chunk.is_whole:
-                chunk.free_storage()
 
-    @torch.no_grad()
-    def grads_ready(self, unit: nn.Module) -> None:
-        for chunk in self._units[unit]:
-            buffer = self._buffers[id(chunk)]
-            if buffer.has_gradients:
-                buffer.take()
-                gradients = buffer.hand_over()
-                pending = chunk.shard_gradient
-                if pending is None:
-                    chunk.set_shard_gradient(self._residency.place(gradients))
-                else:
-                    pending.add_(gradients.to(pending.device))
-        self._free(unit)
+@dataclass(frozen=True)
+class Simulated:
+    """For tests and plans without the machine: what would be measured.
 
-    def backward_done(self) -> None:
-        for unit in self._units:
-            self._free(unit)
+    Args:
+        rates: of the link and the optimizer.
+        observe: bytes in use on the device at most since the last call.
+    """
+
+    rates: Rates | None = None
+    observe: Callable[[], int] | None = None
 
 
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    residency: str = "host",
+    residency: str | Tiers = "auto",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     compute: torch.dtype | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Keep a model's weights, gradients and optimizer state in host memory, in place; no process group needed.
+    overlap: bool = True,
+    simulated: Simulated = Simulated(),
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Train a model whose weights, gradients and optimizer state do not fit the device, in place.
 
-    The loop stays as it is: forward, backward, `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`,
-    `optimizer.step()`, `optimizer.zero_grad()`. Parameters keep their names; between uses each is a flat host tensor.
+    The loop stays as it is: forward, backward, `optimizer.clip_grad_norm_(...)`, `optimizer.step()`, `zero_grad()`.
+    Parameters keep their names; between uses each is a flat tensor of master weights, on the host or the device.
+
+    Each block is a chunk. Two steps run with as little on the device as possible and are traced; then what stays is
+    decided. What does not stay is brought ahead of its use by copies beside the computation, and gradients leave as
+    they come. Steps of the optimizer on the host run while the next forward does, and are awaited block by block: the
+    values are those of a loop without offload, bit for bit in the same arithmetic.
 
     Args:
-        model: on its compute device. Blocks (elements of `nn.ModuleList`) move one at a time.
-        optimizer: any elementwise torch optimizer over the model's parameters, before its first step. It steps on
-            the host; build it with `fused=True` for torch's fused CPU kernel.
-        residency: "host".
-        compute: dtype of the weights on the device; None: as they are. The host keeps the original dtype.
+        model: on its compute device, or on the host with `device_memory` for the device it will run on.
+        optimizer: any elementwise torch optimizer over the model's parameters; its state comes along. Adam and AdamW
+            run torch's fused kernels. A parameter without a gradient is not stepped.
+        residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", or `Tiers`.
+        device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may use of the device.
+        host_memory: bytes that may be used there; more is refused before anything is moved. Default: no limit.
+        compute: dtype of the weights on the device; None: as they are. Master weights keep the original dtype.
+        overlap: False waits for the host in `step`.
+        simulated: in place of measurements.
 
-    Raises `PlanError` for another residency, an optimizer that has stepped, or parameters that cannot be flat.
-    Returns the model and the optimizer.
+    Raises `PlanError` for an unknown residency, an optimizer that holds other parameters, parameters that cannot be
+    flat, and memory too small: for one chunk at once, or after the first traced steps for a chunk with its
+    activations, both with the smallest that works.
+    Returns the model and its optimizer.
     """
-    if residency != "host":
-        raise PlanError("unknown residency", got=residency, expected="'host'")
-    if optimizer.state:
-        raise PlanError("the optimizer has already stepped", fix="offload before its first step")
+    tiers = _tiers(residency)
+    _check(model, optimizer)
+    device = next(model.parameters()).device
+    budget = device_budget(device_memory, device, needed=tiers is None)
+    found = units(model)
+    check_parameters(pair for params in found.values() for pair in params)
+    check_no_gradients(model.parameters())
+    check_device(found, model, compute, budget, device_memory)
+    check_host(optimizer, found, compute, host_memory)
+    ledger, copies, worker = Ledger(), Copies(device), Worker("cai_gemini")
+    engines: list[Engine] = []  # chunks are made before the engine that they ask for room
+    helds = {
+        module: [
+            _held(
+                model, optimizer, members, compute, (copies, worker, ledger), lambda: engines[0].make_room()
+            )
+            for members in kinds(params)
+        ]
+        for module, params in found.items()
+    }
+    kept = {
+        b: a for hs in helds.values() for h in hs for b, a in zip(h.unit.sources, h.unit.kept, strict=True)
+    }
+    _take_over(optimizer, kept)
+    for hs in helds.values():
+        for held in hs:
+            held.prepare(ChunkStep(optimizer, held.unit))
+    direct_linears(model, (p for hs in helds.values() for h in hs for p in h.unit.kept))
+    clock = Clock(device, ledger, simulated.observe)
+    numel = [h.unit.chunk.numel for hs in helds.values() for h in hs]
+    planner = _planner(tiers, numel, simulated.rates, device, budget)
+    engines.append(Engine(model, helds, Schedule(budget, planner), ledger, clock))
+    return model, OffloadedOptimizer(optimizer, engines[0], overlap, device)
+
+
+def _tiers(residency: str | Tiers) -> Tiers | None:
+    if isinstance(residency, Tiers):
+        return residency
+    if residency != "auto" and residency not in RESIDENCIES:
+        raise PlanError(
+            "unknown residency", got=repr(residency), expected="'auto', 'host', 'device' or Tiers(...)"
+        )
+    return RESIDENCIES.get(residency)
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise PlanError(
             "the optimizer holds parameters the model does not have", fix="build it on model.parameters()"
         )
-    stays: Any = _Offloaded(model, HostResidency(), compute)
-    kept = stays.kept()
+
+
+def _take_over(optimizer: torch.optim.Optimizer, kept: dict[int, nn.Parameter]) -> None:
+    """Let the optimizer hold the parameters at home, with what state it has."""
     for group in optimizer.param_groups:
-        group["params"] = [kept[id(p)] for p in group["params"]]
-    return model, optimizer
+        for i, param in enumerate(group["params"]):
+            home = kept[id(param)]
+            state = optimizer.state.pop(param, None)
+            if state is not None:
+                optimizer.state[home] = {
+                    name: value.detach().flatten().cpu() if _like(value, home) else value
+                    for name, value in state.items()
+                }
+            group["params"][i] = home
+
+
+def _like(value: object, home: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == home.numel()
+
+
+def _held(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    members: list[tuple[str, nn.Parameter]],
+    compute: torch.dtype | None,
+    shared: tuple[Copies, Worker, Ledger],
+    make_room: Callable[[], None],
+) -> Held:
+    param = members[0][1]
+    unit = FlatUnit(
+        model,
+        members,
+        master=param.dtype,
+        compute=compute or param.dtype,
+        device=param.device,
+        place=lambda shard: shard.to("cpu"),
+    )
+    return Held(unit, param.requires_grad, *shared, make_room)
+
+
+def _planner(
+    tiers: Tiers | None, numel: list[int], rates: Rates | None, device: torch.device, budget: int
+) -> Planner:
+    def plan(trace: Trace, sizes: Sequence[Sizes], passes: int) -> Plan:
+        if tiers is not None:
+            return fractions(trace, sizes, tiers.weights, tiers.state)
+        return best_plan(trace, sizes, budget, rates or measure(device), Step(numel, passes))
+
+    return plan

@@ -96,6 +96,12 @@ class GradBuffer:
         """Whether anything has arrived that `take` would return."""
         return self.is_open or any(p.grad is not None for p in self.params)
 
+    @property
+    def written(self) -> set[int]:
+        """Which parameters have a gradient that `take` would return, by their place in the chunk."""
+        late = {i for i, p in enumerate(self.params) if p.grad is not None}
+        return late | (set(range(len(self.params))) - self._unwritten if self.is_open else set())
+
     @torch.no_grad()
     def take(self) -> torch.Tensor:
         """The gradients, [chunk.numel]: what was written here plus every `.grad`, which are dropped; zero elsewhere."""

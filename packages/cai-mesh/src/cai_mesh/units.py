@@ -189,6 +189,13 @@ class FlatUnit:
             if param.numel() and (param.data_ptr() != at or param.dtype != self.shard.dtype):
                 raise moved(slot.name)
 
+    def move_shard(self, shard: torch.Tensor) -> None:
+        """Let another tensor of the same values, perhaps in another memory, be the shard."""
+        self.shard = shard
+        for slot, param in zip(self.chunk.slots, self.kept, strict=True):
+            start = max(slot.offset - self.low, 0)
+            param.data = shard[start : start + param.numel()]
+
     def allocate_storage(self) -> None:
         """Give the whole chunk its memory back; its contents are undefined until the caller fills them."""
         storage = self.whole.untyped_storage()
@@ -199,12 +206,16 @@ class FlatUnit:
         self._refer(self.used)
         self.is_whole = True
 
-    def free_storage(self) -> None:
-        """Let the modules see the shards and free the whole chunk."""
+    def hide(self) -> None:
+        """Let the modules see the shards; the whole chunk keeps its memory."""
         if self.is_whole:
             self._refer(self.kept)
-        self.whole.untyped_storage().resize_(0)
         self.is_whole = False
+
+    def free_storage(self) -> None:
+        """Let the modules see the shards and free the whole chunk."""
+        self.hide()
+        self.whole.untyped_storage().resize_(0)
 
     def _refer(self, params: Sequence[nn.Parameter]) -> None:
         for site in self._sites:

@@ -1,0 +1,106 @@
+"""Whether a model fits the memory it is given, said before anything is moved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from cai_gemini.policy import IN_FLIGHT
+from cai_mesh.errors import PlanError
+from cai_mesh.flat import FlatChunk
+
+MARGIN = 0.03  # of the device memory, for what the allocator cannot use
+UNLIMITED = 2**62
+
+Units = Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]]
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of 10, "10GB" (10^9) or "10GiB" (2^30). Raises `PlanError` for anything else."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None or match[1].count(".") > 1:
+        raise PlanError(
+            "not a size", got=repr(size), expected="bytes, or a number with KB, MB, GB, TB, KiB ... TiB"
+        )
+    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def kinds(params: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters of a unit by chunk: one for every dtype, trained and frozen apart."""
+    found: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in params:
+        found.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    return list(found.values())
+
+
+def device_budget(device_memory: int | str | None, device: torch.device, *, needed: bool) -> int:
+    """Bytes that may be used on the device. Raises `PlanError` where that is `needed` and cannot be known."""
+    if device_memory is not None:
+        return parse_bytes(device_memory)
+    if device.type != "cuda":
+        if not needed:
+            return UNLIMITED
+        raise PlanError("the device's memory is not known", got=device, fix="pass device_memory")
+    total = torch.cuda.get_device_properties(device).total_memory
+    cap = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return int(min(cap, free) * (1 - MARGIN))
+
+
+def check_device(
+    found: Units,
+    model: nn.Module,
+    compute: torch.dtype | None,
+    budget: int,
+    asked: int | str | None,
+) -> None:
+    """The model's own parameters, one block and gradients on their way must fit whatever the plan."""
+
+    def size(params: Sequence[tuple[str, nn.Parameter]]) -> int:
+        return sum(FlatChunk(kind).numel * (compute or kind[0][1].dtype).itemsize for kind in kinds(params))
+
+    blocks = {m: size(params) for m, params in found.items() if m is not model}
+    sending = sorted((size(params) for params in found.values()), reverse=True)[:IN_FLIGHT]
+    least = size(found[model]) + max(blocks.values(), default=0) + sum(sending)
+    if least > budget:
+        largest = max(blocks or {model: 0}, key=lambda m: blocks.get(m, 0))
+        name = next(n for n, m in model.named_modules() if m is largest)
+        raise PlanError(
+            "the device memory is too small for one layer at a time",
+            got=f"{budget:,} bytes" + (f" ({asked})" if isinstance(asked, str) else ""),
+            expected=f"more than {least:,} bytes, and room for activations",
+            cause=f"{name or 'the model'!r}, what lies outside blocks, and {IN_FLIGHT} gradients on their way",
+            fix="raise device_memory, or compute in a smaller dtype",
+        )
+
+
+def check_host(
+    optimizer: torch.optim.Optimizer,
+    found: Units,
+    compute: torch.dtype | None,
+    host_memory: int | str | None,
+) -> None:
+    """Raise `PlanError` where everything at home is more than `host_memory`."""
+    if host_memory is None:
+        return
+    slots = 2 if "betas" in optimizer.defaults else 1
+    need = 0
+    for params in found.values():
+        for _, p in params:
+            copy = p.numel() * (compute or p.dtype).itemsize
+            master = p.numel() * p.element_size()
+            need += master * (1 + slots) + 2 * copy if p.requires_grad else master + copy
+    if need > parse_bytes(host_memory):
+        raise PlanError(
+            "the host memory is too small for what may have to live there",
+            got=host_memory if isinstance(host_memory, str) else f"{host_memory:,} bytes",
+            expected=f"{need:,} bytes",
+            cause="master weights, optimizer state, gradients and weights to copy, before anything stays on the device",
+            fix="raise host_memory, or train in a smaller dtype",
+        )

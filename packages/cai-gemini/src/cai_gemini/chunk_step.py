@@ -1,0 +1,212 @@
+"""An optimizer's step on one chunk, with that optimizer's own arithmetic, wherever the chunk's state is.
+
+Adam and AdamW run torch's fused kernel over blocks that stay in the processor's cache, so that gradients are widened
+and scaled on the way and the new weights written in the dtype of computation: 28 bytes of memory a parameter. Any other
+optimizer runs its own `step` on the chunk's parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from cai_mesh.units import FlatUnit
+
+HOST_BLOCK = 2**20
+DEVICE_BLOCK = 2**24
+
+Group = dict[str, Any]
+Groups = list[tuple[Group, list[int]]]
+
+
+class ChunkStep:
+    """Steps the kept parameters of one chunk.
+
+    Args:
+        optimizer: whose param groups hold them.
+        unit: the chunk.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, unit: FlatUnit):
+        self._optimizer, self._unit = optimizer, unit
+        own = {id(p): i for i, p in enumerate(unit.kept)}
+        self._groups: Groups = []
+        for group in optimizer.param_groups:
+            indices = [own[id(p)] for p in group["params"] if id(p) in own]
+            if indices:
+                self._groups.append((group, sorted(indices)))
+        kind = type(optimizer)
+        self._fused = kind in (torch.optim.Adam, torch.optim.AdamW) and not any(
+            group["amsgrad"] or group["differentiable"] for group, _ in self._groups
+        )
+        self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Of master weights and optimizer state, as far as they are known before the first step."""
+        elements = self._unit.shard.numel() * self._unit.shard.element_size()
+        if self._fused:
+            return 3 * elements
+        found = sum(
+            value.numel() * value.element_size()
+            for param in self._unit.kept
+            for value in self._optimizer.state.get(param, {}).values()
+            if isinstance(value, torch.Tensor)
+        )
+        return elements + found
+
+    @torch.no_grad()
+    def run(
+        self,
+        gradient: torch.Tensor,
+        scale: float | torch.Tensor,
+        weights: torch.Tensor,
+        touched: Collection[int],
+    ) -> None:
+        """Step with `gradient * scale` and write the new weights.
+
+        Args:
+            gradient: [chunk.numel] where the state is, any float dtype.
+            scale: of the gradient.
+            weights: [chunk.numel] in the dtype of computation; the new values go there.
+            touched: which of the chunk's parameters have a gradient; the others are not stepped.
+        """
+        groups = [(group, [i for i in indices if i in touched]) for group, indices in self._groups]
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._fused:
+                self._run_fused(groups, gradient, scale, weights)
+            else:
+                self._run_any(groups, gradient, scale, weights)
+
+    # -- Adam ----------------------------------------------------------------------------------------------------
+
+    def _run_fused(
+        self, groups: Groups, gradient: torch.Tensor, scale: float | torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        first, second = self._adam_state()
+        master = self._unit.shard
+        same = gradient.dtype == master.dtype and isinstance(scale, float) and scale == 1.0
+        block = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
+        scratch = None if same else master.new_empty(min(block, master.numel()))
+        for group, indices in groups:
+            for (
+                i
+            ) in indices:  # one by one: the kernel rounds the last few elements of a tensor in its own way
+                count = self._optimizer.state[self._unit.kept[i]]["step"]
+                count += 1
+                step = torch.full((), float(count), device=master.device)
+                low, high = self._unit.chunk.slots[i].offset, self._unit.chunk.slots[i].end
+                for at in range(low, high, block):
+                    part = slice(at, min(at + block, high))
+                    grad = gradient[part]
+                    if scratch is not None:
+                        grad = scratch[: grad.numel()].copy_(grad).mul_(scale)
+                    _fused_adam(self._optimizer, group, master[part], grad, first[part], second[part], step)
+                    if weights.data_ptr() != master.data_ptr():
+                        weights[part].copy_(master[part])
+
+    def _adam_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat moments; the optimizer's state are views of them."""
+        if self._moments is None:
+            shard = self._unit.shard
+            self._moments = (torch.zeros_like(shard), torch.zeros_like(shard))
+            self._point_state(fresh=True)
+        return self._moments
+
+    def _point_state(self, *, fresh: bool) -> None:
+        assert self._moments is not None
+        first, second = self._moments
+        for _, indices in self._groups:
+            for i in indices:
+                slot, param = self._unit.chunk.slots[i], self._unit.kept[i]
+                state = self._optimizer.state[param]
+                loaded = dict(state) if fresh else {}
+                state["step"] = loaded.get("step", state.get("step", torch.zeros((), dtype=torch.float32)))
+                for name, flat in (("exp_avg", first), ("exp_avg_sq", second)):
+                    view = flat[slot.offset : slot.end]
+                    if name in loaded:
+                        view.copy_(loaded[name].flatten())
+                    state[name] = view
+
+    # -- any other -----------------------------------------------------------------------------------------------
+
+    def _run_any(
+        self, groups: Groups, gradient: torch.Tensor, scale: float | torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        unit = self._unit
+        wide = gradient.to(unit.shard.dtype, copy=True).mul_(scale)
+        part = copy.copy(self._optimizer)
+        part.param_groups = []
+        for group, indices in groups:
+            params = [unit.kept[i] for i in indices]
+            for i, param in zip(indices, params, strict=True):
+                slot = unit.chunk.slots[i]
+                torch.Tensor.grad.__set__(param, wide[slot.offset : slot.end])  # type: ignore[attr-defined]
+            part.param_groups.append({**group, "params": params})
+        inspect.unwrap(type(self._optimizer).step)(part)
+        for _, indices in groups:
+            for i in indices:
+                torch.Tensor.grad.__set__(unit.kept[i], None)  # type: ignore[attr-defined]
+        if weights.data_ptr() != unit.shard.data_ptr():
+            weights.copy_(unit.shard)
+
+    @torch.no_grad()
+    def adopt_state(self) -> None:
+        """The optimizer's state was loaded: let it be views of the chunk's moments again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._fused and any(self._optimizer.state.get(p) for p in self._unit.kept):
+                shard = self._unit.shard
+                self._moments = (torch.zeros_like(shard), torch.zeros_like(shard))
+                self._point_state(fresh=True)
+
+    # -- moving --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def move_state(self, device: torch.device) -> None:
+        """Bring the optimizer's state to where the chunk's master weights now are."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._moments is not None:
+                self._moments = (self._moments[0].to(device), self._moments[1].to(device))
+                self._point_state(fresh=False)
+                return
+            for param in self._unit.kept:
+                state = self._optimizer.state.get(param, {})
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        state[name] = value.to(device)
+
+
+def _fused_adam(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    step: torch.Tensor,
+) -> None:
+    kernel = torch._fused_adamw_ if _decoupled(optimizer, group) else torch._fused_adam_
+    beta1, beta2 = group["betas"]
+    kernel(
+        [param],
+        [grad],
+        [first],
+        [second],
+        [],
+        [step],
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+    )
+
+
+def _decoupled(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    return isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)

@@ -1,0 +1,75 @@
+"""Copies between host and device on streams of their own; on a CPU device they are done at once."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Copied:
+    """A copy under way."""
+
+    def __init__(self, event: torch.cuda.Event | None):
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    @property
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class Copies:
+    """Both directions of the link of one device.
+
+    Args:
+        device: a CUDA device, or the CPU, which then plays the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Where the compute stream is now."""
+        return torch.cuda.current_stream(self.device).record_event() if self._up is not None else None
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | None) -> Copied:
+        """Copy pinned host memory to the device, once the compute stream has passed `after`."""
+        return self._copy(self._up, target, source, after)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
+        """Copy a device tensor to pinned host memory, after what has been queued so far."""
+        return self._copy(self._down, target, source, self.mark())
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream | None,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: torch.cuda.Event | None,
+    ) -> Copied:
+        if stream is None:
+            target.copy_(source)
+            return Copied(None)
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            for tensor in (target, source):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+            return Copied(stream.record_event())
+
+
+def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory that copies of `device` run at full speed with."""
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,244 @@
+"""Moves the chunks of one model between host and device while it trains.
+
+Listens to the uses of its units. The first passes run with as little on the device as possible and are traced; then a
+plan says what stays, and `policy.decide` what comes and goes before each use. A use the trace does not know (a branch
+taken for the first time) brings its chunk on demand and has the next pass traced again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cai_gemini.clock import Clock
+from cai_gemini.copies import Copied
+from cai_gemini.held import Held
+from cai_gemini.policy import IN_FLIGHT, Moves, Plan, Sizes, decide, fits, room, smallest_budget
+from cai_gemini.states import Ledger, State
+from cai_gemini.trace import Trace, Use
+from cai_mesh.errors import PlanError
+from cai_mesh.lifecycle import ModuleLifecycle
+
+Planner = Callable[[Trace, Sequence[Sizes], int], Plan]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When and within what the engine plans.
+
+    Args:
+        budget: bytes of device memory for everything.
+        planner: from a trace, sizes and the number of backward passes a step to what stays.
+        warmup: optimizer steps before it plans.
+    """
+
+    budget: int
+    planner: Planner
+    warmup: int = 2
+
+
+class Engine:
+    """A `LifecycleListener` over units of chunks.
+
+    Args:
+        root: the model; its own chunks always stay, since its forward spans all others.
+        units: chunks of every unit.
+        ledger, clock: of the device.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[nn.Module, Sequence[Held]],
+        schedule: Schedule,
+        ledger: Ledger,
+        clock: Clock,
+    ):
+        self._root, self._units, self._schedule = root, units, schedule
+        self._ledger, self._clock = ledger, clock
+        self.helds = [held for helds in units.values() for held in helds]
+        self._index = {id(held): i for i, held in enumerate(self.helds)}
+        self._always = frozenset(self._index[id(held)] for held in units[root])
+        self.plan = Plan(self._always, frozenset())
+        self.planned = False
+        self.trace: Trace | None = None
+        self._seen: list[Use] = []
+        self._beside: list[int] = []
+        self._recording = True
+        self._moment, self._room = -1, list[int]()
+        self._sending: deque[tuple[Copied, int]] = deque()
+        self.steps = self._passes = 0
+        self._lifecycle = ModuleLifecycle(
+            {module: [p for held in helds for p in held.unit.used] for module, helds in units.items()}
+        )
+        self._lifecycle.listen(self)
+        for i in self._always:
+            self.helds[i].stays = True
+            self.helds[i].bring()
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        return [held.sizes for held in self.helds]
+
+    # -- uses ----------------------------------------------------------------------------------------------------
+
+    def before_use(self, unit: nn.Module, *, backward: bool) -> None:
+        if unit is self._root and not backward:
+            self._begin_pass()
+        for held in self._units[unit]:
+            if held.state is not State.COMPUTE:
+                self._use(self._index[id(held)], backward)
+
+    def _begin_pass(self) -> None:
+        self._moment = -1
+        self._clock.seconds()
+        self._clock.beside()
+        self._seen.clear()
+        self._beside.clear()
+
+    def _use(self, chunk: int, backward: bool) -> None:
+        use = Use(chunk, backward)
+        if self._recording:
+            self._clock.stop()
+            if self._seen:
+                self._beside.append(self._clock.beside())
+            self._seen.append(use)
+        moves = self._moves(use)
+        for other in moves.free:
+            if self.helds[other].state is not State.COMPUTE:
+                self.helds[other].free()
+        for other in moves.bring:
+            self.helds[other].bring()
+        held = self.helds[chunk]
+        held.arrive()
+        held.use()
+        if self._recording:
+            self._clock.start()
+
+    def _moves(self, use: Use) -> Moves:
+        present = [
+            i for i, h in enumerate(self.helds) if h.state is not State.FREE and i not in self.plan.weights
+        ]
+        if self.trace is not None and self.planned:
+            moment = self.trace.find(use, self._moment + 1)
+            if moment is not None:
+                self._moment = moment
+                return decide(self.trace, moment, present, self.sizes, self.plan, self._room)
+            self._recording = True  # in the next pass, from its beginning
+        free = [i for i in present if i != use.chunk]
+        missing = self.helds[use.chunk].state is State.FREE
+        return Moves(tuple(free), (use.chunk,) if missing else ())
+
+    def after_use(self, unit: nn.Module) -> None:
+        for held in self._units[unit]:
+            held.forward_over()
+
+    def grads_ready(self, unit: nn.Module) -> None:
+        for held in self._units[unit]:
+            if held.buffer is not None:
+                sent = held.collect()
+                if sent is not None:
+                    self._sending.append((sent, held.sizes.gradients))
+            held.backward_over()
+
+    def backward_done(self) -> None:
+        self._passes += 1
+        if self._recording and self._seen:
+            self._clock.stop()
+            self._beside.append(self._clock.beside())
+            self.trace = Trace(tuple(self._seen), tuple(self._beside), tuple(self._clock.seconds()))
+            self._recording = not self.planned and self.steps + 1 < self._schedule.warmup
+            if self.planned:
+                self._adopt(self.plan)
+        self._retire(0)
+
+    # -- gradients on their way ----------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Wait until one more gradient may be on the device."""
+        self._retire(IN_FLIGHT - 1, wait=True)
+
+    def _retire(self, most: int, *, wait: bool = False) -> None:
+        while self._sending and (self._sending[0][0].done or (wait and len(self._sending) > most)):
+            sent, nbytes = self._sending.popleft()
+            sent.synchronize()
+            self._ledger.change("gradients", -nbytes)
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def ready_to_plan(self) -> bool:
+        return not self.planned and self.trace is not None and self.steps + 1 >= self._schedule.warmup
+
+    def make_plan(self) -> None:
+        """Decide what stays, and move it."""
+        assert self.trace is not None
+        self._retire(0, wait=True)
+        sizes = self.sizes
+        least = smallest_budget(self.trace, sizes, self._always)
+        if least > self._schedule.budget:
+            raise PlanError(
+                "the device memory is too small for one layer at a time",
+                got=f"{self._schedule.budget:,} bytes",
+                expected=f"at least {least:,} bytes",
+                cause=f"a use of {self._heaviest()} with its activations",
+                fix="raise device_memory, take smaller batches, or recompute activations",
+            )
+        plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
+        self._adopt(Plan(plan.weights | self._always, plan.state))
+        for i in sorted(self.plan.weights):
+            held = self.helds[i]
+            if held.state is State.FREE:
+                held.bring()
+            held.arrive()
+            held.stays = True
+        for i in sorted(self.plan.state):
+            if self.helds[i].step is not None:
+                self.helds[i].move_to_device()
+        self.planned, self._recording = True, False
+
+    def _adopt(self, plan: Plan) -> None:
+        assert self.trace is not None
+        if not fits(self.trace, self.sizes, plan, self._schedule.budget):
+            raise PlanError(
+                "the plan does not fit the device memory",
+                got=f"{plan.resident(self.sizes):,} bytes stay on the device",
+                expected=f"{self._schedule.budget:,} bytes with activations and the chunk in use",
+                fix="keep less on the device, or use residency='auto'",
+            )
+        self.plan, self._room = plan, room(self.trace, self.sizes, plan, self._schedule.budget)
+
+    def _heaviest(self) -> str:
+        assert self.trace is not None
+        sizes = self.sizes
+        needs = [b + sizes[u.chunk].weights for u, b in zip(self.trace.uses, self.trace.beside, strict=True)]
+        return repr(self.helds[self.trace.uses[needs.index(max(needs))].chunk].name)
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def step(self, scale: float | torch.Tensor) -> None:
+        """Step every chunk that has a gradient, those used first first."""
+        if self.ready_to_plan():
+            self.make_plan()
+        for held in self._in_order():
+            if held.touched and not held.stays and held.state is not State.FREE:
+                held.free()
+        on_device = [held for held in self._in_order() if held.on_device]
+        for held in on_device + [held for held in self._in_order() if not held.on_device]:
+            held.begin_step(scale)
+        self.steps += 1
+        self._passes = 0
+
+    def _in_order(self) -> list[Held]:
+        if self.trace is None:
+            return self.helds
+        order = dict.fromkeys(use.chunk for use in self.trace.uses)
+        return [self.helds[i] for i in (*order, *(i for i in range(len(self.helds)) if i not in order))]
+
+    def settle(self) -> None:
+        """Wait for every step."""
+        for held in self.helds:
+            held.settle()

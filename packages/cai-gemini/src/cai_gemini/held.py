@@ -1,0 +1,343 @@
+"""One chunk of an offloaded model: its weights on the device, its home, its gradient and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.copies import Copied, Copies, host_memory
+from cai_gemini.parameter import KeptParameter
+from cai_gemini.policy import Sizes
+from cai_gemini.states import Event, Ledger, State, follow
+from cai_gemini.worker import Worker
+from cai_mesh.gradients import GradBuffer
+from cai_mesh.units import FlatUnit
+
+
+@dataclass(eq=False)
+class Gradient:
+    """A chunk's gradient between backward and step.
+
+    Args:
+        tensor: [chunk.numel]; complete once settled.
+        sent: its copy from the device.
+        square: the sum of its squares, while nobody else could have written to it.
+        adding: the sum with a further backward's, under way.
+    """
+
+    tensor: torch.Tensor
+    sent: Copied | None
+    square: torch.Tensor | None
+    adding: Future[None] | None = None
+
+    def settled(self) -> torch.Tensor:
+        """The gradient, complete."""
+        if self.adding is not None:
+            self.adding.result()
+        if self.sent is not None:
+            self.sent.synchronize()
+            self.sent = None
+        return self.tensor
+
+    def add_here(self, more: torch.Tensor) -> None:
+        self.square = None
+        self.tensor = self.tensor.to(_wide(more.dtype)).add_(more)
+
+    def add_later(self, more: torch.Tensor, sent: Copied, worker: Worker) -> None:
+        """Add what is on its way; gradients of several backwards are summed in float32 at least."""
+        first, before = self.sent, self.adding
+        self.square = self.sent = None
+
+        def add() -> None:
+            if before is not None:
+                before.result()
+            if first is not None:
+                first.synchronize()
+            sent.synchronize()
+            self.tensor = self.tensor.to(_wide(more.dtype)).add_(more)
+
+        self.adding = worker.submit(add)
+
+
+class Held:
+    """A chunk and where its parts are.
+
+    Host memory holds master weights and optimizer state (unless they stay on the device), the weights in the dtype
+    of computation, which is what is copied to the device, and the gradient that came back.
+
+    Args:
+        unit: the chunk; its shard is the master weights.
+        trains: False for a frozen chunk.
+        copies, worker, ledger: shared by all chunks of a model.
+        make_room: called before a gradient buffer is opened.
+    """
+
+    def __init__(
+        self,
+        unit: FlatUnit,
+        trains: bool,
+        copies: Copies,
+        worker: Worker,
+        ledger: Ledger,
+        make_room: Callable[[], None],
+    ):
+        self.unit = unit
+        self.step: ChunkStep | None = None
+        self.name = unit.chunk.names[0]
+        self._copies, self._worker, self._ledger = copies, worker, ledger
+        self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
+        self.stays = False
+        self._home = host_memory(unit.chunk.numel, unit.whole.dtype, copies.device)
+        self._home.copy_(unit.shard)
+        self._version = self._versions()
+        self._stepping: Future[None] | None = None
+        self._coming: Future[Copied] | None = None
+        self.buffer: GradBuffer | None = None
+        if trains:
+            self.buffer = GradBuffer(
+                unit.chunk, unit.used, unit.whole.dtype, copies.device, before_open=self._open
+            )
+        self._make_room = make_room
+        self.gradient: Gradient | None = None
+        self.touched: set[int] = set()  # parameters that have a gradient
+        for index, param in enumerate(unit.kept):
+            KeptParameter.adopt(param, self, index)
+
+    def prepare(self, step: ChunkStep) -> None:
+        """Take what steps the chunk, once the optimizer holds its parameters."""
+        self.step = step if self.buffer is not None else None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes on the device when there."""
+        weights = self.unit.chunk.numel * self.unit.whole.element_size()
+        if self.step is None:
+            return Sizes(weights, 0, 0)
+        return Sizes(weights, weights, self.step.state_bytes)
+
+    def _happens(self, event: Event) -> None:
+        self.state = follow(self.state, event, self.name)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def bring(self) -> None:
+        """Begin to bring the weights to the device; as soon as they are stepped, if they are being."""
+        self._happens(Event.BRING)
+        self._ledger.change("weights", self.sizes.weights)
+        self.unit.allocate_storage()
+        self._copy_when_stepped()
+
+    def _copy_when_stepped(self) -> None:
+        coming: Future[Copied] = Future()
+        free = self._copies.mark()
+
+        def copy(stepped: Future[None] | None = None) -> None:
+            try:
+                if stepped is not None:
+                    stepped.result()
+                self._refresh_home()
+                with torch.no_grad():
+                    coming.set_result(self._copies.to_device(self.unit.whole.data, self._home, free))
+            except BaseException as error:
+                coming.set_exception(error)
+
+        self._coming = coming
+        if self._stepping is None:
+            copy()
+        else:
+            self._stepping.add_done_callback(copy)
+
+    def _refresh_home(self) -> None:
+        """Take over master weights that somebody has written to (a checkpoint was loaded)."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if self._version != self._versions():
+                self._home.copy_(self.unit.shard)
+                self._version = self._versions()
+
+    def _versions(self) -> int:
+        """Grows with every write to the master weights."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.unit.shard._version + sum(param._version for param in self.unit.kept)
+
+    def arrive(self) -> None:
+        """Return with the weights usable by the compute stream."""
+        if self.state is State.COMING:
+            assert self._coming is not None
+            self._coming.result().wait()
+            self._coming = None
+            self._happens(Event.ARRIVED)
+
+    def use(self) -> None:
+        """Let the modules see the weights, which have arrived."""
+        self.settle()
+        if self._version != self._versions() and self.state is not State.COMPUTE:
+            self._renew()
+            self.arrive()
+        self._happens(Event.USE)
+        if not self.unit.is_whole:
+            self.unit.swap_in()
+
+    def forward_over(self) -> None:
+        if self.state is State.COMPUTE:
+            self._happens(Event.FORWARD_OVER)
+            self.unit.hide()
+
+    def backward_over(self) -> None:
+        if self.state is not State.COMING:
+            self._happens(Event.BACKWARD_OVER)
+            self.unit.hide()
+
+    def free(self) -> None:
+        """Drop the weights from the device."""
+        self.arrive()
+        self._happens(Event.FREED)
+        self._ledger.change("weights", -self.sizes.weights)
+        self.unit.free_storage()
+
+    def _renew(self) -> None:
+        """The weights on the device are old: copy new ones there as soon as the step has them."""
+        self._happens(Event.RENEWED)
+        if self.state is State.COMING:
+            if self.on_device:
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    self.unit.whole.copy_(self.unit.shard)
+                self._version = self._versions()
+                self._coming = Future()
+                self._coming.set_result(Copied(None))
+            else:
+                self._copy_when_stepped()
+
+    # -- gradient ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if not self.on_device:
+            self._make_room()
+            self._ledger.change("gradients", self.sizes.gradients)
+
+    @torch.no_grad()
+    def collect(self) -> Copied | None:
+        """Take the gradient of a backward; returns its copy to the host, if it goes there."""
+        assert self.buffer is not None
+        if not self.buffer.has_gradients:
+            return None
+        self.touched |= self.buffer.written
+        self.buffer.take()
+        arrived = self.buffer.hand_over()
+        if self.gradient is None:
+            square = arrived.to(_wide(arrived.dtype)).square().sum()
+            if self.on_device:
+                self.gradient = Gradient(arrived, None, square)
+                return None
+            home = host_memory(arrived.numel(), arrived.dtype, self._copies.device)
+            sent = self._copies.to_host(home, arrived)
+            self.gradient = Gradient(home, sent, square)
+            return sent
+        if self.on_device:
+            self.gradient.add_here(arrived)
+            return None
+        more = host_memory(arrived.numel(), arrived.dtype, self._copies.device)
+        sent = self._copies.to_host(more, arrived)
+        self.gradient.add_later(more, sent, self._worker)
+        return sent
+
+    def gradient_of(self, index: int) -> torch.Tensor | None:
+        """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
+        if index not in self.touched or self.gradient is None:
+            return None
+        slot = self.unit.chunk.slots[index]
+        view = self.gradient.settled()[slot.offset : slot.end]
+        self.gradient.square = None
+        self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
+        return view
+
+    @torch.no_grad()
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Put another gradient, or none, in place of parameter `index`'s."""
+        if gradient is None:
+            self.touched.discard(index)
+            if not self.touched:
+                self.gradient = None
+            return
+        if self.gradient is None:
+            self.gradient = Gradient(torch.zeros_like(self.unit.shard), None, None)
+        slot = self.unit.chunk.slots[index]
+        self.gradient.settled()[slot.offset : slot.end].copy_(gradient.flatten())
+        self.gradient.square = None
+        self.touched.add(index)
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient."""
+        if self.gradient is not None:
+            self.gradient.settled()
+        self.gradient = None
+        self.touched.clear()
+
+    @torch.no_grad()
+    def square(self) -> torch.Tensor | None:
+        """The gradient's sum of squares, in float32 at least, where it was taken: on the device after one backward."""
+        if self.gradient is None or not self.touched:
+            return None
+        if self.gradient.square is not None and len(self.touched) == len(self.unit.kept):
+            return self.gradient.square
+        gradient, slots = self.gradient.settled(), self.unit.chunk.slots
+        total = torch.zeros((), dtype=_wide(gradient.dtype), device=gradient.device)
+        for i in sorted(self.touched):
+            total += gradient[slots[i].offset : slots[i].end].to(total.dtype).square().sum()
+        return total
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Return once the last step is done. Raises what it raised."""
+        stepping = self._stepping
+        if stepping is not None:
+            stepping.result()
+            self._stepping = None
+
+    def begin_step(self, scale: float | torch.Tensor) -> None:
+        """Step with the gradient, which is consumed: at once on the device, in the background on the host."""
+        if self.step is None or self.gradient is None or not self.touched:
+            return
+        self.settle()
+        gradient, touched = self.gradient, frozenset(self.touched)
+        self.gradient = None
+        self.touched.clear()
+        step, unit = self.step, self.unit
+        if self.on_device:
+            step.run(gradient.tensor, scale, unit.whole.data, touched)
+            self._version = self._versions()
+            return
+
+        def run() -> None:
+            step.run(gradient.settled(), float(scale), self._home, touched)
+            self._version = self._versions()
+
+        self._stepping = self._worker.submit(run)
+        if self.stays:
+            self._renew()
+
+    # -- moving --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def move_to_device(self) -> None:
+        """Let master weights, optimizer state and gradients live on the device from now on; the weights stay."""
+        assert self.step is not None
+        self.settle()
+        device = self._copies.device
+        self._ledger.change("state", self.sizes.state)
+        self._ledger.change("gradients", self.sizes.gradients)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.unit.move_shard(self.unit.shard.to(device, copy=True))
+        self._version = self._versions()
+        self.step.move_state(device)
+        if self.gradient is not None:
+            self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.square)
+        self.on_device = self.stays = True
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

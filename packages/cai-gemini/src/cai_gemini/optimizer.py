@@ -1,0 +1,96 @@
+"""The optimizer of an offloaded model: steps each chunk where its state is, the host's in the background."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cai_gemini.engine import Engine
+from cai_mesh.errors import PlanError
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """What `offload` returns beside the model.
+
+    `param_groups`, learning-rate schedulers and `zero_grad` work as on the optimizer it was made from. `step` returns
+    once the chunks on the device are stepped; those on the host are stepped while the next forward runs, each awaited
+    where it is used. Whatever reads a parameter, a gradient or the optimizer's state waits for what it reads.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, overlap: bool, device: torch.device):
+        self.inner, self._engine, self._overlap, self._device = inner, engine, overlap, device
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+        self._scale: float | torch.Tensor = 1.0
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients in the coming step so that their norm is at most `max_norm`; returns the norm before.
+
+        The norm is taken on the device as gradients leave it; they are scaled as they are stepped with.
+        `torch.nn.utils.clip_grad_norm_` works too, but reads and writes every gradient on the host.
+        """
+        squares = [square for held in self._engine.helds if (square := held.square()) is not None]
+        dtype = torch.float64 if any(s.dtype == torch.float64 for s in squares) else torch.float32
+        total = torch.zeros((), dtype=dtype, device=self._device)
+        for square in squares:
+            total += square.to(total.device, non_blocking=True)
+        norm = total.sqrt()
+        self._scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step with the gradients, which are consumed. Raises what an earlier step in the background raised."""
+        if closure is not None:
+            raise PlanError("an offloaded optimizer takes no closure", fix="run the backward before step()")
+        scale, self._scale = self._scale, 1.0
+        self._engine.step(scale)
+        if not self._overlap:
+            self._engine.settle()
+
+    def wait(self) -> None:
+        """Return once every parameter has the values of the last step."""
+        self._engine.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient."""
+        self._scale = 1.0
+        for held in self._engine.helds:
+            held.drop_gradient()
+
+    # -- what it holds -------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the inner optimizer, over the parameters at home."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the inner optimizer, after the last step."""
+        self._engine.settle()
+        return self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise PlanError(
+            "an offloaded optimizer cannot take more parameters", fix="build it anew with all of them"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the inner optimizer, after the last step."""
+        self._engine.settle()
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, of this model offloaded in any way."""
+        self._engine.settle()
+        self.inner.load_state_dict(state_dict)
+        for held in self._engine.helds:
+            if held.step is not None:
+                held.step.adopt_state()

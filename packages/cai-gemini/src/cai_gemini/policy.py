@@ -1,0 +1,175 @@
+"""Which chunks are on the device when: pure functions of a trace and a budget.
+
+Two questions. What stays for the whole of training (`Plan`): the optimizer state of some chunks, the weights of some.
+And at each moment, for the chunks that do not stay (`decide`): what to free and what to bring, so that the chunk in use
+is there, chunks needed next come ahead of their use, and those used furthest in the future go first (Belady's rule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from cai_gemini.trace import Trace
+from cai_mesh.errors import PlanError
+
+AHEAD = 3  # chunks brought before their use, the next one among them
+IN_FLIGHT = 2  # gradients on their way to the host
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one chunk on the device.
+
+    Args:
+        weights: in the dtype of computation.
+        gradients: of one backward.
+        state: master weights and optimizer state.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays on the device.
+
+    Args:
+        weights: chunks whose weights stay.
+        state: chunks whose optimizer state stays; their gradients and weights do too.
+    """
+
+    weights: frozenset[int]
+    state: frozenset[int]
+
+    def __post_init__(self) -> None:
+        if not self.state <= self.weights:
+            raise PlanError(
+                "a chunk's state stays without its weights", got=sorted(self.state - self.weights)
+            )
+
+    def resident(self, sizes: Sequence[Sizes]) -> int:
+        """Bytes that are on the device at every moment, gradients on their way among them."""
+        stays = sum(sizes[c].weights for c in self.weights)
+        stays += sum(sizes[c].state + sizes[c].gradients for c in self.state)
+        moving = sorted((s.gradients for c, s in enumerate(sizes) if c not in self.state), reverse=True)
+        return stays + sum(moving[:IN_FLIGHT])
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What to do before a moment: chunks to free, then chunks to bring (the one in use first, if it is not there)."""
+
+    free: tuple[int, ...] = ()
+    bring: tuple[int, ...] = ()
+
+
+def room(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> list[int]:
+    """Bytes for the weights of chunks that do not stay, at every moment."""
+    resident = plan.resident(sizes)
+    return [budget - beside - resident for beside in trace.beside]
+
+
+def decide(
+    trace: Trace,
+    moment: int,
+    present: Collection[int],
+    sizes: Sequence[Sizes],
+    plan: Plan,
+    room: Sequence[int],
+) -> Moves:
+    """The moves before `moment`.
+
+    Args:
+        present: chunks that do not stay and are on the device or on their way.
+        room: of `room`.
+
+    What is brought ahead fits until it is used, beside every chunk used before it.
+    """
+    here = [c for c in present if c not in plan.weights]
+    distance = {c: _distance(trace, c, moment) for c in here}
+    current = trace.uses[moment].chunk
+    bring: list[int] = []
+    if current not in plan.weights:
+        distance[current] = moment
+        if current not in here:
+            bring.append(current)
+    held = sorted(distance, key=lambda c: distance[c])  # soonest first
+    for chunk, when in _upcoming(trace, moment, plan, AHEAD):
+        if chunk in distance:
+            continue
+        sooner = sum(sizes[c].weights for c in held if distance[c] <= when)
+        if sooner + sizes[chunk].weights > min(room[moment : when + 1]):
+            break
+        distance[chunk] = when
+        held = sorted(distance, key=lambda c: distance[c])
+        bring.append(chunk)
+    free, total = [], sum(sizes[c].weights for c in held)
+    for chunk in reversed(held):
+        if total <= room[moment]:
+            break
+        if chunk in here and chunk != current:
+            free.append(chunk)
+            total -= sizes[chunk].weights
+    return Moves(tuple(free), tuple(bring))
+
+
+def _distance(trace: Trace, chunk: int, moment: int) -> int:
+    later = trace.next_use(chunk, moment)
+    return len(trace.uses) if later is None else later
+
+
+def _upcoming(trace: Trace, moment: int, plan: Plan, count: int) -> list[tuple[int, int]]:
+    """The next `count` chunks that do not stay, other than the current one, and when they are used."""
+    found: dict[int, int] = {}
+    for later in range(moment + 1, len(trace.uses)):
+        chunk = trace.uses[later].chunk
+        if chunk != trace.uses[moment].chunk and chunk not in plan.weights and chunk not in found:
+            found[chunk] = later
+            if len(found) == count:
+                break
+    return list(found.items())
+
+
+def smallest_budget(trace: Trace, sizes: Sequence[Sizes], stays: Collection[int] = ()) -> int:
+    """The least a pass can do with: at every moment the chunk in use alone, beside what always stays."""
+    least = Plan(frozenset(stays), frozenset())
+    resident = least.resident(sizes)
+    return max(
+        resident + beside + (0 if use.chunk in least.weights else sizes[use.chunk].weights)
+        for use, beside in zip(trace.uses, trace.beside, strict=True)
+    )
+
+
+def fits(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> bool:
+    """Whether every moment has room for the chunk it uses."""
+    return all(
+        (0 if use.chunk in plan.weights else sizes[use.chunk].weights) <= left
+        for use, left in zip(trace.uses, room(trace, sizes, plan, budget), strict=True)
+    )
+
+
+def fractions(
+    trace: Trace, sizes: Sequence[Sizes], weights: float, state: float, stays: Collection[int] = ()
+) -> Plan:
+    """A plan by static fractions of all bytes: chunks in the order of their first use, until the fraction is reached.
+
+    State that stays is that of the chunks used first, so that the host has the time of their forward to step others.
+    """
+    order = list(dict.fromkeys(use.chunk for use in trace.uses))
+    order += [c for c in range(len(sizes)) if c not in order]
+    held = _first(order, [s.state for s in sizes], state)
+    kept = _first(order, [s.weights for s in sizes], weights)
+    return Plan(frozenset(kept) | held | frozenset(stays), frozenset(held))
+
+
+def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
+    wanted, total, found = fraction * sum(bytes_of), 0, []
+    for chunk in order:
+        if total + bytes_of[chunk] > wanted * (1 + 1e-9):
+            break
+        total += bytes_of[chunk]
+        found.append(chunk)
+    return frozenset(found)

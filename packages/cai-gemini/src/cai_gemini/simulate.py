@@ -1,0 +1,205 @@
+"""How long a step would take: compute, the two directions of the link and the host's steps as lanes.
+
+The model behind `auto`, and the floor that a measured step is held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from cai_gemini.policy import Plan, Sizes, decide, fits, room
+from cai_gemini.trace import Trace
+
+HOST_BYTES = (
+    28  # a parameter: master weights and two moments read and written, gradient read, weights written
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine does, in bytes a second.
+
+    Args:
+        to_device, to_host: copies of pinned memory, one direction at a time.
+        both: the sum of both directions when they run at once.
+        host_step: host memory moved by the optimizer.
+        device_step: device memory moved by the optimizer.
+    """
+
+    to_device: float
+    to_host: float
+    both: float
+    host_step: float
+    device_step: float
+
+
+@dataclass
+class Lanes:
+    """Busy intervals (start, end, chunk) of a simulated or measured step, by lane."""
+
+    compute: list[tuple[float, float, int]] = field(default_factory=list)
+    to_device: list[tuple[float, float, int]] = field(default_factory=list)
+    to_host: list[tuple[float, float, int]] = field(default_factory=list)
+    host: list[tuple[float, float, int]] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        return max((span[1] for lane in vars(self).values() for span in lane), default=0.0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Numbers of parameters by chunk, and backward passes a step."""
+
+    parameters: Sequence[int]
+    passes: int = 1
+
+
+def simulate(
+    trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int, rates: Rates, step: Step
+) -> tuple[float, Lanes]:
+    """Seconds of a step in the long run, and its lanes (of the second of two steps, starting at 0)."""
+    run = _Run(trace, sizes, plan, room(trace, sizes, plan, budget), rates, step)
+    first = run.one()
+    before = first
+    second = run.one()
+    return second - before, run.lanes
+
+
+class _Run:
+    def __init__(
+        self, trace: Trace, sizes: Sequence[Sizes], plan: Plan, left: Sequence[int], rates: Rates, step: Step
+    ):
+        self._trace, self._sizes, self._plan, self._left = trace, sizes, plan, left
+        self._rates, self._step = rates, step
+        # with both directions busy each gets its share of `both`; steps are long enough that they mostly are
+        shared = rates.both / (rates.to_device + rates.to_host)
+        self._up, self._down = rates.to_device * min(shared, 1.0), rates.to_host * min(shared, 1.0)
+        self._ready = dict.fromkeys(
+            range(len(sizes)), 0.0
+        )  # when a chunk's weights are on the host or device
+        self._compute = self._link_up = self._link_down = self._host = 0.0
+        self._start = 0.0
+        self.lanes = Lanes()
+
+    def one(self) -> float:
+        """Run a step; returns when its last pass has been computed."""
+        self._start, self.lanes = self._compute, Lanes()
+        for _ in range(self._step.passes):
+            self._pass()
+        end = self._compute
+        self._update(max(end, self._link_down))
+        return end
+
+    def _pass(self) -> None:
+        present: dict[int, float] = {}
+        for moment, use in enumerate(self._trace.uses):
+            moves = decide(self._trace, moment, present, self._sizes, self._plan, self._left)
+            for chunk in moves.free:
+                del present[chunk]
+            for chunk in moves.bring:
+                present[chunk] = self._bring(chunk)
+            there = present.get(use.chunk, self._ready[use.chunk])
+            begin = max(self._compute, there)
+            self._compute = begin + self._trace.seconds[moment]
+            self.lanes.compute.append(self._span(begin, self._compute, use.chunk))
+            if use.backward and use.chunk not in self._plan.state:
+                self._send(use.chunk)
+
+    def _span(self, begin: float, end: float, chunk: int) -> tuple[float, float, int]:
+        return begin - self._start, end - self._start, chunk
+
+    def _bring(self, chunk: int) -> float:
+        begin = max(self._link_up, self._ready[chunk])
+        self._link_up = begin + self._sizes[chunk].weights / self._up
+        self.lanes.to_device.append(self._span(begin, self._link_up, chunk))
+        return self._link_up
+
+    def _send(self, chunk: int) -> None:
+        begin = max(self._link_down, self._compute)
+        self._link_down = begin + self._sizes[chunk].gradients / self._down
+        self.lanes.to_host.append(self._span(begin, self._link_down, chunk))
+
+    def _update(self, known: float) -> None:
+        """The optimizer, once the norm is known: on the device at once, on the host in the order of use."""
+        device = (
+            sum(self._step.parameters[c] for c in self._plan.state) * HOST_BYTES / self._rates.device_step
+        )
+        self._compute += device
+        for chunk in self._plan.state:
+            self._ready[chunk] = self._compute
+        self._host = max(self._host, known)
+        for chunk in dict.fromkeys(use.chunk for use in self._trace.uses):
+            if chunk in self._plan.state:
+                continue
+            begin = self._host
+            self._host += self._step.parameters[chunk] * HOST_BYTES / self._rates.host_step
+            self.lanes.host.append(self._span(begin, self._host, chunk))
+            self._ready[chunk] = self._host
+            if chunk in self._plan.weights:
+                self._ready[chunk] = self._bring(chunk)
+
+
+def floor(trace: Trace, sizes: Sequence[Sizes], plan: Plan, rates: Rates, step: Step) -> float:
+    """Seconds no step under `plan` can beat: the busiest of compute, link and host, each without a gap."""
+    moving = [c for c in range(len(sizes)) if c not in plan.state]
+    compute = step.passes * sum(trace.seconds)
+    compute += sum(step.parameters[c] for c in plan.state) * HOST_BYTES / rates.device_step
+    up = sum(sizes[c].weights for c in moving)
+    down = step.passes * sum(sizes[c].gradients for c in moving if _has_backward(trace, c))
+    link = max(up / rates.to_device, down / rates.to_host, (up + down) / rates.both)
+    host = sum(step.parameters[c] for c in moving) * HOST_BYTES / rates.host_step
+    return max(compute, link, host)
+
+
+def _has_backward(trace: Trace, chunk: int) -> bool:
+    return any(use.backward and use.chunk == chunk for use in trace.uses)
+
+
+def best_plan(
+    trace: Trace,
+    sizes: Sequence[Sizes],
+    budget: int,
+    rates: Rates,
+    step: Step,
+    stays: Collection[int] = (),
+) -> Plan:
+    """The plan of the shortest simulated step: the state of the first n chunks stays, and as many weights as fit.
+
+    Every n is tried; for each, weights stay from the first use on, all that fit and half of those.
+    """
+    order = [*dict.fromkeys(use.chunk for use in trace.uses)]
+    best: tuple[float, Plan] | None = None
+    for count in range(len(order) + 1):
+        held = frozenset(order[:count])
+        most = _most_weights(trace, sizes, budget, held, order, frozenset(stays))
+        if most is None:
+            break
+        for kept in {most, (count + most) // 2}:
+            plan = Plan(held | frozenset(order[:kept]) | frozenset(stays), held)
+            seconds, _ = simulate(trace, sizes, plan, budget, rates, step)
+            if best is None or seconds <= best[0]:  # of equals, the one with more on the device
+                best = (seconds, plan)
+    return best[1] if best is not None else Plan(frozenset(stays), frozenset())
+
+
+def _most_weights(
+    trace: Trace,
+    sizes: Sequence[Sizes],
+    budget: int,
+    held: frozenset[int],
+    order: Sequence[int],
+    stays: frozenset[int],
+) -> int | None:
+    """How many chunks' weights can stay beside the state of `held`; None when that does not fit at all."""
+    low, high = len(held), len(order)
+    if not fits(trace, sizes, Plan(held | frozenset(order[:low]) | stays, held), budget):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(trace, sizes, Plan(held | frozenset(order[:middle]) | stays, held), budget):
+            low = middle
+        else:
+            high = middle - 1
+    return low
