@@ -59,23 +59,36 @@ class ChunkStep:
         )
         return elements + found
 
+    def groups(self, touched: Collection[int]) -> Groups:
+        """The param groups as they are now, with those of the chunk's parameters that are to be stepped.
+
+        A step in the background runs with these, whatever a learning-rate schedule does meanwhile.
+        """
+
+        def now(value: Any) -> Any:
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        return [
+            ({k: now(v) for k, v in group.items() if k != "params"}, [i for i in indices if i in touched])
+            for group, indices in self._groups
+        ]
+
     @torch.no_grad()
     def run(
         self,
+        groups: Groups,
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
-        touched: Collection[int],
     ) -> None:
         """Step with `gradient * scale` and write the new weights.
 
         Args:
+            groups: of `groups`.
             gradient: [chunk.numel] where the state is, any float dtype.
             scale: of the gradient.
             weights: [chunk.numel] in the dtype of computation; the new values go there.
-            touched: which of the chunk's parameters have a gradient; the others are not stepped.
         """
-        groups = [(group, [i for i in indices if i in touched]) for group, indices in self._groups]
         with torch._C.DisableTorchFunctionSubclass():
             if self._fused:
                 self._run_fused(groups, gradient, scale, weights)

@@ -303,17 +303,17 @@ class Held:
         if self.step is None or self.gradient is None or not self.touched:
             return
         self.settle()
-        gradient, touched = self.gradient, frozenset(self.touched)
+        gradient, groups = self.gradient, self.step.groups(self.touched)
         self.gradient = None
         self.touched.clear()
         step, unit = self.step, self.unit
         if self.on_device:
-            step.run(gradient.tensor, scale, unit.whole.data, touched)
+            step.run(groups, gradient.tensor, scale, unit.whole.data)
             self._version = self._versions()
             return
 
         def run() -> None:
-            step.run(gradient.settled(), float(scale), self._home, touched)
+            step.run(groups, gradient.settled(), float(scale), self._home)
             self._version = self._versions()
 
         self._stepping = self._worker.submit(run)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cai_gemini.budget import check_device, check_host, device_budget, kinds
+from cai_gemini.budget import Units, check_device, check_host, device_budget, kinds
 from cai_gemini.chunk_step import ChunkStep
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copies
@@ -112,30 +112,37 @@ def offload(
     check_no_gradients(model.parameters())
     check_device(found, model, compute, budget, device_memory)
     check_host(optimizer, found, compute, host_memory)
-    ledger, copies, worker = Ledger(), Copies(device), Worker("cai_gemini")
-    engines: list[Engine] = []  # chunks are made before the engine that they ask for room
+    engine = _engine(model, optimizer, found, tiers, budget, compute, simulated)
+    return model, OffloadedOptimizer(optimizer, engine, overlap, device)
+
+
+def _engine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    found: Units,
+    tiers: Tiers | None,
+    budget: int,
+    compute: torch.dtype | None,
+    simulated: Simulated,
+) -> Engine:
+    """Move the model's parameters into chunks at home, and the optimizer to them."""
+    device = next(model.parameters()).device
+    ledger, engines = Ledger(), list[Engine]()  # chunks are made before the engine that they ask for room
+    shared = (Copies(device), Worker("cai_gemini"), ledger)
     helds = {
         module: [
-            _held(
-                model, optimizer, members, compute, (copies, worker, ledger), lambda: engines[0].make_room()
-            )
+            _held(model, members, compute, shared, lambda: engines[0].make_room())
             for members in kinds(params)
         ]
         for module, params in found.items()
     }
-    kept = {
-        b: a for hs in helds.values() for h in hs for b, a in zip(h.unit.sources, h.unit.kept, strict=True)
-    }
-    _take_over(optimizer, kept)
-    for hs in helds.values():
-        for held in hs:
-            held.prepare(ChunkStep(optimizer, held.unit))
-    direct_linears(model, (p for hs in helds.values() for h in hs for p in h.unit.kept))
+    everything = [held for some in helds.values() for held in some]
+    _take_over(optimizer, everything)
+    direct_linears(model, (p for held in everything for p in held.unit.kept))
+    planner = _planner(tiers, [h.unit.chunk.numel for h in everything], simulated.rates, device, budget)
     clock = Clock(device, ledger, simulated.observe)
-    numel = [h.unit.chunk.numel for hs in helds.values() for h in hs]
-    planner = _planner(tiers, numel, simulated.rates, device, budget)
     engines.append(Engine(model, helds, Schedule(budget, planner), ledger, clock))
-    return model, OffloadedOptimizer(optimizer, engines[0], overlap, device)
+    return engines[0]
 
 
 def _tiers(residency: str | Tiers) -> Tiers | None:
@@ -156,8 +163,9 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _take_over(optimizer: torch.optim.Optimizer, kept: dict[int, nn.Parameter]) -> None:
-    """Let the optimizer hold the parameters at home, with what state it has."""
+def _take_over(optimizer: torch.optim.Optimizer, helds: Sequence[Held]) -> None:
+    """Let the optimizer hold the parameters at home, with what state it has, and step chunk by chunk."""
+    kept = {b: a for held in helds for b, a in zip(held.unit.sources, held.unit.kept, strict=True)}
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
             home = kept[id(param)]
@@ -168,6 +176,8 @@ def _take_over(optimizer: torch.optim.Optimizer, kept: dict[int, nn.Parameter]) 
                     for name, value in state.items()
                 }
             group["params"][i] = home
+    for held in helds:
+        held.prepare(ChunkStep(optimizer, held.unit))
 
 
 def _like(value: object, home: nn.Parameter) -> bool:
@@ -176,7 +186,6 @@ def _like(value: object, home: nn.Parameter) -> bool:
 
 def _held(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     members: list[tuple[str, nn.Parameter]],
     compute: torch.dtype | None,
     shared: tuple[Copies, Worker, Ledger],
