@@ -15,6 +15,7 @@ from cai_kernels.gelu_bias import gelu_bias
 from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.layer_norm import layer_norm
 from cai_kernels.rms_norm import rms_norm
+from cai_kernels.rope import rope
 from cai_kernels.token_permute import token_permute, token_unpermute
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "rms_norm",
+    "rope",
     "sigmoid_gate",
     "swiglu",
     "token_permute",

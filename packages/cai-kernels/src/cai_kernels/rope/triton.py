@@ -1,0 +1,175 @@
+"""Rotary position embedding in Triton: a program takes a token, every head of q and k, with its angles read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.launch import power_of_2
+from cai_kernels.ops import define
+
+
+@triton.jit
+def _turn(x_ptr, y_ptr, angles, sizes, HEADS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotate the heads of one token, HEADS at a time; copy what is not rotated."""
+    cos, sin = angles
+    heads, x_stride, y_stride, half, tail = sizes
+    HALF: tl.constexpr = cos.shape[1]
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        x_row, y_row = x_ptr + head * x_stride, y_ptr + head * y_stride
+        if INTERLEAVED:
+            at = tl.arange(0, 2 * HALF)[None, :]
+            inside = (head < heads) & (at < 2 * half)
+            x = tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
+            y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEADS, 2 * HALF))
+            tl.store(y_row + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        else:
+            at = tl.arange(0, HALF)[None, :]
+            inside = (head < heads) & (at < half)
+            a = tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(x_row + half + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(y_row + at, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(y_row + half + at, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
+        if TAIL:
+            at = tl.arange(0, TAIL)[None, :]
+            inside = (head < heads) & (at < tail)
+            kept = tl.load(x_row + 2 * half + at, mask=inside, other=0.0)
+            tl.store(y_row + 2 * half + at, kept, mask=inside)
+
+
+@triton.jit
+def _rotate(
+    tensors,
+    strides,
+    shape,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, position_ptr = tensors
+    of_q, of_k, of_q_out, of_k_out, of_cos, of_sin, of_position = strides
+    length, q_heads, k_heads, half, tail = shape
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    token = (tl.program_id(0) % length).to(tl.int64)
+    row = token
+    if position_ptr is not None:
+        row = tl.load(position_ptr + batch * of_position[0] + token * of_position[1]).to(tl.int64)
+    at = tl.arange(0, HALF)[None, :]
+    cos_at = cos_ptr + batch * of_cos[0] + row * of_cos[1] + at * of_cos[2]
+    sin_at = sin_ptr + batch * of_sin[0] + row * of_sin[1] + at * of_sin[2]
+    cos = tl.load(cos_at, mask=at < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_at, mask=at < half, other=0.0).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    sizes = (q_heads, of_q[1], of_q_out[1], half, tail)
+    x = q_ptr + batch * of_q[0] + token * of_q[2]
+    y = q_out_ptr + batch * of_q_out[0] + token * of_q_out[2]
+    _turn(x, y, (cos, sin), sizes, Q_HEADS, TAIL, INTERLEAVED)
+    sizes = (k_heads, of_k[1], of_k_out[1], half, tail)
+    x = k_ptr + batch * of_k[0] + token * of_k[2]
+    y = k_out_ptr + batch * of_k_out[0] + token * of_k_out[2]
+    _turn(x, y, (cos, sin), sizes, K_HEADS, TAIL, INTERLEAVED)
+
+
+def _at_once(heads: int, size: int) -> int:
+    """Heads in a tile: the power of two with few left over and few tiles, at most 4096 values."""
+    choices = [each for each in (32, 16, 8, 4, 2, 1) if each * size <= 4096 and each <= power_of_2(heads)]
+    return min(choices or [1], key=lambda each: triton.cdiv(max(heads, 1), each) * (each + 4))
+
+
+def _table(table: torch.Tensor, interleaved: bool, rotary_dim: int) -> tuple[int, int, int]:
+    """Strides over batch, rows and pairs."""
+    batch = table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0
+    step = 2 if interleaved and table.shape[-1] == rotary_dim else 1
+    return batch, table.stride(-2), table.stride(-1) * step
+
+
+def _rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    rotary_dim: int,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, N, S, H], k [B, K, S, H] -> both rotated, or rotated back with `inverse`."""
+    q_out, k_out = _like(q), _like(k)
+    batch, q_heads, length, size = q.shape
+    if batch * length == 0:
+        return q_out, k_out
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    of_position = (0, 0)
+    if position_ids is not None:
+        whole = position_ids.expand(batch, length)
+        of_position = (whole.stride(0), whole.stride(1))
+    tensors = (q, k, q_out, k_out, cos, sin, position_ids)
+    tables = [_table(table, interleaved, rotary_dim) for table in (cos, sin)]
+    strides = (*(t.stride()[:3] for t in tensors[:4]), *tables, of_position)
+    tail = size - rotary_dim
+    heads = _at_once(q_heads, size), _at_once(k.shape[1], size)
+    launch = _rotate[(batch * length,)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        tensors,
+        strides,
+        (length, q_heads, k.shape[1], rotary_dim // 2, tail),
+        Q_HEADS=heads[0],
+        K_HEADS=heads[1],
+        HALF=power_of_2(rotary_dim // 2),
+        TAIL=power_of_2(tail) if tail else 0,
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+        num_warps=min(max(power_of_2(heads[0] * size) // 1024, 1), 4),
+    )
+    return q_out, k_out
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def _empty(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    rotary_dim: int,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(q), _like(k)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, cos, sin, position_ids, *ctx.form = inputs
+    ctx.save_for_backward(cos, sin, position_ids)
+    ctx.dtypes = (q.dtype, k.dtype)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dq, dk):
+    cos, sin, position_ids = ctx.saved_tensors
+    rotary_dim, interleaved, inverse = ctx.form
+    given = [d if need else None for d, need in zip((dq, dk), ctx.needs_input_grad, strict=False)]
+    there = next((d for d in given if d is not None), None)
+    if there is None:
+        return (None,) * 8
+    # What has no gradient is of no heads: nothing is done for it.
+    batch, _, length, size = there.shape
+    dq, dk = (
+        there.new_empty(batch, 0, length, size, dtype=dtype) if d is None else d
+        for d, dtype in zip(given, ctx.dtypes, strict=True)
+    )
+    turned = rope(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, not inverse)
+    return *(t if d is not None else None for t, d in zip(turned, given, strict=True)), *(None,) * 6
+
+
+rope = define(_rope, _empty, save=_save, backward=_differentiate)
