@@ -377,14 +377,19 @@ def test_a_fork_takes_nothing_away(tmp_path):
         store.write(region, torch.ones(5000)).wait()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            store._engine._lock.acquire()  # as another thread may have at that moment
             child = os.fork()
-        if not child:
+        if child:
+            store._engine._lock.release()
+        else:
+            signal.alarm(20)
             code = 1
             try:
                 store.read(region, torch.empty(5000))
             except NvmeError as error:
                 code = 0 if "another process" in str(error) else 2
             store.close()
-            os._exit(code)
+            store._engine.stop()
+            os._exit(3 if store._file.stopped else code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert torch.equal(kept(store, region), torch.ones(5000))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
+import mmap
 import os
 import random
 import re
@@ -14,6 +16,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cai_gemini.nvme import NvmeError, NvmeStore, Syscalls
 
@@ -471,3 +475,75 @@ def test_a_full_disk_is_found_before_anything_is_written(small_disk):
         assert torch.equal(kept(store, second), torch.full((300_000,), 2.0))
     with opened(directory, disk) as store:
         store.reserve("all of it", 900_000, torch.float32)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["write", "read", "part"]),
+        st.integers(0, 1),
+        st.sampled_from(["", "", "EIO on write", "EIO on read", "lost", "flipped"]),
+        st.integers(0, 2),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=STEPS, direct=st.booleans())
+def test_whatever_fails_a_read_is_right_or_an_error(tmp_path_factory, steps, direct):
+    """The twin of a region is its tensor, or None once a write of it failed or was damaged, until a whole write."""
+    disk, numel = Disk(), 2 * BLOCK // 4 + 300
+
+    def flipped(descriptor, buffers, offset):
+        data = bytearray().join(bytes(view) for view in buffers)
+        data[0] ^= 128
+        page = mmap.mmap(-1, len(data))
+        page[:] = bytes(data)
+        return os.pwritev(descriptor, [page], offset)
+
+    def at(call, nth, fault):
+        counter = itertools.count()
+        disk.faults[call] = lambda *a: fault(*a) if next(counter) == nth else None
+
+    with opened(tmp_path_factory.getbasetemp(), disk, direct=direct) as store:
+        regions = [store.reserve(name, numel, torch.float32, zeros=True) for name in "ab"]
+        twin: list[torch.Tensor | None] = [torch.zeros(numel), torch.zeros(numel)]
+        damaged = [set(), set()]
+        for value, (what, which, fault, nth) in enumerate(steps):
+            disk.faults.clear()
+            if fault == "EIO on write":
+                at("pwritev", nth, fails(errno.EIO))
+            elif fault == "EIO on read":
+                at("preadv", nth, fails(errno.EIO))
+            elif fault == "lost":
+                at("pwritev", nth, lambda _, buffers, __: sum(map(len, buffers)))
+            elif fault == "flipped":
+                at("pwritev", nth, flipped)
+            offset, size = (0, numel) if what != "part" else (BLOCK // 4 - 50, 100)
+            sent = torch.full((size,), float(value + 1))
+            try:
+                if what == "read":
+                    found, wanted = kept(store, regions[which]), twin[which]
+                    assert wanted is not None and torch.equal(found, wanted)
+                else:
+                    store.write(regions[which], sent, offset).wait()
+            except NvmeError:
+                if what != "read":
+                    twin[which] = None
+                assert fault or twin[which] is None or damaged[which]
+            else:
+                if what == "write":
+                    twin[which], damaged[which] = sent, set()
+                elif what == "part":
+                    assert twin[which] is not None
+                    twin[which][offset : offset + size] = sent
+                if what != "read" and fault in ("lost", "flipped"):
+                    damaged[which].add(value)
+        disk.faults.clear()
+        for which, region in enumerate(regions):
+            try:
+                found = kept(store, region)
+            except NvmeError:
+                assert twin[which] is None or damaged[which]
+            else:
+                assert twin[which] is not None and torch.equal(found, twin[which])

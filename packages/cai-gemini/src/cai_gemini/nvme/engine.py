@@ -127,16 +127,21 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a copy in a child process, without threads and with locks that may be held for ever."""
+        return os.getpid() != self._process
+
     def submit(self, request: Request, after: Iterable[Request] = ()) -> None:
         """Queue a request behind those it must follow and behind `after`. Raises `NvmeError` on a closed store."""
         contents = request.contents
+        if self._forked:
+            raise NvmeError(
+                f"{request} belongs to another process",
+                cause="a store does not survive a fork",
+                fix="make the store in the process that uses it",
+            )
         with self._lock:
-            if os.getpid() != self._process:
-                raise NvmeError(
-                    f"{request} belongs to another process",
-                    cause="a store does not survive a fork",
-                    fix="make the store in the process that uses it",
-                )
             if self.file.stopped:
                 raise self._is_closed(request)
             contents.reads = [read for read in contents.reads if not read.done.is_set()]
@@ -294,17 +299,17 @@ class Engine:
 
     def stop(self) -> None:
         """Have queued requests fail and the threads leave, without waiting and without a lock: for a finalizer."""
-        if os.getpid() == self._process and not self.file.stopped:
+        if not (self._forked or self.file.stopped):
             self.file.stopped = True
             for _ in self._threads:
                 self._queue.put(None)
 
     def close(self, timeout: float) -> bool:
         """`stop`, then wait for the threads at most `timeout` seconds; whether all have left."""
+        if self._forked:
+            return True
         with self._lock:
             self.stop()
-        if os.getpid() != self._process:
-            return True
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -192,7 +192,7 @@ class NvmeStore:
             region: of this store.
             tensor: contiguous, on the CPU, of the region's dtype, any shape; it must be complete (copies from a GPU
                 finished) and must not change until the handle's `wait` returns. Memory from `buffer` goes to the disk
-                as it is; other memory through a bounce buffer.
+                as it is; other memory through a bounce buffer, one block a thread.
             offset: elements. Parts of blocks are read, changed and written back.
             after: requests that must end first.
 
