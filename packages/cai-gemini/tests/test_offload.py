@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cai_gemini import HostResidency, Simulated, Tiers, offload
+from cai_gemini import HostResidency, Tiers, Tuning, offload
 from cai_gemini.budget import parse_bytes
 from cai_gemini.simulate import Rates
 from cai_gemini.states import State
@@ -99,7 +99,7 @@ def torchs_clip(model, opt):
 
 def moved(model, opt, residency, **options):
     return offload(
-        model, opt, residency=residency, device_memory="80KB", simulated=Simulated(SLOW_HOST), **options
+        model, opt, residency=residency, device_memory="80KB", tuning=Tuning(rates=SLOW_HOST), **options
     )
 
 
@@ -190,10 +190,10 @@ def test_weights_are_on_the_device_only_while_needed():
 @pytest.mark.parametrize("budget", [14_000, 20_000, 40_000])
 def test_the_budget_is_never_passed(budget):
     """The ledger raises beyond its limit; the smallest budget is what one block at a time needs."""
-    model, ours = offload(*build(), device_memory=budget, simulated=Simulated(SLOW_HOST))
-    ours._engine._ledger.limit = budget
+    model, ours = offload(*build(), device_memory=budget, tuning=Tuning(rates=SLOW_HOST))
+    ours._engine.ledger.limit = budget
     train(model, ours)
-    used = ours._engine._ledger.peak
+    used = ours._engine.ledger.peak
     assert used <= budget
     plan = ours._engine.plan
     if budget == 40_000:
@@ -203,12 +203,12 @@ def test_the_budget_is_never_passed(budget):
 def test_activations_count():
     """What lies beside the chunks, as observed, is left free."""
     model, ours = offload(
-        *build(), device_memory=100_000, simulated=Simulated(SLOW_HOST, observe=lambda: 60_000)
+        *build(), device_memory=100_000, tuning=Tuning(rates=SLOW_HOST, observe=lambda: 60_000)
     )
     train(model, ours)
-    assert ours._engine._ledger.peak <= 100_000 - 40_000
+    assert ours._engine.ledger.peak <= 100_000 - 40_000
     cramped, opt = offload(
-        *build(), device_memory=100_000, simulated=Simulated(SLOW_HOST, observe=lambda: 105_000)
+        *build(), device_memory=100_000, tuning=Tuning(rates=SLOW_HOST, observe=lambda: 105_000)
     )
     with pytest.raises(PlanError, match=r"too small for one layer at a time(.|\n)*at least [\d,]+ bytes"):
         train(cramped, opt)
@@ -261,7 +261,7 @@ def test_steps_run_while_the_next_forward_does():
 
 
 def test_without_overlap_a_step_is_over_when_it_returns():
-    model, ours = moved(*build(), "host", overlap=False)
+    model, ours = offload(*build(), residency="host", tuning=Tuning(overlap=False))
     train(model, ours, steps=1)
     assert all(h._stepping is None for h in ours._engine.helds)
 
@@ -292,6 +292,22 @@ def test_state_dicts_resume_and_loaded_weights_are_seen(residency):
     expected = train(twin, theirs, steps=4)
     assert train(other, resumed, steps=4) == expected
     assert_equal(other, twin)
+
+
+def test_a_meta_model_is_materialized_chunk_by_chunk():
+    twin, theirs = build()
+    values = {n: p.detach().clone() for n, p in twin.named_parameters()}
+    with torch.device("meta"):
+        model = Net()
+    model.layers[1].requires_grad_(False)
+    opt = adamw(groups(model))
+    with pytest.raises(PlanError, match="'embed.weight' has no values"):
+        offload(model, opt, device="cpu", device_memory="80KB")
+    with pytest.raises(PlanError, match="no device to run on"):
+        offload(model, opt, device_memory="80KB", materialize=lambda name, _: values[name])
+    model, ours = moved(model, opt, "auto", device="cpu", materialize=lambda name, _: values[name])
+    assert train(model, ours) == train(twin, theirs)
+    assert_equal(model, twin)
 
 
 def test_an_optimizer_that_has_stepped_keeps_its_state():

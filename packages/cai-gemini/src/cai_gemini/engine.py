@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from cai_gemini.clock import Clock
-from cai_gemini.copies import Copied
+from cai_gemini.copies import Copied, Copies
 from cai_gemini.held import Held
 from cai_gemini.policy import IN_FLIGHT, Moves, Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import Ledger, State
 from cai_gemini.trace import Trace, Use
+from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
 from cai_mesh.lifecycle import ModuleLifecycle
 
@@ -42,36 +43,36 @@ class Schedule:
 
 
 class Engine:
-    """A `LifecycleListener` over units of chunks.
+    """A `LifecycleListener` over units of chunks on one device. Chunks are made with it; then it is started."""
 
-    Args:
-        root: the model; its own chunks always stay, since its forward spans all others.
-        units: chunks of every unit.
-        ledger, clock: of the device.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        units: Mapping[nn.Module, Sequence[Held]],
-        schedule: Schedule,
-        ledger: Ledger,
-        clock: Clock,
-    ):
-        self._root, self._units, self._schedule = root, units, schedule
-        self._ledger, self._clock = ledger, clock
-        self.helds = [held for helds in units.values() for held in helds]
-        self._index = {id(held): i for i, held in enumerate(self.helds)}
-        self._always = frozenset(self._index[id(held)] for held in units[root])
-        self.plan = Plan(self._always, frozenset())
-        self.planned = False
+    def __init__(self, device: torch.device):
+        self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini"), Ledger()
         self.trace: Trace | None = None
+        self.planned = False
+        self.steps = self._passes = 0
         self._seen: list[Use] = []
         self._beside: list[int] = []
         self._recording = True
         self._moment, self._room = -1, list[int]()
         self._sending: deque[tuple[Copied, int]] = deque()
-        self.steps = self._passes = 0
+
+    def start(
+        self,
+        root: nn.Module,
+        units: Mapping[nn.Module, Sequence[Held]],
+        schedule: Schedule,
+        observe: Callable[[], int] | None,
+    ) -> None:
+        """Listen to the uses of `units`, chunks of every unit.
+
+        The chunks of `root`, the model, always stay on the device, since its forward spans all others.
+        """
+        self._root, self._units, self._schedule = root, units, schedule
+        self._clock = Clock(self.copies.device, self.ledger, observe)
+        self.helds = [held for helds in units.values() for held in helds]
+        self._index = {id(held): i for i, held in enumerate(self.helds)}
+        self._always = frozenset(self._index[id(held)] for held in units[root])
+        self.plan = Plan(self._always, frozenset())
         self._lifecycle = ModuleLifecycle(
             {module: [p for held in helds for p in held.unit.used] for module, helds in units.items()}
         )
@@ -166,7 +167,7 @@ class Engine:
         while self._sending and (self._sending[0][0].done or (wait and len(self._sending) > most)):
             sent, nbytes = self._sending.popleft()
             sent.synchronize()
-            self._ledger.change("gradients", -nbytes)
+            self.ledger.change("gradients", -nbytes)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -63,6 +63,17 @@ class Gradient:
         self.adding = worker.submit(add)
 
 
+class Shared(Protocol):
+    """What the chunks of a model share."""
+
+    copies: Copies
+    worker: Worker
+    ledger: Ledger
+
+    def make_room(self) -> None:
+        """Called before a gradient takes device memory that will go to the host."""
+
+
 class Held:
     """A chunk and where its parts are.
 
@@ -72,26 +83,23 @@ class Held:
     Args:
         unit: the chunk; its shard is the master weights.
         trains: False for a frozen chunk.
-        copies, worker, ledger: shared by all chunks of a model.
-        make_room: called before a gradient buffer is opened.
+        shared: what all chunks of a model have in common.
     """
 
     def __init__(
         self,
         unit: FlatUnit,
         trains: bool,
-        copies: Copies,
-        worker: Worker,
-        ledger: Ledger,
-        make_room: Callable[[], None],
+        shared: Shared,
     ):
         self.unit = unit
         self.step: ChunkStep | None = None
         self.name = unit.chunk.names[0]
-        self._copies, self._worker, self._ledger = copies, worker, ledger
+        self._copies, self._worker, self._ledger = shared.copies, shared.worker, shared.ledger
+        self._make_room = shared.make_room
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
         self.stays = False
-        self._home = host_memory(unit.chunk.numel, unit.whole.dtype, copies.device)
+        self._home = host_memory(unit.chunk.numel, unit.whole.dtype, self._copies.device)
         self._home.copy_(unit.shard)
         self._version = self._versions()
         self._stepping: Future[None] | None = None
@@ -99,9 +107,8 @@ class Held:
         self.buffer: GradBuffer | None = None
         if trains:
             self.buffer = GradBuffer(
-                unit.chunk, unit.used, unit.whole.dtype, copies.device, before_open=self._open
+                unit.chunk, unit.used, unit.whole.dtype, self._copies.device, before_open=self._open
             )
-        self._make_room = make_room
         self.gradient: Gradient | None = None
         self.touched: set[int] = set()  # parameters that have a gradient
         for index, param in enumerate(unit.kept):

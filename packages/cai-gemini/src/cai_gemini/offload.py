@@ -14,17 +14,13 @@ from torch import nn
 
 from cai_gemini.budget import Units, check_device, check_host, device_budget, kinds
 from cai_gemini.chunk_step import ChunkStep
-from cai_gemini.clock import Clock
-from cai_gemini.copies import Copies
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.policy import Plan, Sizes, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
-from cai_gemini.states import Ledger
 from cai_gemini.trace import Trace
-from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import check_no_gradients, direct_linears
 from cai_mesh.units import FlatUnit, check_parameters, units
@@ -50,18 +46,23 @@ class Tiers:
                 raise PlanError(f"{name} is no fraction", got=getattr(self, name), expected="0 to 1")
 
 
+Members = list[tuple[str, nn.Parameter]]
 RESIDENCIES = {"device": Tiers(1.0, 1.0), "host": Tiers(0.0, 0.0)}
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """For tests and plans without the machine: what would be measured.
+class Tuning:
+    """How `offload` works, and what it would otherwise measure.
 
     Args:
-        rates: of the link and the optimizer.
-        observe: bytes in use on the device at most since the last call.
+        overlap: False waits for the host in `step`.
+        warmup: optimizer steps before the plan.
+        rates: of the link and the optimizer; None: measured when the plan is made.
+        observe: bytes in use on the device at most since the last call; None: of torch's allocator.
     """
 
+    overlap: bool = True
+    warmup: int = 2
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
 
@@ -71,11 +72,12 @@ def offload(
     optimizer: torch.optim.Optimizer,
     *,
     residency: str | Tiers = "auto",
+    device: torch.device | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     compute: torch.dtype | None = None,
-    overlap: bool = True,
-    simulated: Simulated = Simulated(),
+    materialize: Callable[[str, nn.Parameter], torch.Tensor] | None = None,
+    tuning: Tuning = Tuning(),
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Train a model whose weights, gradients and optimizer state do not fit the device, in place.
 
@@ -88,15 +90,16 @@ def offload(
     values are those of a loop without offload, bit for bit in the same arithmetic.
 
     Args:
-        model: on its compute device, or on the host with `device_memory` for the device it will run on.
+        model: on the device it runs on, on the host, or on the meta device.
         optimizer: any elementwise torch optimizer over the model's parameters; its state comes along. Adam and AdamW
             run torch's fused kernels. A parameter without a gradient is not stepped.
         residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", or `Tiers`.
+        device: where it runs; default: where it is. Its buffers are moved there, but for those of a meta model.
         device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may use of the device.
         host_memory: bytes that may be used there; more is refused before anything is moved. Default: no limit.
         compute: dtype of the weights on the device; None: as they are. Master weights keep the original dtype.
-        overlap: False waits for the host in `step`.
-        simulated: in place of measurements.
+        materialize: (name, meta parameter) -> its initial values. They are put together on the host, chunk by chunk.
+        tuning: details.
 
     Raises `PlanError` for an unknown residency, an optimizer that holds other parameters, parameters that cannot be
     flat, and memory too small: for one chunk at once, or after the first traced steps for a chunk with its
@@ -105,44 +108,70 @@ def offload(
     """
     tiers = _tiers(residency)
     _check(model, optimizer)
-    device = next(model.parameters()).device
-    budget = device_budget(device_memory, device, needed=tiers is None)
+    where = torch.device(device) if device is not None else next(model.parameters()).device
+    _check_values(model, where, materialize)
+    budget = device_budget(device_memory, where, needed=tiers is None)
     found = units(model)
-    check_parameters(pair for params in found.values() for pair in params)
+    check_parameters((pair for params in found.values() for pair in params), meta=True)
     check_no_gradients(model.parameters())
     check_device(found, model, compute, budget, device_memory)
     check_host(optimizer, found, compute, host_memory)
-    engine = _engine(model, optimizer, found, tiers, budget, compute, simulated)
-    return model, OffloadedOptimizer(optimizer, engine, overlap, device)
-
-
-def _engine(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    found: Units,
-    tiers: Tiers | None,
-    budget: int,
-    compute: torch.dtype | None,
-    simulated: Simulated,
-) -> Engine:
-    """Move the model's parameters into chunks at home, and the optimizer to them."""
-    device = next(model.parameters()).device
-    ledger, engines = Ledger(), list[Engine]()  # chunks are made before the engine that they ask for room
-    shared = (Copies(device), Worker("cai_gemini"), ledger)
-    helds = {
-        module: [
-            _held(model, members, compute, shared, lambda: engines[0].make_room())
-            for members in kinds(params)
-        ]
-        for module, params in found.items()
-    }
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(where)
+    helds, engine = _chunks(model, found, where, compute, materialize)
     everything = [held for some in helds.values() for held in some]
     _take_over(optimizer, everything)
     direct_linears(model, (p for held in everything for p in held.unit.kept))
-    planner = _planner(tiers, [h.unit.chunk.numel for h in everything], simulated.rates, device, budget)
-    clock = Clock(device, ledger, simulated.observe)
-    engines.append(Engine(model, helds, Schedule(budget, planner), ledger, clock))
-    return engines[0]
+    planner = _planner(tiers, [h.unit.chunk.numel for h in everything], tuning.rates, where, budget)
+    engine.start(model, helds, Schedule(budget, planner, tuning.warmup), tuning.observe)
+    return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
+
+
+def _chunks(
+    model: nn.Module,
+    found: Units,
+    device: torch.device,
+    compute: torch.dtype | None,
+    materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
+) -> tuple[dict[nn.Module, list[Held]], Engine]:
+    """Move the model's parameters into chunks at home, which ask an engine for room."""
+    engine = Engine(device)
+
+    def held(members: Members) -> Held:
+        param = members[0][1]
+        unit = FlatUnit(
+            model,
+            members,
+            master=param.dtype,
+            compute=compute or param.dtype,
+            device=device,
+            home=torch.device("cpu"),
+            fill=lambda chunk, full: _fill(chunk.views(full), members, materialize),
+        )
+        return Held(unit, param.requires_grad, engine)
+
+    return {module: [held(members) for members in kinds(params)] for module, params in found.items()}, engine
+
+
+def _fill(
+    views: list[torch.Tensor],
+    members: Members,
+    materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
+) -> None:
+    for view, (name, param) in zip(views, members, strict=True):
+        view.copy_(materialize(name, param) if materialize is not None and param.is_meta else param.detach())
+
+
+def _check_values(model: nn.Module, device: torch.device, materialize: Callable | None) -> None:
+    if device.type == "meta":
+        raise PlanError("the model has no device to run on", got="meta", fix="pass device=...")
+    without = [n for n, p in model.named_parameters() if p.is_meta] if materialize is None else []
+    if without:
+        raise PlanError(
+            f"parameter {without[0]!r} has no values", got="meta tensor", fix="pass materialize=..."
+        )
 
 
 def _tiers(residency: str | Tiers) -> Tiers | None:
@@ -182,25 +211,6 @@ def _take_over(optimizer: torch.optim.Optimizer, helds: Sequence[Held]) -> None:
 
 def _like(value: object, home: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == home.numel()
-
-
-def _held(
-    model: nn.Module,
-    members: list[tuple[str, nn.Parameter]],
-    compute: torch.dtype | None,
-    shared: tuple[Copies, Worker, Ledger],
-    make_room: Callable[[], None],
-) -> Held:
-    param = members[0][1]
-    unit = FlatUnit(
-        model,
-        members,
-        master=param.dtype,
-        compute=compute or param.dtype,
-        device=param.device,
-        place=lambda shard: shard.to("cpu"),
-    )
-    return Held(unit, param.requires_grad, *shared, make_room)
 
 
 def _planner(

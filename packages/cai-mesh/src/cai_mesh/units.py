@@ -125,7 +125,8 @@ class FlatUnit:
         share: the shard this rank keeps; default: all there is.
         master, compute: dtypes of the shard and of the whole chunk.
         device: where the whole chunk is used.
-        place: returns the home of the shard (to move it to another memory); default: it stays on `device`.
+        home: where initial values are put together; default: `device`.
+        place: returns the home of the shard (to move it to another memory); default: it stays where it is.
         fill: writes the initial values into a whole chunk in master dtype; default: those of `params`.
     """
 
@@ -138,6 +139,7 @@ class FlatUnit:
         compute: torch.dtype,
         device: torch.device,
         share: Share = Share(),
+        home: torch.device | None = None,
         place: Callable[[torch.Tensor], torch.Tensor] = lambda shard: shard,
         fill: Callable[[FlatChunk, torch.Tensor], None] | None = None,
     ):
@@ -145,12 +147,13 @@ class FlatUnit:
         self.sources = [id(param) for param in originals]  # not the parameters: they would keep their memory
         self.chunk = FlatChunk(params, world=share.world)
         self.low, self.high = self.chunk.shard_range(share.index)
-        full = self.chunk.allocate(master, device)
+        full = self.chunk.allocate(master, home or device)
         if fill is None:
             self.chunk.fill(full, originals)
         else:
             fill(self.chunk, full)
-        self.shard = place(full[self.low : self.high].clone())
+        alone = share.world == 1
+        self.shard = place(full if alone else full[self.low : self.high].clone())
         del full
         self.whole = torch.empty(self.chunk.numel, dtype=compute, device=device)
         self.used = [
