@@ -2,7 +2,7 @@
 
     python benchmarks/kernels/run.py [--only rms_norm,rope] [--forms ours,eager,compile,liger] [--out FILE] [--tiny]
 
-Device time is the median replay of a CUDA graph that holds several calls, so the host's launches do not count; what they
+Device time is the median replay of a CUDA graph of several calls, so the host launches do not count; what they
 cost is the host column: time a call of forward and backward takes before the device is done. Extra memory is the peak
 beyond inputs, results and gradients. Inputs are random; `GB/s` counts the bytes that must move. `--tiny` runs small
 shapes on any device, to see that it works.
