@@ -14,6 +14,13 @@ from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
 from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.layer_norm import layer_norm
+from cai_kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_forward,
+    linear_cross_entropy_input_grad,
+    linear_cross_entropy_weight_grad,
+    linear_log_probs,
+)
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
 from cai_kernels.token_permute import token_permute, token_unpermute
@@ -34,6 +41,11 @@ __all__ = [
     "gelu_bias",
     "grouped_matmul",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_cross_entropy_forward",
+    "linear_cross_entropy_input_grad",
+    "linear_cross_entropy_weight_grad",
+    "linear_log_probs",
     "rms_norm",
     "rope",
     "sigmoid_gate",

@@ -63,11 +63,13 @@ def gradient(
     dloss: torch.Tensor,
     vocab: tuple[int, int],
     options: tuple[float, float, float | None],
+    entropy: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The gradient of logits [rows, columns] that begin at vocab[0] of a vocabulary of vocab[1].
 
     stats: (maximum, sum of exponentials) of the whole vocabulary; dloss [rows]; options (label smoothing, z-loss,
-    softcap). Rows with a dloss of 0 get zeros whatever they hold.
+    softcap); entropy, if the rows' entropies have gradients too: (those, sums of exp(x - maximum) * (x - maximum)).
+    Rows without an upstream gradient get zeros whatever they hold.
     """
     (first, size), (smoothing, z_loss, softcap) = vocab, options
     wide = widen(logits, softcap)
@@ -77,6 +79,11 @@ def gradient(
     columns = torch.arange(first, first + wide.shape[-1], device=logits.device)
     g = dloss * (p * (1 + 2 * z_loss * (maximum + total.log())) - smoothing / size)
     g = g - torch.where(columns == target[:, None], dloss * (1 - smoothing), 0.0)
+    idle = dloss == 0
+    if entropy is not None:
+        dentropy, weighted = (e[:, None] for e in entropy)
+        g = g - torch.where(p > 0, dentropy * p * (wide - maximum - weighted / total), 0.0)
+        idle = idle & (dentropy == 0)
     if softcap:
         g = g * (1 - (wide / softcap).square())
-    return torch.where(dloss == 0, 0.0, g).to(logits.dtype)
+    return torch.where(idle, 0.0, g).to(logits.dtype)

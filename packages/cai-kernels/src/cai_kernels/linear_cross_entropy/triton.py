@@ -1,0 +1,138 @@
+"""What happens to a chunk of logits, in Triton: the signatures of `rows`.
+
+The fused kernel keeps as many rows in flight as the device has multiprocessors, so that the second reading of a row
+finds it in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.cross_entropy import triton as kernels
+from cai_kernels.cross_entropy.device import LOGIT_SUM, PLAIN, row_loss, scan_row, slopes, target_logit
+from cai_kernels.launch import power_of_2, waves
+
+
+@triton.jit
+def _loss_and_gradient(
+    x_ptr,
+    target_ptr,
+    scale_ptr,
+    out_ptr,
+    shape,
+    ignored,
+    terms,
+    AUX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Logits [rows, columns] become their gradient; shape: (rows, columns, columns of out [2, ...])."""
+    rows, columns, apart = shape
+    smoothing, _, z_loss, softcap = terms
+    CAP: tl.constexpr = softcap is not None
+    scale = tl.load(scale_ptr)
+    at = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        base = x_ptr + row * columns
+        target = tl.load(target_ptr + row).to(tl.int64)
+        reads = tl.where(target == ignored, 0, columns)
+        aimed = target_logit(base, target, reads, softcap, CAP)  # before the scan, whose end is a barrier
+        top, total, extra = scan_row(base, reads, softcap, AUX, CAP, BLOCK, STAGES)
+        loss, z = row_loss(top, total, aimed, extra, columns, smoothing, z_loss)
+        loss = tl.where((target >= 0) & (target < columns), loss, float("nan"))
+        tl.store(out_ptr + row, tl.where(target == ignored, 0.0, loss))
+        tl.store(out_ptr + apart + row, tl.where(target == ignored, 0.0, z))
+        values = (top, total, extra, scale, scale)
+        for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
+            x = tl.load(base + start + at, mask=start + at < reads, other=0.0).to(tl.float32)
+            g = slopes(x, start + at, target, values, terms, AUX, CAP)
+            g = tl.where(start + at < reads, g, 0.0)
+            tl.store(base + start + at, g.to(x_ptr.dtype.element_ty), mask=start + at < columns)
+
+
+@triton.jit
+def _scale_in_place(gradient_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        tile = tl.program_id(0).to(tl.int64)
+        while tile * BLOCK < count:
+            at = tile * BLOCK + tl.arange(0, BLOCK)
+            g = tl.load(gradient_ptr + at, mask=at < count)
+            tl.store(gradient_ptr + at, g * factor, mask=at < count)
+            tile += tl.num_programs(0)
+
+
+@triton.jit
+def _scale(gradient_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gradient_ptr + at, mask=at < count).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def scan(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, aux: int
+) -> torch.Tensor:
+    return kernels.scan(logits, target, 0, ignore_index, softcap, aux)
+
+
+def write_gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    upstream: torch.Tensor,
+    ignore_index: int,
+    numbers: list[float],
+    aux: int,
+) -> None:
+    smoothing, z_loss, softcap = numbers
+    pointers = (upstream[0], 1, None, upstream[1])
+    options = (smoothing, smoothing / logits.shape[-1], z_loss, softcap)
+    kernels.write_gradient(
+        pointers, logits, target, stats.contiguous(), logits, (0, ignore_index), options, aux
+    )
+
+
+def loss_and_gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+    ignore_index: int,
+    numbers: list[float],
+) -> None:
+    rows, columns = logits.shape
+    smoothing, z_loss, softcap = numbers
+    block = min(power_of_2(columns), 8192)
+    launch = _loss_and_gradient[(min(rows, waves(logits.device)),)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        logits,
+        target,
+        scale,
+        out,
+        (rows, columns, out.stride(0)),
+        ignore_index,
+        (smoothing, smoothing / columns, z_loss, softcap or None),
+        AUX=LOGIT_SUM if smoothing else PLAIN,
+        BLOCK=block,
+        STAGES=3,
+        num_warps=max(min(block // 512, 16), 1),
+    )
+
+
+def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply a contiguous gradient in place; nothing is read or written if the factor is 1."""
+    programs = min(triton.cdiv(gradient.numel(), 4096), waves(gradient.device, 8))
+    if programs:
+        launch = _scale_in_place[(programs,)]  # pyright: ignore[reportIndexIssue]
+        launch(gradient, factor, gradient.numel(), BLOCK=4096, num_warps=8)
+
+
+def scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous gradient times a scalar, in `dtype`, in one pass."""
+    out = torch.empty_like(gradient, dtype=dtype)
+    if out.numel():
+        launch = _scale[(triton.cdiv(out.numel(), 4096),)]  # pyright: ignore[reportIndexIssue]
+        launch(gradient, factor, out, out.numel(), BLOCK=4096, num_warps=8)
+    return out
