@@ -142,7 +142,7 @@ def test_the_upstream_gradient_is_not_one(backend):
 
 @pytest.mark.parametrize("backend", FORMS)
 def test_float16_gradients_do_not_vanish_in_the_mean(backend):
-    x, weight, _ = inputs(64, 8, 200, torch.float16)
+    x, weight, _ = inputs(64, 8, 30000, torch.float16)
     target = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     weight = weight / 64
     x, weight = x.requires_grad_(), weight.detach().requires_grad_()
@@ -153,8 +153,8 @@ def test_float16_gradients_do_not_vanish_in_the_mean(backend):
         [x.double(), weight.double()],
         [torch.full((), 2.0**14, device=DEVICE)],
     )
-    for got, want in zip((x.grad, weight.grad), exact[1:], strict=True):
-        assert (got.double() - want).abs().max() < 2e-3 * want.abs().max()
+    for got, want in ((x.grad, exact[1]), (weight.grad[1:], exact[2][1:])):
+        assert (got.double() - want).abs().max() < 4e-3 * want.abs().max()
 
 
 @pytest.mark.parametrize("backend", FORMS)
@@ -263,6 +263,7 @@ def test_chunks_are_even_and_within_the_limit():
     assert chunked.chunk_rows(8192, 128256, 2, 512 << 20) == 2048
     assert chunked.chunk_rows(100, 128256, 2, 512 << 20) == 100
     assert chunked.chunk_rows(0, 10, 2, 1) == 1 and chunked.chunk_rows(9, 10, 2, 1) == 1
+    assert chunked.chunk_rows(2500, 32000, 2, 64 << 20) == 896
     for tokens in (5000, 9000, 16384):
         rows = chunked.chunk_rows(tokens, 32000, 2, 64 << 20)
         assert rows * 64000 <= 64 << 20 and -(-tokens // rows) == -(-tokens // 1024)
@@ -319,22 +320,22 @@ def test_log_probabilities_and_entropies(backend, dtype, options):
 
 
 def test_entropy_of_a_masked_vocabulary():
-    x, weight, target = inputs(6, 4, 300)
-    target = target.clamp(max=99)
-    bias = torch.zeros(300, device=DEVICE)
-    bias[100:] = -float("inf")
+    x, weight, target = inputs(3, 4, 4300)  # the masked ones share lanes with others
+    target = target.clamp(max=4199)
+    bias = torch.zeros(4300, device=DEVICE)
+    bias[4200:] = -float("inf")
     for backend in FORMS:
         got = results(
             lambda x, w, backend=backend: linear_log_probs(
                 x, w, target, bias=bias, entropy=True, backend=backend
             ),
             [x, weight],
-            [torch.ones(6, device=DEVICE)] * 2,
+            [torch.ones(3, device=DEVICE)] * 2,
         )
         want = results(
-            lambda x, w: reference.linear_log_probs(x, w[:100], target),
+            lambda x, w: reference.linear_log_probs(x, w[:4200], target),
             [x, weight],
-            [torch.ones(6, device=DEVICE)] * 2,
+            [torch.ones(3, device=DEVICE)] * 2,
         )
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)

@@ -133,7 +133,7 @@ def linear_cross_entropy(
             products. "auto" (the default) is "fused", but "split" for reduction "none".
             accumulate: "float32" (the default) sums the weight's gradient over chunks in float32, for a weight of
             16 bits a buffer of 4 bytes a parameter beside the gradient; outside compiled graphs a weight whose
-            `grad_dtype` is float32 gets that buffer as its gradient. "weight" sums in the weight's dtype and needs none.
+            `grad_dtype` is float32 gets that buffer as its gradient. "weight" sums in the weight's dtype, without it.
             chunk_bytes: of the logits of a chunk, by default 512 MiB.
             backend: "auto" (Triton on CUDA, else the same in plain torch), "triton" or "reference".
 
