@@ -1,0 +1,11 @@
+"""Embedding tables in host memory with a software cache on the device.
+
+After Fang et al., "A Frequency-aware Software Cache for Large Recommendation System Embeddings" (arXiv:2208.05321).
+`slots` decides what is cached where, `rows` moves it, `following` lets optimizer state move along.
+"""
+
+from cai_gemini.embedding.cached import CachedEmbedding, CacheStats
+from cai_gemini.embedding.lookahead import lookahead
+from cai_gemini.embedding.rowwise import RowwiseAdagrad
+
+__all__ = ["CacheStats", "CachedEmbedding", "RowwiseAdagrad", "lookahead"]
