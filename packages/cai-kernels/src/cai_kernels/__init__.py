@@ -23,6 +23,7 @@ from cai_kernels.linear_cross_entropy import (
 )
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
+from cai_kernels.softmax import softmax
 from cai_kernels.token_permute import token_permute, token_unpermute
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sigmoid_gate",
+    "softmax",
     "swiglu",
     "token_permute",
     "token_unpermute",

@@ -1,0 +1,308 @@
+"""Softmax in Triton: rows in registers, or in two walks over them where they do not fit.
+
+Tensors are seen as [n0, n1, n2, n3, K]; masks and biases by their strides, 0 along broadcast dims. The gradient of a
+bias has a kernel of its own: a program holds some columns of some places of the bias and walks over the rows that share
+them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.column_sums import column_sums
+from cai_kernels.launch import power_of_2, waves
+from cai_kernels.ops import define
+
+NARROW, WIDE_BLOCK = 16384, 4096
+ACROSS = 1024  # columns in a tile of a bias gradient
+
+
+@triton.jit
+def _place(index, sizes):
+    """Coordinates in [.., n1, n2, n3] of a running index."""
+    n1, n2, n3 = sizes
+    return index // n3 // n2 // n1, index // n3 // n2 % n1, index // n3 % n2, index % n3
+
+
+@triton.jit
+def _offset(place, at, strides):
+    return (
+        place[0] * strides[0]
+        + place[1] * strides[1]
+        + place[2] * strides[2]
+        + place[3] * strides[3]
+        + at * strides[4]
+    )
+
+
+@triton.jit
+def _logits(tensors, strides, row, at, inside, shape, scale, CAUSAL: tl.constexpr):
+    """scale * x + biases in float32, -inf where nothing may be seen."""
+    x_ptr, first_ptr, second_ptr, mask_ptr = tensors
+    columns, sizes = shape
+    place = _place(row, sizes)
+    z = tl.load(x_ptr + _offset(place, at, strides[0]), mask=inside, other=0.0).to(tl.float32) * scale
+    if first_ptr is not None:
+        z += tl.load(first_ptr + _offset(place, at, strides[1]), mask=inside, other=0.0).to(tl.float32)
+    if second_ptr is not None:
+        z += tl.load(second_ptr + _offset(place, at, strides[2]), mask=inside, other=0.0).to(tl.float32)
+    if CAUSAL:
+        inside = inside & (at <= place[3] + columns - sizes[2])
+    if mask_ptr is not None:
+        inside = inside & (tl.load(mask_ptr + _offset(place, at, strides[3]), mask=inside, other=0) != 0)
+    return tl.where(inside, z, float("-inf"))
+
+
+@triton.jit
+def _forward(
+    tensors, y_ptr, strides, rows, shape, scale, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    columns = shape[0]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (at < columns)
+    z = _logits(tensors, strides, row, at, inside, shape, scale, CAUSAL)
+    highest = tl.max(z, 1)[:, None]
+    e = tl.exp(z - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(e, 1)[:, None]
+    y = e * (1.0 / tl.where(total == 0.0, 1.0, total))
+    tl.store(y_ptr + row * columns + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _forward_wide(tensors, y_ptr, strides, shape, scale, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    columns = shape[0]
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        z = _logits(tensors, strides, row, at, at < columns, shape, scale, CAUSAL)
+        higher = tl.maximum(highest, z)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - base) + tl.exp(z - base)
+        highest = higher
+    top = tl.max(highest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    whole = tl.sum(total * tl.exp(highest - top), 0)
+    inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        z = _logits(tensors, strides, row, at, at < columns, shape, scale, CAUSAL)
+        y = tl.exp(z - top) * inverse
+        tl.store(y_ptr + row * columns + at, y.to(y_ptr.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def _backward(tensors, outputs, rows, columns, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    y_ptr, dy_ptr = tensors
+    dx_ptr, dot_ptr = outputs
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (at < columns)
+    y = tl.load(y_ptr + row[:, None] * columns + at, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row[:, None] * columns + at, mask=inside, other=0.0).to(tl.float32)
+    dot = tl.sum(y * dy, 1)
+    if dot_ptr is not None:
+        tl.store(dot_ptr + row, dot, mask=row < rows)
+    if dx_ptr is not None:
+        dx = y * (dy - dot[:, None]) * scale
+        tl.store(dx_ptr + row[:, None] * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_wide(tensors, outputs, columns, scale, BLOCK: tl.constexpr):
+    y_ptr, dy_ptr = tensors
+    dx_ptr, dot_ptr = outputs
+    start = tl.program_id(0).to(tl.int64) * columns
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        y = tl.load(y_ptr + start + at, mask=at < columns, other=0.0).to(tl.float32)
+        sums += y * tl.load(dy_ptr + start + at, mask=at < columns, other=0.0).to(tl.float32)
+    dot = tl.sum(sums, 0)
+    if dot_ptr is not None:
+        tl.store(dot_ptr + tl.program_id(0), dot)
+    if dx_ptr is not None:
+        for first in range(0, columns, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            y = tl.load(y_ptr + start + at, mask=at < columns, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + start + at, mask=at < columns, other=0.0).to(tl.float32)
+            dx = y * (dy - dot) * scale
+            tl.store(dx_ptr + start + at, dx.to(dx_ptr.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def _bias_gradient(tensors, partial_ptr, shape, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of y * (dy - dot) over every P-th of the rows that share a place of the bias; [P, places, K]."""
+    y_ptr, dy_ptr, dot_ptr = tensors
+    columns, places, members, of_places, of_members, strides = shape
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (group < places) & (at < columns)
+    start = _offset(_place(group, of_places), 0, strides)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    part = tl.program_id(2).to(tl.int64)
+    for member in tl.range(part, members, tl.num_programs(2), num_stages=3):
+        row = start + _offset(_place(member, of_members), 0, strides)
+        y = tl.load(y_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+        total += y * (dy - tl.load(dot_ptr + row, mask=group < places, other=0.0))
+    tl.store(partial_ptr + (part * places + group) * columns + at, total, mask=inside)
+
+
+def _tile(rows: int, columns: int) -> tuple[int, int, int]:
+    """(rows a program holds at once, columns rounded up, warps)."""
+    block = power_of_2(columns)
+    each = min(max(2048 // block, 1), power_of_2(rows))
+    return each, block, min(max(each * block // 512, 1), 16)
+
+
+def _sizes(shape: torch.Size | list[int]) -> tuple[int, ...]:
+    """The dims before the last, as four."""
+    return (*(1,) * (5 - len(shape)), *shape[:-1])
+
+
+def _strides(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, ...]:
+    if tensor is None:
+        return (0,) * 5
+    return (*(0,) * (5 - len(shape)), *tensor.expand(shape).stride())
+
+
+def _softmax(
+    x: torch.Tensor,
+    first: torch.Tensor | None,
+    second: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [..., K] -> [..., K] contiguous in `dtype`."""
+    y = _empty(x, first, second, mask, scale, causal, dtype)
+    if y.numel() == 0:
+        return y
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    tensors = (x, first, second, mask)
+    strides = tuple(_strides(t, x.shape) for t in tensors)
+    shape = (columns, _sizes(x.shape)[1:])
+    if columns > NARROW:
+        launch = _forward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
+        launch(tensors, y, strides, shape, scale, CAUSAL=causal, BLOCK=WIDE_BLOCK, num_warps=8)
+    else:
+        each, block, warps = _tile(rows, columns)
+        launch = _forward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
+        sizes = {"ROWS": each, "BLOCK": block, "num_warps": warps}
+        launch(tensors, y, strides, rows, shape, scale, CAUSAL=causal, **sizes)
+    return y
+
+
+def _softmax_backward(
+    dy: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+    x_dtype: torch.dtype | None,
+    first: list[int] | None,
+    first_dtype: torch.dtype | None,
+    second: list[int] | None,
+    second_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x [..., K] and of biases of the shapes `first` and `second`; None (no dtype, no shape): empty."""
+    dx, dfirst, dsecond = _empty_gradients(dy, y, scale, x_dtype, first, first_dtype, second, second_dtype)
+    if y.numel() == 0:
+        return dx, dfirst.zero_(), dsecond.zero_()
+    dy, columns = dy.contiguous(), y.shape[-1]
+    rows = y.numel() // columns
+    dot = None if first is None and second is None else y.new_empty(rows, dtype=torch.float32)
+    outputs = (None if x_dtype is None else dx, dot)
+    if columns > NARROW:
+        launch = _backward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
+        launch((y, dy), outputs, columns, scale, BLOCK=WIDE_BLOCK, num_warps=8)
+    else:
+        each, block, warps = _tile(rows, columns)
+        launch = _backward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
+        launch((y, dy), outputs, rows, columns, scale, ROWS=each, BLOCK=block, num_warps=warps)
+    if first is not None:
+        dfirst = _sum_for(first, first_dtype, y, dy, dot)
+    if second is not None:
+        dsecond = _sum_for(second, second_dtype, y, dy, dot)
+    return dx, dfirst, dsecond
+
+
+def _sum_for(shape, dtype, y, dy, dot) -> torch.Tensor:
+    """The gradient of a bias of this shape."""
+    columns, lengths = y.shape[-1], _sizes(y.shape)
+    kept = _sizes((*(1,) * (y.dim() - len(shape)), *shape))
+    places, members, strides = 1, 1, []
+    for length, own in zip(lengths, kept, strict=True):
+        places, members = places * own, members * (length // own)
+    for i in range(4):
+        strides.append(torch.Size(lengths[i + 1 :]).numel())
+    block = min(power_of_2(columns), ACROSS)
+    each = min(ACROSS // block, power_of_2(places))
+    grid = [triton.cdiv(places, each), triton.cdiv(columns, block)]
+    parts = max(min(waves(y.device, 4) // (grid[0] * grid[1]), members), 1)
+    partial = y.new_empty(parts, places * columns, dtype=torch.float32)
+    shared = tuple(length // own for length, own in zip(lengths, kept, strict=True))
+    launch = _bias_gradient[(*grid, parts)]  # pyright: ignore[reportIndexIssue]
+    sizes = (columns, places, members, kept[1:], shared[1:], (*strides, 0))
+    launch((y, dy, dot), partial, sizes, ROWS=each, BLOCK=block, num_warps=max(each * block // 256, 1))
+    if shape and shape[-1] == columns:
+        return column_sums(partial, dtype).view(shape)
+    return column_sums(partial, torch.float32).view(places, columns).sum(1).to(dtype).view(shape)
+
+
+def _empty(
+    x: torch.Tensor,
+    first: torch.Tensor | None,
+    second: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _empty_gradients(
+    dy: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+    x_dtype: torch.dtype | None,
+    first: list[int] | None,
+    first_dtype: torch.dtype | None,
+    second: list[int] | None,
+    second_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx = y.new_empty(0 if x_dtype is None else y.shape, dtype=x_dtype)
+    dfirst = y.new_empty(0 if first is None else first, dtype=first_dtype)
+    return dx, dfirst, y.new_empty(0 if second is None else second, dtype=second_dtype)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, first, second, _, ctx.scale, _, _ = inputs
+    ctx.x_dtype = x.dtype
+    ctx.biases = [(None, None) if b is None else (list(b.shape), b.dtype) for b in (first, second)]
+    ctx.save_for_backward(output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy):
+    if dy is None:
+        return (None,) * 7
+    (y,) = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:3]
+    biases = [
+        value
+        for bias, want in zip(ctx.biases, wanted[1:], strict=True)
+        for value in (bias if want else (None, None))
+    ]
+    gradients = softmax_backward(dy, y, ctx.scale, ctx.x_dtype if wanted[0] else None, *biases)
+    return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), *(None,) * 4
+
+
+softmax_backward = define(_softmax_backward, _empty_gradients)
+softmax = define(_softmax, _empty, save=_save, backward=_differentiate)
