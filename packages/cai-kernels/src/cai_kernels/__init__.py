@@ -24,6 +24,7 @@ from cai_kernels.linear_cross_entropy import (
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
 from cai_kernels.softmax import softmax
+from cai_kernels.swap import Swapped, swap
 from cai_kernels.token_permute import token_permute, token_unpermute
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "Backend",
     "CrossEntropyParts",
     "KernelError",
+    "Swapped",
     "add_rms_norm",
     "choose",
     "cross_entropy",
@@ -51,6 +53,7 @@ __all__ = [
     "rope",
     "sigmoid_gate",
     "softmax",
+    "swap",
     "swiglu",
     "token_permute",
     "token_unpermute",

@@ -1,0 +1,95 @@
+"""Kernels in place of what a model's modules compute, found by structure and by trying; reversible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cai_kernels.backend import Backend
+from cai_kernels.errors import KernelError
+from cai_kernels.swap.record import Kept, Replaced, Swapped
+
+__all__ = ["KINDS", "Kept", "Replaced", "Swapped", "swap"]
+
+KINDS = ("norm", "activation", "rope", "loss")
+
+
+def swap(
+    model: nn.Module,
+    *,
+    kinds: Sequence[str] = KINDS,
+    backend: Backend = "auto",
+    verify: Mapping[str, Any] | None = None,
+    tolerance: float = 1e-2,
+) -> Swapped:
+    """Let the modules of `model` run kernels, in place; parameters, names, hooks and the state dict stay as they are.
+
+    A module is a candidate by what it holds, and is replaced when it gives what the kernel's reference gives on random
+    values: RMS and layer norms ("norm"), `act(gate) * up` in MLPs ("activation"), rotary embedding of queries and keys
+    ("rope"), and the output layer of a model with `get_output_embeddings` ("loss"): while it trains, its logits are
+    formed only when something other than a cross-entropy uses them.
+
+    Swap after transforms that replace forwards by others (tensor parallelism) and before those that wrap them
+    (recompute, compile, sharding). What was replaced already is left alone and said.
+
+    Args:
+        model: any `nn.Module`, on any device, meta too.
+        kinds: what to replace.
+        backend: of the kernels; "auto" runs Triton on CUDA and their plain torch forms elsewhere.
+        verify: keyword arguments of the model. It is run on them before and after, in evaluation mode; if the first
+            tensors of its results differ, everything is undone and a `KernelError` says by how much.
+        tolerance: of `verify`: the largest difference, relative to the largest value.
+
+    Returns the record: print it, `undo()` it.
+    Raises `KernelError` for an unknown kind.
+    """
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise KernelError("unknown kind of module", got=", ".join(unknown), expected=", ".join(KINDS))
+    from cai_kernels.swap.activations import swap_activations
+    from cai_kernels.swap.logits import swap_loss
+    from cai_kernels.swap.norms import swap_norms
+    from cai_kernels.swap.rotary import swap_rotary
+
+    steps = {"norm": swap_norms, "activation": swap_activations, "rope": swap_rotary, "loss": swap_loss}
+    before = None if verify is None else _first_result(model, verify)
+    record = Swapped()
+    for kind in KINDS:
+        if kind in kinds:
+            steps[kind](model, record, backend)
+    if before is not None and verify is not None:
+        _compare(record, before, _first_result(model, verify), tolerance)
+    return record
+
+
+def _first_result(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            result = model(**inputs)
+    finally:
+        for module, was in training.items():
+            module.training = was
+    values = result.values() if isinstance(result, Mapping) else result
+    found = (
+        values if isinstance(values, torch.Tensor) else next(v for v in values if isinstance(v, torch.Tensor))
+    )
+    return found.double()
+
+
+def _compare(record: Swapped, before: torch.Tensor, after: torch.Tensor, tolerance: float) -> None:
+    scale = before.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    difference = ((after - before).abs().max() / scale).item()
+    if not difference <= tolerance:
+        described = str(record)
+        record.undo()
+        raise KernelError(
+            "the model computes something else with its kernels; all of them were taken out",
+            got=f"relative difference {difference:.2e} with\n{described}",
+            expected=f"at most {tolerance:.0e}",
+            fix="leave out kinds until it agrees, and tell us the model",
+        )
