@@ -9,6 +9,7 @@ from cai_kernels.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_parts,
 )
+from cai_kernels.embedding import embedding
 from cai_kernels.errors import KernelError
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
@@ -40,6 +41,7 @@ __all__ = [
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
+    "embedding",
     "geglu",
     "gelu_bias",
     "grouped_matmul",
