@@ -1,6 +1,15 @@
 """Training kernels as functions on plain tensors: Triton where it runs, plain torch beside it."""
 
 from cai_kernels.add_rms_norm import add_rms_norm
+from cai_kernels.attention import (
+    AttentionChoice,
+    attention,
+    attention_backward,
+    attention_with_lse,
+    explain_attention,
+    merge_attention,
+    varlen_attention,
+)
 from cai_kernels.backend import Backend, choose, why_not_triton
 from cai_kernels.cross_entropy import (
     CrossEntropyParts,
@@ -22,6 +31,7 @@ from cai_kernels.linear_cross_entropy import (
     linear_cross_entropy_weight_grad,
     linear_log_probs,
 )
+from cai_kernels.pair_bias_attention import pair_bias_attention
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
 from cai_kernels.softmax import softmax
@@ -31,17 +41,22 @@ from cai_kernels.token_permute import token_permute, token_unpermute
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionChoice",
     "Backend",
     "CrossEntropyParts",
     "KernelError",
     "Swapped",
     "add_rms_norm",
+    "attention",
+    "attention_backward",
+    "attention_with_lse",
     "choose",
     "cross_entropy",
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
     "embedding",
+    "explain_attention",
     "geglu",
     "gelu_bias",
     "grouped_matmul",
@@ -51,6 +66,8 @@ __all__ = [
     "linear_cross_entropy_input_grad",
     "linear_cross_entropy_weight_grad",
     "linear_log_probs",
+    "merge_attention",
+    "pair_bias_attention",
     "rms_norm",
     "rope",
     "sigmoid_gate",
@@ -59,5 +76,6 @@ __all__ = [
     "swiglu",
     "token_permute",
     "token_unpermute",
+    "varlen_attention",
     "why_not_triton",
 ]

@@ -1,0 +1,15 @@
+"""Attention by the fastest form there is, said aloud; in parts with a log-sum-exp; over packed sequences."""
+
+from cai_kernels.attention.choice import AttentionChoice
+from cai_kernels.attention.function import attention, explain_attention, varlen_attention
+from cai_kernels.attention.partial import attention_backward, attention_with_lse, merge_attention
+
+__all__ = [
+    "AttentionChoice",
+    "attention",
+    "attention_backward",
+    "attention_with_lse",
+    "explain_attention",
+    "merge_attention",
+    "varlen_attention",
+]

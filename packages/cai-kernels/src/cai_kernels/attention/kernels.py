@@ -1,0 +1,229 @@
+"""Flash attention in Triton (Dao, arXiv:2307.08691), with what torch's operators cannot do.
+
+One set of kernels takes a bias that rows of a batch share, a mask of keys, a gate, a window, a soft cap, sequences of
+any lengths and fewer heads of keys than of queries, and gives the log-sum-exp. Scores never reach memory. Every
+gradient is summed by one program in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from cai_kernels.tiles import dot
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Operands(NamedTuple):
+    """q [Z, N, Sq, H], k and v [Z, Nkv, Sk, H], bias [Z / R, N, Sq, Sk], mask [Z, Sk], gate like q; None is allowed.
+
+    With `query_starts` and `key_starts` [Z + 1] the sequences are packed: q [N, T, H], k and v [Nkv, Tk, H].
+    """
+
+    q: object
+    k: object
+    v: object
+    bias: object
+    mask: object
+    gate: object
+    query_starts: object
+    key_starts: object
+
+
+class Sizes(NamedTuple):
+    """Longest sequences, heads of queries, query heads that share a key head, and batch rows that share a bias."""
+
+    queries: int
+    keys: int
+    heads: int
+    group: int
+    rows: int
+    lse_batch: int  # strides of lse and delta over the batch and heads
+    lse_head: int
+
+
+class Strides(NamedTuple):
+    """Strides over batch, head and position; the last dim is contiguous. `other` is of out, dout or gradients."""
+
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    gate: tuple[int, int, int]
+    out: tuple[int, int, int]
+
+
+class Flags(NamedTuple):
+    """What is compiled in. window 0: none; softcap 0: none."""
+
+    causal: bool
+    window: int
+    softcap: float
+
+
+class Blocks(NamedTuple):
+    """Queries, keys and head dim of a tile, and the head dim itself."""
+
+    queries: int
+    keys: int
+    wide: int
+    head: int
+
+
+@triton.jit
+def span(starts, batch, longest):
+    """(first position, length) of a sequence."""
+    if starts is None:
+        return batch * 0, longest
+    else:
+        first = tl.load(starts + batch)
+        return first.to(tl.int64), (tl.load(starts + batch + 1) - first).to(tl.int32)
+
+
+@triton.jit
+def at_head(base, batch, head, first, strides):
+    """Where the rows of one head of one sequence begin."""
+    return base + batch * strides[0] + head.to(tl.int64) * strides[1] + first * strides[2]
+
+
+@triton.jit
+def load_rows(base, row, length, stride, WIDE: tl.constexpr, HEAD: tl.constexpr):
+    """A tile [rows, WIDE]; zeros past the sequence and past the head dim."""
+    at = tl.arange(0, WIDE)
+    inside = (row < length)[:, None]
+    if WIDE != HEAD:
+        inside = inside & (at < HEAD)[None, :]
+    return tl.load(base + row.to(tl.int64)[:, None] * stride + at[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(base, row, length, stride, value, WIDE: tl.constexpr, HEAD: tl.constexpr):
+    """Write a tile [rows, WIDE] inside the sequence and the head dim."""
+    at = tl.arange(0, WIDE)
+    inside = (row < length)[:, None]
+    if WIDE != HEAD:
+        inside = inside & (at < HEAD)[None, :]
+    where = base + row.to(tl.int64)[:, None] * stride + at[None, :]
+    tl.store(where, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x):
+    """To a few float32 roundings, near zero too."""
+    square = x * x
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def logits(product, operands, sizes, batch, head, row, column, ends, FLAGS: tl.constexpr):
+    """Scores in base 2 from q·k times the scale, and tanh of the soft cap. row and column broadcast to the tile."""
+    queries, keys = ends
+    bent = product
+    if FLAGS.softcap != 0.0:
+        bent = tanh(product / FLAGS.softcap)
+        score = bent * (FLAGS.softcap * LOG2E)
+    else:
+        score = product * LOG2E
+    inside = (column < keys) & (row < queries)
+    if operands.bias is not None:
+        base = operands.bias + (batch // sizes.rows * sizes.heads + head) * sizes.queries * sizes.keys
+        bias = tl.load(base + row.to(tl.int64) * sizes.keys + column, mask=inside, other=0.0)
+        score += bias.to(tl.float32) * LOG2E
+    if operands.mask is not None:
+        mask = tl.load(operands.mask + batch * sizes.keys + column, mask=column < keys, other=0.0)
+        score += mask.to(tl.float32) * LOG2E
+    seen = inside
+    if FLAGS.causal:
+        seen = seen & (column <= row + (keys - queries))
+    if FLAGS.window != 0:
+        seen = seen & (column > row + (keys - queries) - FLAGS.window)
+        if not FLAGS.causal:
+            seen = seen & (column < row + (keys - queries) + FLAGS.window)
+    return tl.where(seen, score, float("-inf")), bent
+
+
+@triton.jit
+def key_range(first, queries, keys, FLAGS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Keys that a tile of queries starting at `first` can see: from a multiple of KEYS, to an end."""
+    low = 0
+    high = keys
+    if FLAGS.causal:
+        high = tl.minimum(keys, first + QUERIES + keys - queries)
+    if FLAGS.window != 0:
+        low = tl.maximum(first + keys - queries - FLAGS.window + 1, 0) // KEYS * KEYS
+        if not FLAGS.causal:
+            high = tl.minimum(keys, first + QUERIES + keys - queries + FLAGS.window - 1)
+    return low, high
+
+
+@triton.jit
+def query_range(first, queries, keys, FLAGS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Queries that can see a tile of keys starting at `first`: from a multiple of QUERIES, to an end."""
+    low = 0
+    high = queries
+    if FLAGS.causal:
+        low = tl.maximum(first - (keys - queries), 0) // QUERIES * QUERIES
+    if FLAGS.window != 0:
+        high = tl.minimum(queries, first + KEYS - (keys - queries) + FLAGS.window - 1)
+        if not FLAGS.causal:
+            low = tl.maximum(first - (keys - queries) - FLAGS.window + 1, 0) // QUERIES * QUERIES
+    return low, high
+
+
+@triton.jit
+def forward(
+    operands, out_ptr, lse_ptr, sizes, strides, scale,
+    FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head: out, and lse in float32 (-inf where a query sees nothing; out is zero there)."""
+    QUERIES: tl.constexpr = BLOCKS.queries
+    KEYS: tl.constexpr = BLOCKS.keys
+    WIDE: tl.constexpr = BLOCKS.wide
+    HEAD: tl.constexpr = BLOCKS.head
+    batch = (tl.program_id(1) // sizes.heads).to(tl.int64)
+    head = tl.program_id(1) % sizes.heads
+    start, queries = span(operands.query_starts, batch, sizes.queries)
+    key_start, keys = span(operands.key_starts, batch, sizes.keys)
+    first = tl.program_id(0) * QUERIES
+    if first < queries:
+        row = first + tl.arange(0, QUERIES)
+        q = load_rows(
+            at_head(operands.q, batch, head, start, strides.q), row, queries, strides.q[2], WIDE, HEAD
+        )
+        k_base = at_head(operands.k, batch, head // sizes.group, key_start, strides.k)
+        v_base = at_head(operands.v, batch, head // sizes.group, key_start, strides.v)
+        largest = tl.full((QUERIES,), float("-inf"), tl.float32)
+        total = tl.zeros((QUERIES,), dtype=tl.float32)
+        out = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
+        low, high = key_range(first, queries, keys, FLAGS, QUERIES, KEYS)
+        for at in range(low, high, KEYS):
+            column = at + tl.arange(0, KEYS)
+            k = load_rows(k_base, column, keys, strides.k[2], WIDE, HEAD)
+            v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
+            product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION) * scale
+            score, _ = logits(
+                product, operands, sizes, batch, head, row[:, None], column[None, :], (queries, keys), FLAGS
+            )
+            grown = tl.maximum(largest, tl.max(score, 1))
+            base = tl.where(grown == float("-inf"), 0.0, grown)
+            p = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(largest - base)
+            total = total * shrink + tl.sum(p, 1)
+            out = dot(p.to(v.dtype), v, out * shrink[:, None], PRECISION)
+            largest = grown
+        total = tl.where(total == 0.0, 1.0, total)
+        out = out / total[:, None]
+        if operands.gate is not None:
+            gate_base = at_head(operands.gate, batch, head, start, strides.gate)
+            gate = load_rows(gate_base, row, queries, strides.gate[2], WIDE, HEAD).to(tl.float32)
+            out *= 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
+        out_base = at_head(out_ptr, batch, head, start, strides.out)
+        store_rows(out_base, row, queries, strides.out[2], out, WIDE, HEAD)
+        lse_at = lse_ptr + batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
+        tl.store(lse_at, (largest + tl.log2(total)) * LN2, mask=row < queries)

@@ -1,0 +1,194 @@
+"""Attention in parts, for code that keeps its own books: a part and its log-sum-exp, their merge, and the backward.
+
+Ring attention (Liu et al., arXiv:2310.01889) computes a part for every block of keys it receives, merges the parts in
+float32, and in backward asks each part for its gradients under the log-sum-exp of the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cai_kernels.attention import reference
+from cai_kernels.attention.choice import Question, why_not_flash, why_not_ours
+from cai_kernels.attention.function import _check
+from cai_kernels.backend import Backend, choose
+from cai_kernels.errors import KernelError
+
+aten = torch.ops.aten
+
+
+def attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, log-sum-exp [B, N, Sq]): one part of an attention. Outside autograd: see `attention_backward`.
+
+    Args:
+        q: [B, N, Sq, H], float32, bfloat16, float16 or float64 (not on CUDA).
+        k, v: [B, Nkv, Sk, H], with N a multiple of Nkv, in q's dtype.
+        causal: a query sees keys up to its own position; Sq = Sk.
+        scale: by default 1 / sqrt(H).
+        backend: "auto" (torch's cuDNN operator from Hopper on, its flash operator, or Triton, the first that takes
+            the arguments; torch's CPU operator), "triton" or "reference".
+
+    The log-sum-exp is natural and float32 (float64 with float64 inputs). Raises `KernelError` naming the argument
+    that does not fit, and where autograd would have to record the call.
+    """
+    _check(q, k, v, Question(causal=causal))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise KernelError(
+            "attention_with_lse is not recorded by autograd",
+            fix="call it in the forward of an autograd.Function with attention_backward, or use attention",
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    form = _form(q, k, v, backend)
+    if form == "reference":
+        return reference.attention(q, k, v, scale=scale, causal=causal)
+    if form == "triton":
+        from cai_kernels.attention import triton
+
+        opts = triton.options(scale=scale, causal=causal)
+        return triton.attention(q, k, v, None, None, None, None, None, [0, 0], opts)
+    if form == "cudnn":
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        return out, lse.view(q.shape[:-1])
+    if form == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    k, v = (_expand(t, q.shape[1]) for t in (k, v))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v from one part of an attention.
+
+    With `out` and `lse` of the whole attention and the keys of one part, the gradients of k and v are complete and
+    that of q is the part's share: the shares of all parts add up.
+
+    Args:
+        dout, out: [B, N, Sq, H], in q's dtype: the gradient and the value of the (whole) attention.
+        lse: [B, N, Sq], float32 (float64 with float64 inputs): the log-sum-exp of the (whole) attention.
+        q, k, v, causal, scale, backend: as in `attention_with_lse`.
+
+    Returns gradients like q, k and v. Raises `KernelError` naming the argument that does not fit.
+    """
+    _check(q, k, v, Question(causal=causal))
+    for name, tensor, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
+        if tensor.shape != shape or tensor.device != q.device:
+            raise KernelError(f"{name} does not fit q", got=tuple(tensor.shape), expected=tuple(shape))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    form = _form(q, k, v, backend)
+    if form == "reference":
+        return _reference_backward(dout, (q, k, v), out, lse, causal=causal, scale=scale)
+    if form == "triton":
+        from cai_kernels.attention import triton
+
+        opts, inputs = triton.options(scale=scale, causal=causal), [q, k, v, None, None, None, None, None]
+        needs = [True, True, True, False, False]
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        return triton.attention_backward(dout, None, out, lse.contiguous(), inputs, [0, 0], opts, needs)[:3]
+    sizes = (q.shape[2], k.shape[2], 0.0, causal)
+    if form in ("cudnn", "flash"):
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only with dropout
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        if form == "flash":
+            return aten._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse, None, None, *sizes, seed, offset, scale=scale
+            )
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, *sizes, scale=scale
+        )
+    wide = [_expand(t, q.shape[1]) for t in (k, v)]
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, *wide, out, lse, 0.0, causal, scale=scale
+    )
+    return dq, _gather(dk, k.shape[1]), _gather(dv, v.shape[1])
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over two sets of keys, from the attention over each.
+
+    Args:
+        out_a, out_b: [..., Sq, H], any floating dtypes.
+        lse_a, lse_b: [..., Sq]; -inf where a set held no key for the query.
+
+    Returns (out, lse) in float32 (float64 if an input is), so that many merges lose nothing; out is zero and lse -inf
+    where neither set held a key. Differentiable in all four.
+    """
+    for name, out, lse in (("lse_a", out_a, lse_a), ("lse_b", out_b, lse_b)):
+        if lse.shape != out.shape[:-1] or out.shape != out_a.shape:
+            raise KernelError(
+                f"{name} does not fit its out", got=tuple(lse.shape), expected=tuple(out_a.shape[:-1])
+            )
+    wide = torch.float32
+    for tensor in (out_a, lse_a, out_b, lse_b):
+        wide = torch.promote_types(wide, tensor.dtype)
+    weights, lse = reference.softmax_lse(torch.stack((lse_a.to(wide), lse_b.to(wide)), -1))
+    return out_a.to(wide) * weights[..., :1] + out_b.to(wide) * weights[..., 1:], lse
+
+
+def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend) -> str:
+    form = choose(backend, q.device)
+    if form == "triton":
+        if backend == "auto" and v.shape == k.shape and q.numel() and k.numel() and why_not_flash(q) is None:
+            hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+            return "cudnn" if hopper and q.shape[-1] <= 128 else "flash"
+        if (reason := why_not_ours(q, v, Question())) is not None:
+            raise KernelError("no attention here gives a log-sum-exp for these arguments", got=reason)
+        return "triton"
+    takes = q.device.type == "cpu" and v.shape == k.shape and q.numel() and k.numel()
+    return "cpu" if backend == "auto" and takes else "reference"
+
+
+def _expand(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    group = heads // tensor.shape[1]
+    return tensor if group == 1 else tensor.repeat_interleave(group, 1)
+
+
+def _gather(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    """Sum over the query heads that share a key head."""
+    if gradient.shape[1] == heads:
+        return gradient
+    return gradient.unflatten(1, (heads, -1)).float().sum(2).to(gradient.dtype)
+
+
+def _reference_backward(
+    dout: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = inputs[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    heads = inputs[1].shape[1]
+    q, k, v = (_expand(t.to(wide), inputs[0].shape[1]) for t in inputs)
+    scores = q @ k.transpose(-1, -2) * scale
+    seen = reference.visible(q.shape[2], k.shape[2], causal=causal, window=None, device=q.device)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    p = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
+    dout = dout.to(wide)
+    ds = p * (dout @ v.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True)) * scale
+    dk, dv = (_gather(g, heads).to(dtype) for g in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
+    return (ds @ k).to(dtype), dk, dv
