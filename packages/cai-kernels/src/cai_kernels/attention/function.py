@@ -72,23 +72,7 @@ def attention(
         return triton.attention(q, k, v, None, None, None, None, None, [0, 0], opts)[0]
     if name == "flash_window":
         return _flash_window(q, k, v, question, scale)
-    mask, causal = _folded(q, k, question)
-    grouped = q.shape[1] != k.shape[1]
-    if name == "sdpa" and q.device.type != "cuda":
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
-        )
-    backends = order(q.device) if name == "sdpa" else [SDPA[name]]
-    if name != "sdpa" and not torch.compiler.is_compiling():
-        found = torchs_choice(q, k, v, mask, causal=causal, scale=scale, dropout=dropout, backends=backends)
-        if found != name:
-            raise KernelError(
-                f'torch has no "{name}" attention for these arguments', got=_said(q, k, question)
-            )
-    with sdpa_kernel(backends, set_priority=True):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
-        )
+    return _torchs(q, k, v, question, scale, name)
 
 
 def explain_attention(
@@ -194,6 +178,29 @@ def _explicit(q: torch.Tensor, v: torch.Tensor, question: Question, backend: str
     if reason is not None:
         raise KernelError(f'the "{backend}" attention cannot run here', got=reason, fix='use backend="auto"')
     return backend
+
+
+def _torchs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, question: Question, scale: float, name: str
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention: "sdpa" in our order of operators, or the one that is named."""
+    mask, causal = _folded(q, k, question)
+    dropout, grouped = question.dropout, q.shape[1] != k.shape[1]
+    if name == "sdpa" and q.device.type != "cuda":
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )
+    backends = order(q.device) if name == "sdpa" else [SDPA[name]]
+    if name != "sdpa" and not torch.compiler.is_compiling():
+        found = torchs_choice(q, k, v, mask, causal=causal, scale=scale, dropout=dropout, backends=backends)
+        if found != name:
+            raise KernelError(
+                f'torch has no "{name}" attention for these arguments', got=_said(q, k, question)
+            )
+    with sdpa_kernel(backends, set_priority=True):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )
 
 
 def _flash_window(

@@ -45,9 +45,36 @@ def pair_bias_attention(
     """
     form = choose(backend, q.device)
     require("q", q, dtypes=_DTYPES if form == "triton" else _ANY)
+    _check(q, k, v, pair_bias, mask, gate)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if form == "reference":
+        out, lse = reference.pair_bias_attention(q, k, v, pair_bias, mask, gate, scale)
+        return (out, lse) if return_lse else out
+    from cai_kernels.attention import triton
+
+    if q.shape[-1] > triton.MAX_HEAD:
+        raise KernelError(
+            "head dim is too large for Triton", got=q.shape[-1], expected=f"up to {triton.MAX_HEAD}"
+        )
+    flat = [None if t is None else t.flatten(0, 1) for t in (q, k, v, mask, gate)]
+    out, lse = triton.attention(
+        *flat[:3], pair_bias, *flat[3:], None, None, [0, 0], triton.options(scale=scale)
+    )
+    out = out.unflatten(0, q.shape[:2])
+    return (out, lse.unflatten(0, q.shape[:2])) if return_lse else out
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pair_bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    gate: torch.Tensor | None,
+) -> None:
     if q.dim() != 5:
         raise KernelError("q has a wrong shape", got=tuple(q.shape), expected="[B, R, N, S, H]")
-    batch, rows, heads, length, head = q.shape
+    batch, rows, heads, length, _ = q.shape
     for name, tensor, shape in (
         ("k", k, q.shape),
         ("v", v, q.shape),
@@ -64,17 +91,3 @@ def pair_bias_attention(
             )
     if mask is not None and mask.requires_grad:
         raise KernelError("mask takes no gradient", fix="detach it, or add what is learned to pair_bias")
-    scale = head**-0.5 if scale is None else scale
-    if form == "reference":
-        out, lse = reference.pair_bias_attention(q, k, v, pair_bias, mask, gate, scale)
-        return (out, lse) if return_lse else out
-    from cai_kernels.attention import triton
-
-    if head > triton.MAX_HEAD:
-        raise KernelError("head dim is too large for Triton", got=head, expected=f"up to {triton.MAX_HEAD}")
-    flat = [None if t is None else t.flatten(0, 1) for t in (q, k, v, mask, gate)]
-    out, lse = triton.attention(
-        *flat[:3], pair_bias, *flat[3:], None, None, [0, 0], triton.options(scale=scale)
-    )
-    out = out.unflatten(0, (batch, rows))
-    return (out, lse.unflatten(0, (batch, rows))) if return_lse else out
