@@ -1,6 +1,6 @@
 """Device and host memory as one: residencies for sharded models, `offload` for one device, and cached embeddings."""
 
-from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, lookahead
+from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, ShardedEmbedding, lookahead
 from cai_gemini.host import HostResidency
 from cai_gemini.offload import Tiers, Tuning, offload
 from cai_gemini.optimizer import OffloadedOptimizer
@@ -12,6 +12,7 @@ __all__ = [
     "HostResidency",
     "OffloadedOptimizer",
     "RowwiseAdagrad",
+    "ShardedEmbedding",
     "Tiers",
     "Tuning",
     "lookahead",

@@ -102,6 +102,7 @@ class RowCache:
     ):
         self.weight, self._map = weight, slots
         self.table = table
+        self.padded = padding is not None
         self.stats = CacheStats()
         self._counts = slots.policy == "lfu" and frequencies is None
         self._uses = self._settled = self._clean = self._newest = 0

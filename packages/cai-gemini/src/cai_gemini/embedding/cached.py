@@ -73,7 +73,7 @@ class CachedEmbedding(nn.Module):
     ):
         super().__init__()
         self.num_embeddings, self.dim, self.mode = num_embeddings, dim, mode
-        self.padding_idx, self.policy = _wrapped(padding_idx, num_embeddings), policy
+        self.padding_idx, self.policy = padding_row(padding_idx, num_embeddings), policy
         slots = _cache_rows(cache, num_embeddings, least=1 if padding_idx is None else 2)
         _check(self, frequencies, weight)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -104,17 +104,26 @@ class CachedEmbedding(nn.Module):
         rows, both before anything is changed.
         """
         self._check_call(ids, offsets, per_sample_weights)
+        return self._serve(ids, offsets, per_sample_weights, self.mode)
+
+    def _serve(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        mode: Mode | None,
+    ) -> torch.Tensor:
         training = torch.is_grad_enabled() and self.weight.requires_grad
         slots, number = self._cache.acquire(ids, training)
-        slots, padding = slots.view(ids.shape), None if self.padding_idx is None else 0
-        if self.mode is None:
+        slots, padding = slots.view(ids.shape), 0 if self._cache.padded else None
+        if mode is None:
             out = F.embedding(slots, self.weight, padding_idx=padding, sparse=True)
         else:
             out = F.embedding_bag(
                 slots,
                 self.weight,
                 None if offsets is None else offsets.to(slots.device, slots.dtype),
-                mode=self.mode,
+                mode=mode,
                 sparse=True,
                 per_sample_weights=per_sample_weights,
                 padding_idx=padding,
@@ -242,8 +251,8 @@ class CachedEmbedding(nn.Module):
             )
 
 
-def _wrapped(padding_idx: int | None, rows: int) -> int | None:
-    """A row counted from the end, as torch allows, as one counted from the start."""
+def padding_row(padding_idx: int | None, rows: int) -> int | None:
+    """`padding_idx`, which as in torch may count from the end, as a row. Raises `PlanError` when there is none such."""
     if padding_idx is None:
         return None
     if not -rows <= padding_idx < rows:
