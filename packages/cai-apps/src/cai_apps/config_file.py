@@ -17,8 +17,8 @@ from cai_mesh.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
-def read(path: Path) -> Config:
-    """The config of a TOML file.
+def read(path: Path, kind: type[T] = Config) -> T:
+    """The config of a TOML file, a dataclass of `kind`.
 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value is unknown.
@@ -31,7 +31,7 @@ def read(path: Path) -> Config:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML", cause=str(error)) from None
-    return from_table(Config, table, origin=str(path))
+    return from_table(kind, table, origin=str(path))
 
 
 def from_table(kind: type[T], table: Mapping[str, Any], *, origin: str, path: tuple[str, ...] = ()) -> T:
@@ -89,10 +89,12 @@ def known_keys(kind: type = Config, path: tuple[str, ...] = ()) -> list[str]:
     return keys
 
 
-def unknown_key(dotted: str, siblings: list[str], *, origin: str) -> ConfigError:
-    """The error for a key that does not exist; suggests the same name elsewhere, else a close sibling."""
+def unknown_key(
+    dotted: str, siblings: list[str], *, origin: str, keys: list[str] | None = None
+) -> ConfigError:
+    """The error for a key that does not exist; suggests the same name elsewhere in `keys`, else a close sibling."""
     leaf = dotted.rpartition(".")[2]
-    elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == leaf]
+    elsewhere = [key for key in keys or known_keys() if key.rpartition(".")[2] == leaf]
     fix = f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(dotted, siblings)
     return ConfigError(f"unknown config key {dotted!r} in {origin}", fix=fix)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from cai_apps import config_file, recipes
 from cai_apps.config import Config
 from cai_mesh.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def parse(arguments: list[str], *, command: str, description: str) -> tuple[Config, str]:
@@ -15,8 +18,6 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Conf
     Raises:
         ConfigError: no recipe is named, or a flag is not a config key.
     """
-    import tyro
-
     recipe = arguments[0] if arguments and not arguments[0].startswith("-") else None
     wants_help = bool({"-h", "--help"} & set(arguments))
     if recipe is None and not wants_help:
@@ -27,22 +28,29 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Conf
         )
     check_flags(arguments)
     default = recipes.load(recipe) if recipe else Config()
-    config = tyro.cli(
-        Config,
+    rest = arguments[1:] if recipe else arguments
+    return fill(default, rest, command=command, description=description), Path(recipe or "run").stem
+
+
+def fill(default: T, arguments: list[str], *, command: str, description: str) -> T:
+    """`default`, a config dataclass, with the values of --section.key flags. Leaves after printing the help."""
+    import tyro
+
+    return tyro.cli(
+        type(default),
         default=default,
-        args=arguments[1:] if recipe else arguments,
+        args=arguments,
         prog=f"cai {command} RECIPE|FILE.toml",
         description=description,
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
     )
-    return config, Path(recipe or "run").stem
 
 
-def check_flags(arguments: list[str]) -> None:
-    """Raises ConfigError for a flag that is not a config key."""
-    known = config_file.known_keys()
+def check_flags(arguments: list[str], kind: type = Config) -> None:
+    """Raises ConfigError for a flag that is not a key of the config dataclass `kind`."""
+    known = config_file.known_keys(kind)
     for argument in arguments:
         key = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         if argument.startswith("--") and key not in ("help", *known):
-            raise config_file.unknown_key(key, known, origin="the command line")
+            raise config_file.unknown_key(key, known, origin="the command line", keys=known)

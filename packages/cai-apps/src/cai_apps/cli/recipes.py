@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from cai_apps import recipes
+from cai_apps.recsys import recipes as recsys
 from cai_mesh.errors import ConfigError
+
+USAGE = """usage: cai recipes
+
+List the recipes that `cai train` takes by name; `cai plan` takes those of language models."""
 
 
 def run(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
-        print("usage: cai recipes\n\nList the recipes that `cai train` and `cai plan` take by name.")
+        print(USAGE)
         return 0
     if arguments:
         raise ConfigError("cai recipes takes no argument", got=" ".join(arguments))
     for name in recipes.names():
         print(f"{name:<14}{recipes.describe(name)}")
+    for name in recsys.names():
+        print(f"{name:<14}{recsys.describe(name)}")
     return 0
