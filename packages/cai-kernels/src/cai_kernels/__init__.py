@@ -31,6 +31,7 @@ from cai_kernels.linear_cross_entropy import (
     linear_cross_entropy_weight_grad,
     linear_log_probs,
 )
+from cai_kernels.paged_attention import paged_append_, paged_attention
 from cai_kernels.pair_bias_attention import pair_bias_attention
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
@@ -67,6 +68,8 @@ __all__ = [
     "linear_cross_entropy_weight_grad",
     "linear_log_probs",
     "merge_attention",
+    "paged_append_",
+    "paged_attention",
     "pair_bias_attention",
     "rms_norm",
     "rope",

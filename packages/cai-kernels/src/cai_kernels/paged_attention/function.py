@@ -1,0 +1,171 @@
+"""The public doors: arguments checked, backend chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from cai_kernels.backend import Backend, choose, require
+from cai_kernels.errors import KernelError
+from cai_kernels.paged_attention import reference
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLE = (torch.int32, torch.int64)
+MAX_HEAD = 256
+
+
+def paged_append_(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Write new keys and values into a paged cache, in place.
+
+    Args:
+        k_cache, v_cache: [blocks, block_size, Nkv, H], contiguous, float32, bfloat16 or float16.
+        k, v: [T, Nkv, H], cast to the caches' dtypes.
+        slots: [T] int32 or int64: block * block_size + position in the block; a negative slot writes nothing. No
+            slot twice.
+        backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
+
+    Raises `KernelError` naming the argument that does not fit.
+    """
+    form = choose(backend, k_cache.device)
+    _check_caches(k_cache, v_cache)
+    require("slots", slots, dtypes=_WHOLE, like=k_cache)
+    for name, tensor in (("k", k), ("v", v)):
+        require(name, tensor, dtypes=_DTYPES, like=k_cache)
+        if tensor.shape != (slots.numel(), *k_cache.shape[2:]) or slots.dim() != 1:
+            raise KernelError(
+                f"{name} does not fit its cache and slots",
+                got=f"{tuple(tensor.shape)}, slots {tuple(slots.shape)}",
+                expected=f"[T, {k_cache.shape[2]}, {k_cache.shape[3]}], slots [T]",
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise KernelError(
+                "a paged cache takes no gradient", got=f"{name} requires grad", fix="torch.no_grad()"
+            )
+    if form == "reference":
+        reference.append(k_cache, k, slots)
+        reference.append(v_cache, v, slots)
+        return
+    from cai_kernels.paged_attention import triton
+
+    triton.paged_append(k_cache, k, slots)
+    triton.paged_append(v_cache, v, slots)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Attention of new tokens over a paged cache (Kwon et al., arXiv:2309.06180), for decoding.
+
+    Where sequences are few, the keys of each are split over programs and the parts merged by their log-sum-exps
+    (flash decoding).
+
+    Args:
+        q: [B, N, H], one new token a sequence; with cu_seqlens [T, N, H], any number a sequence. float32, bfloat16 or
+            float16; H up to 256 in Triton.
+        k_cache, v_cache: [blocks, block_size, Nkv, H], contiguous, any of these dtypes, N a multiple of Nkv. The new
+            tokens' own keys are in them already.
+        block_tables: [B, most] int32 or int64: the blocks of a sequence in order; entries past its length are not
+            read.
+        lengths: [B] int32 or int64: keys of a sequence, the new ones included. Zero gives zeros.
+        cu_seqlens: [B + 1] int32: the new tokens of sequence b are rows cu_seqlens[b]..cu_seqlens[b + 1] of q; the
+            last of them stands at the last key and each sees the keys up to its own.
+        scale: by default 1 / sqrt(H).
+        backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
+
+    Returns a tensor like q. Takes no gradient. Nothing waits for lengths on the host. Raises `KernelError` naming the
+    argument that does not fit.
+    """
+    form = choose(backend, q.device)
+    _check_query(q, k_cache, block_tables, lengths)
+    _check_caches(k_cache, v_cache)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    sequence, seen = _rows(q, lengths, cu_seqlens)
+    if form == "reference":
+        return reference.attention(q, (k_cache, v_cache), block_tables, sequence, seen, scale)
+    from cai_kernels.paged_attention import triton
+
+    if q.shape[2] > MAX_HEAD:
+        raise KernelError("head dim is too large for Triton", got=q.shape[2], expected=f"up to {MAX_HEAD}")
+    return triton.paged_attention(q, k_cache, v_cache, block_tables, sequence, seen, scale)
+
+
+def _check_query(
+    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    require("q", q, dtypes=_DTYPES)
+    if k_cache.dim() != 4:
+        raise KernelError(
+            "k_cache has a wrong shape", got=tuple(k_cache.shape), expected="[blocks, block_size, Nkv, H]"
+        )
+    for name, tensor, dtypes in (
+        ("k_cache", k_cache, _DTYPES),
+        ("block_tables", block_tables, _WHOLE),
+        ("lengths", lengths, _WHOLE),
+    ):
+        require(name, tensor, dtypes=dtypes, like=q)
+    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise KernelError(
+            "q does not fit the caches", got=tuple(q.shape), expected="[T, N, H], N a multiple of Nkv"
+        )
+    if block_tables.dim() != 2 or lengths.shape != block_tables.shape[:1]:
+        raise KernelError(
+            "lengths does not fit block_tables",
+            got=f"{tuple(lengths.shape)}, block_tables {tuple(block_tables.shape)}",
+            expected="[B], block_tables [B, most]",
+        )
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise KernelError("paged_attention takes no gradient", got="q requires grad", fix="torch.no_grad()")
+
+
+def _rows(
+    q: torch.Tensor, lengths: torch.Tensor, cu_seqlens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of every row of q, and how many keys it sees."""
+    row = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
+    if cu_seqlens is None:
+        if q.shape[0] != lengths.shape[0]:
+            raise KernelError(
+                "q does not fit lengths",
+                got=tuple(q.shape),
+                expected=f"{lengths.shape[0]} rows, or cu_seqlens",
+            )
+        return row, lengths
+    require("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), like=q)
+    if cu_seqlens.shape != (lengths.shape[0] + 1,):
+        raise KernelError(
+            "cu_seqlens does not fit lengths",
+            got=tuple(cu_seqlens.shape),
+            expected=f"({lengths.shape[0] + 1},)",
+        )
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True, out_int32=True)
+    sequence = sequence.clamp(max=lengths.shape[0] - 1)
+    return sequence, (lengths[sequence] - (cu_seqlens[1:][sequence] - 1 - row)).clamp(min=0)
+
+
+def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    require("k_cache", k_cache, dtypes=_DTYPES)
+    require("v_cache", v_cache, dtypes=(k_cache.dtype,), like=k_cache)
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+        raise KernelError(
+            "v_cache does not fit k_cache",
+            got=f"{tuple(v_cache.shape)}, k_cache {tuple(k_cache.shape)}",
+            expected="both [blocks, block_size, Nkv, H]",
+        )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not cache.is_contiguous():
+            raise KernelError(f"{name} is not contiguous", got=cache.stride())
