@@ -74,12 +74,12 @@ def test_more_chunks_than_are_added_at_once(monkeypatch):
 
 @pytest.mark.parametrize("padding_idx", [0, 3, -2])
 def test_padding_has_no_gradient(padding_idx):
-    ids = CASES["runs across chunks"] % 5
-    weight, dy = tensors(ids, 5, 8, torch.float32)
-    want = results(lambda w: F.embedding(ids, w, padding_idx), (weight,), (dy,))
-    for form in (kernel(ids, padding_idx), plain(ids, padding_idx % 5)):
-        torch.testing.assert_close(results(form, (weight,), (dy,)), want)
-    assert (want[1][padding_idx] == 0).all()
+    for ids in (CASES["runs across chunks"] % 5, some((4, 7), 5)):  # over the edges of chunks, and within one
+        weight, dy = tensors(ids, 5, 8, torch.float32)
+        want = results(lambda w, ids=ids: F.embedding(ids, w, padding_idx), (weight,), (dy,))
+        for form in (kernel(ids, padding_idx), plain(ids, padding_idx % 5)):
+            torch.testing.assert_close(results(form, (weight,), (dy,)), want)
+        assert (want[1][padding_idx] == 0).all()
 
 
 def test_strided_gradient_and_int32_ids():

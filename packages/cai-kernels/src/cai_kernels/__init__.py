@@ -22,6 +22,7 @@ from cai_kernels.embedding import embedding
 from cai_kernels.errors import KernelError
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
+from cai_kernels.global_norm import global_norm
 from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.layer_norm import layer_norm
 from cai_kernels.linear_cross_entropy import (
@@ -60,6 +61,7 @@ __all__ = [
     "explain_attention",
     "geglu",
     "gelu_bias",
+    "global_norm",
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
