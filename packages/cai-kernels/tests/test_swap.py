@@ -442,6 +442,18 @@ def test_logits_say_what_they_are():
     assert model.head.weight.grad is not None
 
 
+@pytest.mark.parametrize("loss", [shifted, lambda logits: logits.square().mean()])
+def test_hooks_on_logits_hear_of_the_backward(loss):
+    """Before any gradient of the output layer exists; a removed one hears nothing."""
+    model, heard = build(), []
+    swap(model)
+    logits = model(IDS)
+    logits.register_hook(lambda _: heard.append(model.head.weight.grad is None))
+    logits.register_hook(lambda _: heard.append("removed")).remove()
+    loss(logits).backward()
+    assert heard == [True]
+
+
 def test_outside_training_logits_are_plain():
     model = build()
     swap(model)

@@ -148,7 +148,7 @@ def _resolve(reference: tuple[str, str, str], loaded: dict[str, Any]) -> Callabl
 def _load(module_name: str, path: str) -> Any:
     with contextlib.suppress(ImportError):
         module = importlib.import_module(module_name)
-        if str(Path(module.__file__ or "").resolve()) == path:
+        if str(Path(getattr(module, "__file__", None) or "").resolve()) == path:
             return module
     sys.path.insert(0, str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(f"ranks_{Path(path).stem}_{abs(hash(path))}", path)

@@ -8,6 +8,7 @@ cross-entropy then runs fused with the layer. Any other operation forms the logi
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from cai_kernels.backend import Backend
 from cai_kernels.linear_cross_entropy import linear_cross_entropy
@@ -51,12 +53,17 @@ class Shaping:
 
 
 class Logits(torch.Tensor):
-    """[..., V] logits of a linear layer, not computed yet."""
+    """[..., V] logits of a linear layer, not computed yet.
+
+    Hooks on them are those of the logits once formed. If a loss is taken without, they are told when its backward
+    begins, with the loss's gradient: what watches for a backward to start (sharded parameters do) sees it start.
+    """
 
     head: nn.Module
     hidden: torch.Tensor
     shaping: Shaping
     formed: torch.Tensor | None
+    hooks: OrderedDict[int, Callable]
 
     @staticmethod
     def __new__(
@@ -71,21 +78,39 @@ class Logits(torch.Tensor):
             requires_grad=hidden.requires_grad or weight.requires_grad,
         )
         self.head, self.hidden, self.shaping, self.formed = head, hidden, shaping, None
+        self.hooks = OrderedDict()
         if self.requires_grad:
-            self.register_hook(_lost)
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_lost)
         return self
+
+    def watch(self, hook: Callable) -> RemovableHandle:
+        """`Tensor.register_hook`."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def tell(self, gradient: torch.Tensor) -> None:
+        """The backward of what was made of these logits has begun."""
+        for hook in list(self.hooks.values()):
+            hook(gradient)
 
     def form(self) -> torch.Tensor:
         """The logits as a tensor: formed once, and once more if that was under `no_grad` and gradients are wanted."""
         wanted = torch.is_grad_enabled() and self.requires_grad
         if self.formed is None or (wanted and not self.formed.requires_grad):
             self.formed = self.shaping.apply(self.head(self.hidden, FORM).to(self.dtype))
+            if self.formed.requires_grad:
+                for hook in self.hooks.values():
+                    self.formed.register_hook(hook)
         return self.formed
 
     def like(self, hidden: torch.Tensor | None = None, **changes: Any) -> Logits:
         """These logits of other hidden states, of another dtype or shaped further."""
         options = {"dtype": self.dtype, "shaping": self.shaping} | changes
-        return Logits(self.head, self.hidden if hidden is None else hidden, **options)
+        other = Logits(self.head, self.hidden if hidden is None else hidden, **options)
+        other.hooks = self.hooks
+        return other
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,6 +119,8 @@ class Logits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
+        if func is torch.Tensor.register_hook:
+            return first.watch(*args[1:], **kwargs)
         if func in _NOTED and type(first) is Logits and first.formed is None:
             noted = _NOTED[func](*args, **kwargs)
             if noted is not None:
@@ -236,7 +263,10 @@ def _cross_entropy(
         factor *= shaping.outer  # outer * tanh(logits * factor / outer)
     if factor != 1.0:
         hidden = hidden * factor
-    return logits.head(hidden, Request(target, options)).to(logits.dtype)
+    loss = logits.head(hidden, Request(target, options)).to(logits.dtype)
+    if loss.requires_grad:
+        loss.register_hook(logits.tell)
+    return loss
 
 
 _NOTED: dict[Any, Callable] = {
@@ -277,5 +307,5 @@ _ABOUT = {
         )
     ),
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
-    *(torch.Tensor.register_hook, torch.Tensor.__len__),
+    torch.Tensor.__len__,
 }
