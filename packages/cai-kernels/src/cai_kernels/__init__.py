@@ -18,6 +18,7 @@ from cai_kernels.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_parts,
 )
+from cai_kernels.dropout_add import dropout_add
 from cai_kernels.embedding import embedding
 from cai_kernels.errors import KernelError
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
@@ -57,6 +58,7 @@ __all__ = [
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
+    "dropout_add",
     "embedding",
     "explain_attention",
     "geglu",
