@@ -61,7 +61,9 @@ def test_tensors_come_back(tmp_path, direct, checksums):
 
 def test_memory_from_buffer_goes_without_a_copy(store):
     assert store.direct
-    whole = store.buffer(4096, torch.float32).normal_()
+    with torch.device("meta"):  # a default device is not the disk's
+        whole = store.buffer(4096, torch.float32)
+    whole.normal_()
     assert whole.data_ptr() % store.alignment == 0
     region = store.reserve("p", 4096, torch.float32)
     store.write(region, whole).wait()
@@ -79,7 +81,7 @@ def test_memory_from_buffer_goes_without_a_copy(store):
 def test_a_part_leaves_the_rest_alone(store):
     twin = torch.randn(7000)
     region = store.reserve("p", 7000, torch.float32)
-    store.write(region, twin)
+    store.write(region, twin).wait()
     for offset, size in ((0, 10), (5, 3000), (2047, 2), (2048, 2048), (6990, 10), (1, 6999)):
         part = torch.randn(size)
         store.write(region, part, offset)
@@ -382,6 +384,7 @@ def test_a_fork_takes_nothing_away(tmp_path):
         if child:
             store._engine._lock.release()
         else:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
             code = 1
             try:
@@ -393,3 +396,18 @@ def test_a_fork_takes_nothing_away(tmp_path):
             os._exit(3 if store._file.stopped else code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert torch.equal(kept(store, region), torch.ones(5000))
+
+
+@pytest.mark.gpu
+def test_memory_from_buffer_is_pinned_and_direct_beside_a_gpu(store):
+    sent = torch.randn(50_000, device="cuda")
+    buffer, back = (store.buffer(50_000, torch.float32) for _ in range(2))
+    assert buffer.is_pinned() and buffer.data_ptr() % store.alignment == 0
+    region = store.reserve("p", 50_000, torch.float32)
+    buffer.copy_(sent, non_blocking=True)
+    torch.cuda.synchronize()
+    store.write(region, buffer).wait()
+    store.read(region, back).wait()
+    assert torch.equal(back.to("cuda", non_blocking=True), sent)
+    tail = 4 * 50_000 % store.alignment
+    assert store.traffic.bounced_bytes == (2 * tail if store.direct else 0)

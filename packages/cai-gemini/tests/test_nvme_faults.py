@@ -547,3 +547,17 @@ def test_whatever_fails_a_read_is_right_or_an_error(tmp_path_factory, steps, dir
                 assert twin[which] is None or damaged[which]
             else:
                 assert twin[which] is not None and torch.equal(found, twin[which])
+
+
+def test_space_found_short_halfway_is_given_back(tmp_path):
+    def halfway(descriptor, offset, length):
+        os.posix_fallocate(descriptor, offset, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = Disk()
+    with opened(tmp_path, disk) as store:
+        store.reserve("first", NUMEL, torch.float32)
+        disk.faults["fallocate"] = halfway
+        with pytest.raises(NvmeError, match=r"cannot reserve \d+ bytes for second"):
+            store.reserve("second", 1 << 20, torch.float32)
+        assert os.stat(descriptor_of(store)).st_size == store.reserved_bytes

@@ -36,10 +36,10 @@ def aligned(numel: int, dtype: torch.dtype, alignment: int, pin: bool) -> torch.
         pin: page-lock it, for copies to and from a GPU.
     """
     size = numel * dtype.itemsize
-    storage = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    storage = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
     shift = -storage.data_ptr() % alignment
     if shift:
-        storage = torch.empty(size + alignment, dtype=torch.uint8, pin_memory=pin)
+        storage = torch.empty(size + alignment, dtype=torch.uint8, device="cpu", pin_memory=pin)
         shift = -storage.data_ptr() % alignment
     return storage[shift : shift + size].view(dtype)
 
