@@ -149,13 +149,14 @@ def _paged_attention(
     parts = q.new_empty(rows, heads, splits, head, dtype=torch.float32)
     lses = q.new_empty(rows, heads, splits, dtype=torch.float32)
     wide = max(power_of_2(head), 16)
+    warps, stages = (8 if wide > 64 else 4, 1) if q.dtype == torch.float32 else (4, 2)
     keys = KEYS // (2 if wide > 128 else 1) // (2 if q.dtype == torch.float32 else 1)
     launch = _part[(rows, key_heads, splits)]  # pyright: ignore[reportIndexIssue]
     launch(
         Paged(q, k_cache, v_cache, tables.contiguous(), sequence, lengths.contiguous(), parts, lses),
         Sizes(heads, key_heads, block, tables.shape[1], splits, each), scale,
         GROUP=max(power_of_2(heads // key_heads), 16), KEYS=keys, HEAD=head, WIDE=wide,
-        PRECISION=dot_precision(q.dtype), num_warps=8 if wide > 128 else 4, num_stages=1 if q.dtype == torch.float32 else 2,
+        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launch = _merge[(rows * heads,)]  # pyright: ignore[reportIndexIssue]
     launch(parts, lses, out, splits, SPLITS=power_of_2(splits), HEAD=head, WIDE=wide, num_warps=4)
