@@ -31,6 +31,7 @@ class Case:
     zero: int = 1
     schedule: str = "1f1b"
     replicate: int = 1
+    kernels: str = "off"
 
     @property
     def world(self) -> int:
@@ -49,6 +50,12 @@ CASES = {
     "tensor2-pipeline2": Case(tensor=2, pipeline=2),
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
 }
+SWAPPED = {
+    "one": Case(kernels="on"),
+    "data2-zero3": Case(data=2, zero=3, kernels="on"),
+    "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2, kernels="on"),
+}
+"""With kernels in the model, in their plain torch forms."""
 
 
 def model_config(name: str):
@@ -76,7 +83,13 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> c.Config:
         pipeline=c.Pipeline(size=case.pipeline, schedule=case.schedule),  # type: ignore[arg-type]
     )
     ranks = case.data * case.replicate
-    train = c.Train(steps=steps, global_batch=BATCH, microbatch_size=max(1, BATCH // ranks // 4), seed=7)
+    train = c.Train(
+        steps=steps,
+        global_batch=BATCH,
+        microbatch_size=max(1, BATCH // ranks // 4),
+        seed=7,
+        kernels=case.kernels,  # type: ignore[arg-type]
+    )
     return c.Config(
         parallel=parallel,
         train=train,

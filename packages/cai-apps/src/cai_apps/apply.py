@@ -1,7 +1,7 @@
 """The order of transforms, in one place: from a config to a session that trains.
 
-Meta build, split over stages, parallelize, recompute, compile, materialize, shard, and a runner for the schedule. Every
-transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
+Meta build, split over stages, parallelize, swap kernels, recompute, compile, materialize, shard, and a runner for the
+schedule. Every transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cai_apps.materialize import materialize
 from cai_apps.models import meta_model, pretrained_directory
 from cai_apps.validate import mesh_spec, microbatches
 from cai_gemini import HostResidency
+from cai_kernels.swap import KINDS, swap
 from cai_mesh import rng
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.build import build_mesh, coordinate, group
@@ -173,7 +174,8 @@ class TokenLoss:
 def apply(config: Config, model_config: PretrainedConfig, *, device: torch.device) -> Session:
     """Build the session a resolved config describes. Collective: every rank of the job calls it.
 
-    The order is: meta build, `split`, `parallelize`, recompute, materialize, the optimizer and its sharding, runner.
+    The order is: meta build, `split`, `parallelize`, `swap`, recompute, compile, materialize, the optimizer and its
+    sharding, runner.
     Raises `CaiError`s of those transforms before any memory is allocated.
     """
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
@@ -181,9 +183,11 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     split(model, mesh)
     parallelize(model, mesh)
     loss = TokenLoss(group(mesh, "tp"), _head_start(model))
+    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    swap(model, kinds=_kernels(config, device, compiled))
     if config.memory.recompute == "full":
         recompute_blocks(model)
-    if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
+    if compiled:
         compile_blocks(model)
     for param in model.parameters():
         attach_reduce(param, replace(ReduceSpec.of(param), divisor=1.0))
@@ -202,6 +206,15 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
         grad_sync=sync,
     )
     return Session(config, mesh, model, optimizer, runner, sync)
+
+
+def _kernels(config: Config, device: torch.device, compiled: bool) -> tuple[str, ...]:
+    """Which kinds of modules run kernels. Triton has none in float64."""
+    if config.train.kernels == "auto":
+        if device.type != "cuda" or config.precision.compute == "fp64":
+            return ()
+        return ("loss",) if compiled else KINDS
+    return KINDS if config.train.kernels == "on" else ()
 
 
 def _head_start(model: nn.Module) -> int:

@@ -83,6 +83,23 @@ def _host_to_device(index: int) -> float:
     return COPY_BYTES / (time.perf_counter() - start) / 1e9
 
 
+def kernels() -> Rows:
+    """Which form of cai_kernels runs, and what attention would run at a usual shape."""
+    import torch
+
+    from cai_kernels import explain_attention, why_not_triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reason = why_not_triton(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, kv = (torch.empty(1, heads, 128, 128, dtype=dtype, device=device) for heads in (32, 8))
+    choice = explain_attention(q, kv, kv, causal=True)
+    return [
+        ("auto runs", "triton" if reason is None else f"plain torch: {reason}"),
+        ("attention", f"{choice.backend}: {choice.reason}"),
+    ]
+
+
 def disk(directory: Path) -> Rows:
     """Free space, and the speed of one synced write."""
     free = shutil.disk_usage(directory).free
@@ -104,5 +121,6 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "devices": devices,
     "backends": backends,
     "links": links,
+    "kernels": kernels,
     "disk": lambda: disk(Path.cwd()),
 }

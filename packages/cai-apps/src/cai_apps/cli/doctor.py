@@ -9,7 +9,7 @@ from cai_apps.cli.arguments import parse
 
 @dataclass(frozen=True)
 class Arguments:
-    """Show what this machine offers: versions, devices, backends, links, disk."""
+    """Show what this machine offers: versions, devices, backends, links, kernels, disk."""
 
 
 def run(arguments: list[str]) -> int:
