@@ -121,6 +121,8 @@ def test_the_command_trains_and_saves(tmp_path, capsys):
     assert records[-1]["auc"] > 0.65 and records[-1]["loss"] < records[0]["loss"]
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["tables"]["rows"] == 3000
     checkpoint.verify(tmp_path / "run/checkpoints/step-60")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "language models" in capsys.readouterr().err
     flags[-1] = str(tmp_path / "again")
     assert main(["train", str(tmp_path / "run/config.toml"), *flags, "--train.steps", "20"]) == 0
 

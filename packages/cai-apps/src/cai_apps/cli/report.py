@@ -9,7 +9,9 @@ from typing import Annotated
 import tyro
 
 from cai_apps.cli.arguments import parse
+from cai_apps.recsys import recipes as recsys
 from cai_apps.run_directory import RunDirectory
+from cai_mesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,5 +29,11 @@ def run(arguments: list[str]) -> int:
     from cai_apps.report.page import write_report
 
     run_directory = RunDirectory.open(options.directory)
+    if recsys.takes(str(run_directory.config_file)):
+        raise ConfigError(
+            "cai report draws runs of language models",
+            got=f"a recommendation run, {run_directory.path}",
+            fix="its losses are in metrics.jsonl",
+        )
     print(write_report(run_directory, options.output or run_directory.path / "report.html"))
     return 0

@@ -142,6 +142,8 @@ class RowCache:
         if frequencies is not None:
             hot = torch.topk(frequencies, min(self._map.slots + 1, self._map.rows)).indices
             rows = torch.cat([rows, hot[~torch.isin(hot, rows)]])[: self._map.slots]
+        if not len(rows):
+            return
         self._lane.after_compute()
         with self._lane.work():
             slots = torch.arange(len(rows), device=self.weight.device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cai_gemini.embedding.cache import CacheStats, RowCache
-from cai_gemini.embedding.slots import Policy, SlotMap
+from cai_gemini.embedding.slots import Policy, SlotMap, to_device
 from cai_mesh.errors import DataError, PlanError
 
 Mode = Literal["sum", "mean"]
@@ -30,7 +30,8 @@ class CachedEmbedding(nn.Module):
     `per_sample_weights`, but for the rounding of sums that torch orders by index or by address.
 
     Rows used since the last optimizer step stay in the cache: gradients wait in `weight.grad` and name slots. So the
-    cache must hold the distinct rows of all micro-batches of a step, and of the batches that are prefetched.
+    cache must hold the distinct rows of all micro-batches of a step, and of the batches that are prefetched. A graph
+    kept with `retain_graph` must not run again after the step.
 
     The state dict holds the whole table as `weight`, [num_embeddings, dim], in order of ids, as the plain module's
     does; it is the host table itself, so loading a checkpoint into it in place is enough. Optimizer state is saved
@@ -122,7 +123,7 @@ class CachedEmbedding(nn.Module):
             out = F.embedding_bag(
                 slots,
                 self.weight,
-                None if offsets is None else offsets.to(slots.device, slots.dtype),
+                None if offsets is None else to_device(offsets, slots.device).to(slots.dtype),
                 mode=mode,
                 sparse=True,
                 per_sample_weights=per_sample_weights,

@@ -16,6 +16,7 @@ class RowwiseAdagrad(Optimizer):
 
     `sum[r] += mean(g[r]²)`, then `w[r] -= lr · g[r] / (sqrt(sum[r]) + eps)`, for the rows of the gradient alone
     (as Mudigere et al., arXiv:2104.05158, train recommendation models). The state of a row of D values is one value.
+    On CUDA adding up the gradients of repeated rows makes the host wait, as in torch's own sparse optimizers.
 
     Args:
         params: parameters [rows, D] whose gradients are sparse.

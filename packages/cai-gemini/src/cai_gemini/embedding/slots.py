@@ -157,7 +157,7 @@ class SlotMap:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device`; to a CUDA device through page-locked memory, so that the host does not wait."""
-    if device.type != "cuda":
+    """`host` on `device`; from host memory to CUDA through page-locked memory, so that the host does not wait."""
+    if host.is_cuda or device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
