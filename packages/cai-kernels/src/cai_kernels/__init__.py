@@ -21,6 +21,7 @@ from cai_kernels.cross_entropy import (
 from cai_kernels.dropout_add import dropout_add
 from cai_kernels.embedding import embedding
 from cai_kernels.errors import KernelError
+from cai_kernels.fp8_linear import Fp8Linear, WeightCache, fp8_linear
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
 from cai_kernels.global_norm import global_norm
@@ -47,8 +48,10 @@ __all__ = [
     "AttentionChoice",
     "Backend",
     "CrossEntropyParts",
+    "Fp8Linear",
     "KernelError",
     "Swapped",
+    "WeightCache",
     "add_rms_norm",
     "attention",
     "attention_backward",
@@ -61,6 +64,7 @@ __all__ = [
     "dropout_add",
     "embedding",
     "explain_attention",
+    "fp8_linear",
     "geglu",
     "gelu_bias",
     "global_norm",

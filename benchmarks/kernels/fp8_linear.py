@@ -1,0 +1,34 @@
+"""Linear layers whose three matrix products are in FP8; eager is bfloat16. The weight's cast is kept, as in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from case import Case
+from torch.nn import functional as F
+
+from cai_kernels import WeightCache, fp8_linear
+
+
+def cases(tiny: bool) -> Iterator[Case]:
+    layers = [(4096, 4096), (4096, 14336), (14336, 4096), (4096, 6144)]
+    sizes = [(32, 32, 16)] if tiny else [(8192, 8192, 8192), *((16384, *layer) for layer in layers)]
+    for tokens, inner, outer in sizes:
+
+        def make(device: torch.device, tokens: int = tokens, inner: int = inner, outer: int = outer) -> tuple:
+            x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.randn(outer, inner, device=device, dtype=torch.bfloat16) / inner**0.5
+            return x, weight.requires_grad_()
+
+        for scaling in ("tensor", "row", "block"):
+            cache = WeightCache()
+            yield Case(
+                "fp8_linear",
+                f"{tokens}x{inner}x{outer} {scaling}",
+                make,
+                ours=lambda x, weight, s=scaling, c=cache: fp8_linear(x, weight, scaling=s, weight_cache=c),
+                eager=F.linear,
+                forward_flops=2 * tokens * inner * outer,
+                backward_flops=4 * tokens * inner * outer,
+            )

@@ -1,0 +1,188 @@
+"""The public door: arguments checked, backend chosen, the weight's cast kept between calls."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from cai_kernels.backend import Backend, choose, require
+from cai_kernels.errors import KernelError
+from cai_kernels.fp8_linear import quantized
+from cai_kernels.fp8_linear.reference import BLOCK, ROW, TENSOR
+
+Scaling = Literal["tensor", "row", "block"]
+SCALINGS = {"tensor": TENSOR, "row": ROW, "block": BLOCK}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightCache:
+    """The FP8 cast of one weight, made again when the weight has changed in place or lies elsewhere.
+
+    An optimizer's step changes it in place, so the micro-batches of a step share one cast. Copies of a cache start
+    empty. Inside a compiled graph it is not used.
+    """
+
+    def __init__(self):
+        self._key: tuple[object, ...] | None = None
+        self._cast: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo: dict) -> WeightCache:
+        return WeightCache()
+
+    def __reduce__(self):
+        return WeightCache, ()
+
+    def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> list[torch.Tensor]:
+        """The cast of weight [out, in] as `reference.cast` gives it, transposed too."""
+        key = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device, scaling, triton)
+        if key != self._key:
+            self._cast = _cast_weight(weight, scaling, triton)
+            self._key = key
+        return self._cast
+
+
+def _cast_weight(weight: torch.Tensor, scaling: int, triton: bool) -> list[torch.Tensor]:
+    numbers, how = quantized.NUMBERS, quantized.weight_scaling(scaling)
+    return list(quantized.fp8_cast(weight.detach().contiguous(), how, numbers, True, triton))
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
+    if scaling not in SCALINGS:
+        raise KernelError("unknown scaling", got=repr(scaling), expected="'tensor', 'row' or 'block'")
+    require("x", x, dtypes=DTYPES)
+    require("weight", weight, dtypes=DTYPES, like=x)
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise KernelError(
+            "weight does not fit x",
+            got=f"weight {tuple(weight.shape)}, x {tuple(x.shape)}",
+            expected="x [..., in] and weight [out, in]",
+        )
+    if 0 in weight.shape or weight.shape[0] % 16 or weight.shape[1] % 16:
+        raise KernelError(
+            "weight has dims that FP8 products cannot take",
+            got=tuple(weight.shape),
+            expected="multiples of 16",
+            fix="leave this layer in bfloat16",
+        )
+    if bias is not None:
+        require("bias", bias, dtypes=DTYPES, like=x)
+        if bias.shape != weight.shape[:1]:
+            raise KernelError(
+                "bias does not fit weight", got=tuple(bias.shape), expected=f"({weight.shape[0]},)"
+            )
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise KernelError(
+            "this GPU has no FP8 products",
+            got="compute capability " + ".".join(map(str, torch.cuda.get_device_capability(device))),
+            expected="8.9 or higher (Ada, Hopper)",
+            fix='use torch.nn.functional.linear, or backend="reference" to emulate',
+        )
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scaling: Scaling = "tensor",
+    weight_cache: WeightCache | None = None,
+    fast_accumulate: bool = True,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """`F.linear` with its three matrix products, forward and both gradients, in FP8 (Micikevicius et al., 2209.05433).
+
+    Scales are current: from the numbers at hand, not from an earlier step's. x and weight are cast to e4m3, gradients
+    to e5m2 (scaling "tensor") or e4m3. Backward keeps xᵀ in FP8, half the bytes of a bfloat16 x. Under autocast, x is
+    cast to its dtype first.
+
+    Args:
+        x: [..., in], float32, bfloat16 or float16.
+        weight: [out, in], float32, bfloat16 or float16; both dims multiples of 16.
+        bias: [out] or None.
+        scaling: "tensor" (one scale in all), "row" (one a row of each operand of each product) or "block" (1x128 of x
+            and gradients, 128x128 of the weight, as DeepSeek-V3, arXiv:2412.19437).
+        weight_cache: a `WeightCache` of this weight, for calls between which it may not have changed.
+        fast_accumulate: lets Hopper's tensor cores sum with fewer bits; "block" sums blocks in float32 anyhow.
+        backend: "auto" and "triton" (FP8 on CUDA from compute capability 8.9), "reference" (the same casts, products
+            emulated in float32: what "auto" runs on a CPU).
+
+    Returns [..., out] in the dtype of x. Differentiable once, in x, weight and bias; one graph under torch.compile.
+    Raises `KernelError` naming the argument that does not fit, or a GPU without FP8.
+    """
+    triton = choose(backend, x.device) == "triton"
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    _check(x, weight, bias, scaling)
+    if backend != "reference":
+        _check_device(x.device)
+    kind = SCALINGS[scaling]
+    if weight_cache is None or torch.compiler.is_compiling():
+        cast = _cast_weight(weight, kind, triton)
+    else:
+        cast = weight_cache.get(weight, kind, triton)
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    keep = weight.requires_grad and torch.is_grad_enabled()
+    bias = None if bias is None else bias.to(x.dtype)
+    y, _, _ = quantized.fp8_linear(flat, weight, bias, cast, kind, triton, fast_accumulate, keep)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class Fp8Linear(nn.Linear):
+    """`nn.Linear` through `fp8_linear`: the same parameters under the same names, and a cache of the weight's cast.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in `nn.Linear`; features are multiples of 16.
+        scaling, fast_accumulate, backend: as in `fp8_linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        scaling: Scaling = "tensor",
+        fast_accumulate: bool = True,
+        backend: Backend = "auto",
+    ):
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.scaling, self.fast_accumulate, self.backend = scaling, fast_accumulate, backend
+        self.weight_cache = WeightCache()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        scaling: Scaling = "tensor",
+        fast_accumulate: bool = True,
+        backend: Backend = "auto",
+    ) -> Fp8Linear:
+        """A layer that shares the parameters of `linear`."""
+        options = {"scaling": scaling, "fast_accumulate": fast_accumulate, "backend": backend}
+        new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input [..., in_features] -> [..., out_features]."""
+        return fp8_linear(
+            input,
+            self.weight,
+            self.bias,
+            scaling=self.scaling,
+            weight_cache=self.weight_cache,
+            fast_accumulate=self.fast_accumulate,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """What `print` says of it."""
+        return f"{super().extra_repr()}, scaling={self.scaling}"

@@ -1,0 +1,222 @@
+"""FP8 casts that read their input once (block scales) or twice, and the product of block-scaled matrices."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.fp8_linear.reference import BLOCK, ROW, SIDE, SQUARE, TENSOR, Cast, empty_cast
+
+_TENSOR, _ROW, _BLOCK = tl.constexpr(TENSOR), tl.constexpr(ROW), tl.constexpr(BLOCK)
+_SIDE = tl.constexpr(SIDE)
+
+
+@triton.jit
+def _largest(
+    t_ptr, rows_ptr, columns_ptr, shape, SCALING: tl.constexpr, TURNED: tl.constexpr, SIZE: tl.constexpr
+):
+    """Largest magnitudes as the bits of a float32, whose order as integers is theirs: a maximum of exact numbers."""
+    rows, columns = shape
+    across = tl.cdiv(columns, SIZE)
+    program = tl.program_id(0).to(tl.int64)
+    row = (program // across) * SIZE + tl.arange(0, SIZE)
+    column = (program % across) * SIZE + tl.arange(0, SIZE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    t = tl.abs(
+        tl.load(t_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    )
+    down = tl.max(t, 1)
+    if SCALING == _TENSOR:
+        tl.atomic_max(rows_ptr, tl.max(down, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    else:
+        tl.atomic_max(rows_ptr + row, down.to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
+        if TURNED:
+            bits = tl.max(t, 0).to(tl.int32, bitcast=True)
+            tl.atomic_max(columns_ptr + column, bits, mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def _factors(largest, limit):
+    """(what numbers are multiplied by, the scale that undoes it)"""
+    known = tl.where(largest == 0.0, limit, largest)
+    return tl.div_rn(limit + tl.zeros_like(known), known), tl.div_rn(known, limit + tl.zeros_like(known))
+
+
+@triton.jit
+def _to(value, dtype: tl.constexpr, ON_CPU: tl.constexpr):
+    """A cast to float8. The interpreter's drops the carry of a rounding, so there numbers are rounded before it."""
+    if ON_CPU:
+        SHIFT: tl.constexpr = 20 if dtype == tl.float8e4nv else 21
+        bits = value.to(tl.int32, bitcast=True)
+        even = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) & (-1 << SHIFT)
+        # below the smallest normal number steps are equal: adding a large one rounds to them
+        MAGIC: tl.constexpr = 24576.0 if dtype == tl.float8e4nv else 192.0
+        SMALL: tl.constexpr = 0.015625 if dtype == tl.float8e4nv else 0.00006103515625
+        value = tl.where(tl.abs(value) < SMALL, (value + MAGIC) - MAGIC, even.to(tl.float32, bitcast=True))
+    return value.to(dtype)
+
+
+@triton.jit
+def _cast(
+    t_ptr,
+    q_ptrs,
+    scale_ptrs,
+    largest_ptrs,
+    shape,
+    limit,
+    SCALING: tl.constexpr,
+    TURNED: tl.constexpr,
+    SIZE: tl.constexpr,
+    ON_CPU: tl.constexpr,
+):
+    """One tile a program; shape: (rows, columns, columns of the transposed)."""
+    rows, columns, padded = shape
+    dtype = q_ptrs[0].dtype.element_ty
+    across = tl.cdiv(columns, SIZE)
+    program = tl.program_id(0).to(tl.int64)
+    block_row, block_column = program // across, program % across
+    row = block_row * SIZE + tl.arange(0, SIZE)
+    column = block_column * SIZE + tl.arange(0, SIZE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    t = tl.load(t_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if SCALING == _TENSOR:
+        factor, scale = _factors(tl.load(largest_ptrs[0]).to(tl.float32, bitcast=True), limit)
+        if program == 0:
+            tl.store(scale_ptrs[0], scale)
+            if TURNED:
+                tl.store(scale_ptrs[1], scale)
+        q = t * factor
+        turned = q
+    elif SCALING == _ROW:
+        bits = tl.load(largest_ptrs[0] + row, mask=row < rows, other=0)
+        factor, scale = _factors(bits.to(tl.float32, bitcast=True), limit)
+        tl.store(scale_ptrs[0] + row, scale, mask=row < tl.where(block_column == 0, rows, 0))
+        q = t * factor[:, None]
+        turned = q
+        if TURNED:
+            bits = tl.load(largest_ptrs[1] + column, mask=column < columns, other=0)
+            factor, scale = _factors(bits.to(tl.float32, bitcast=True), limit)
+            tl.store(scale_ptrs[1] + column, scale, mask=column < tl.where(block_row == 0, columns, 0))
+            turned = t * factor[None, :]
+    elif SCALING == _BLOCK:
+        factor, scale = _factors(tl.max(tl.abs(t), 1), limit)
+        tl.store(scale_ptrs[0] + row * across + block_column, scale, mask=row < rows)
+        q = t * factor[:, None]
+        turned = q
+        if TURNED:
+            factor, scale = _factors(tl.max(tl.abs(t), 0), limit)
+            tl.store(scale_ptrs[1] + column * tl.cdiv(rows, SIZE) + block_row, scale, mask=column < columns)
+            turned = t * factor[None, :]
+    else:
+        factor, scale = _factors(tl.max(tl.max(tl.abs(t), 1), 0), limit)
+        tl.store(scale_ptrs[0] + block_row * across + block_column, scale)
+        if TURNED:
+            tl.store(scale_ptrs[1] + block_column * tl.cdiv(rows, SIZE) + block_row, scale)
+        q = t * factor
+        turned = q
+    tl.store(q_ptrs[0] + row[:, None] * columns + column[None, :], _to(q, dtype, ON_CPU), mask=inside)
+    if TURNED:
+        place = q_ptrs[1] + column[:, None] * padded + row[None, :]
+        mask = (column[:, None] < columns) & (row[None, :] < padded)
+        tl.store(place, tl.trans(_to(turned, dtype, ON_CPU)), mask=mask)
+
+
+@triton.jit
+def _matmul(
+    a_ptrs,
+    b_ptrs,
+    out_ptr,
+    shape,
+    SQUARE_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out [m, n] = a [m, k] @ b [n, k]ᵀ; pointers come with their scales', 1x128 or (SQUARE_B) 128x128 for b."""
+    m, n, k = shape
+    a_ptr, a_scale_ptr = a_ptrs
+    b_ptr, b_scale_ptr = b_ptrs
+    steps = tl.cdiv(k, _SIDE)
+    down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0)  # tiles in strips of GROUP rows, so that those in flight share operands in L2
+    strip = program // (GROUP * across)
+    high = tl.minimum(down - strip * GROUP, GROUP)
+    inner = program % (GROUP * across)
+    row = ((strip * GROUP + inner % high) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = ((inner // high) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    depth = tl.arange(0, _SIDE)
+    a_at = a_ptr + row[:, None] * k + depth[None, :]
+    b_at = b_ptr + column[None, :] * k + depth[:, None]
+    a_scale_at = a_scale_ptr + row * steps
+    b_scale_at = b_scale_ptr + (column // _SIDE if SQUARE_B else column) * steps
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for step in range(steps):
+        left = k - step * _SIDE
+        a = tl.load(a_at, mask=(row[:, None] < m) & (depth[None, :] < left), other=0.0)
+        b = tl.load(b_at, mask=(column[None, :] < n) & (depth[:, None] < left), other=0.0)
+        a_scale = tl.load(a_scale_at + step, mask=row < m, other=0.0)
+        b_scale = tl.load(b_scale_at + step, mask=column < n, other=0.0)
+        total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        a_at += _SIDE
+        b_at += _SIDE
+    place = out_ptr + row[:, None] * n + column[None, :]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(row[:, None] < m) & (column[None, :] < n))
+
+
+def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) -> Cast:
+    """See `reference.cast`; t is contiguous."""
+    q, scale, turned, turned_scale = empty_cast(t, scaling, dtype, transposed)
+    rows, columns = t.shape
+    if not t.numel():
+        return q, scale, turned, turned_scale
+    largest = scale, scale
+    if scaling in (TENSOR, ROW):
+        wanted = rows + columns if scaling == ROW else 1
+        found = torch.zeros(wanted, dtype=torch.int32, device=t.device)
+        largest = found, found[rows:] if scaling == ROW else found
+        size = 64
+        launch = _largest[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)]  # pyright: ignore[reportIndexIssue]
+        launch(t, *largest, (rows, columns), SCALING=scaling, TURNED=transposed, SIZE=size, num_warps=4)
+    size = SIDE if scaling in (BLOCK, SQUARE) else 64
+    launch = _cast[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        t,
+        (q, turned),
+        (scale, turned_scale),
+        largest,
+        (rows, columns, turned.shape[-1]),
+        torch.finfo(dtype).max,
+        SCALING=scaling,
+        TURNED=transposed,
+        SIZE=size,
+        ON_CPU=t.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1",
+        num_warps=8 if size == SIDE else 4,
+    )
+    return q, scale, turned, turned_scale
+
+
+def block_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """a [M, K] @ b [N, K]ᵀ with 1x128 scales of a and 1x128 or 128x128 scales of b, in `dtype`."""
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty(m, n, dtype=dtype, device=a.device)
+    if out.numel():
+        square = b_scale.shape[0] != n
+        launch = _matmul[(triton.cdiv(m, 128) * triton.cdiv(n, 128),)]  # pyright: ignore[reportIndexIssue]
+        launch(
+            (a, a_scale),
+            (b, b_scale),
+            out,
+            (m, n, k),
+            square,
+            ROWS=128,
+            COLUMNS=128,
+            GROUP=8,
+            num_warps=8,
+            num_stages=4,
+        )
+    return out

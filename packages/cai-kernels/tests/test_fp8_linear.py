@@ -1,0 +1,275 @@
+"""FP8 linear layers: casts bit for bit, products to float32's rounding, gradients, the weight's cache, training."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cai_kernels import Fp8Linear, KernelError, WeightCache, fp8_linear
+from cai_kernels.fp8_linear import function, quantized, reference
+from cai_kernels.fp8_linear.reference import BLOCK, ROW, SQUARE, TENSOR
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALINGS = ["tensor", "row", "block"]
+TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def random(*shape, seed=0, dtype=torch.bfloat16):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE, dtype)
+
+
+def by_hand(t, scaling, dtype):
+    """What a scaled cast stands for, in float64, group by group."""
+    out = torch.zeros(t.shape, dtype=torch.float64, device=t.device)
+    down, across = {TENSOR: t.shape, ROW: (1, t.shape[1]), BLOCK: (1, 128), SQUARE: (128, 128)}[scaling]
+    limit = torch.tensor(torch.finfo(dtype).max, device=t.device)
+    for i in range(0, t.shape[0], down):
+        for j in range(0, t.shape[1], across):
+            group = t[i : i + down, j : j + across].float()
+            largest = group.abs().max()
+            if largest == 0:
+                continue
+            q = (group * (limit / largest)).to(dtype)
+            out[i : i + down, j : j + across] = q.double() * (largest / limit).double()
+    return out
+
+
+@pytest.mark.parametrize("shape", [(70, 144), (1, 16), (260, 48)])
+@pytest.mark.parametrize("scaling", [TENSOR, ROW, BLOCK, SQUARE])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_casts_are_the_same_bits_and_what_they_stand_for(shape, scaling, dtype):
+    t = random(*shape) * 7
+    t[0, 3:9] = torch.tensor([1e-3, -2e-4, 0.0, 3e-5, 1e-6, -1e-2])  # below the smallest normal numbers
+    if shape[0] > 40:
+        t[40] = 0
+    want = quantized.fp8_cast(t, scaling, dtype, True, False)
+    got = quantized.fp8_cast(t, scaling, dtype, True, True)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert torch.equal(a.float(), b.float())
+    exact, turned = by_hand(t, scaling, dtype), by_hand(t.t(), scaling, dtype)
+    torch.testing.assert_close(reference.widen(*want[:2]).double(), exact, rtol=1e-6, atol=0)
+    padded = reference.widen(*want[2:])
+    torch.testing.assert_close(padded[:, : shape[0]].double(), turned, rtol=1e-6, atol=0)
+    assert not padded[:, shape[0] :].any()
+    plain = quantized.fp8_cast(t, scaling, dtype, False, True)
+    assert torch.equal(plain[0].float(), want[0].float()) and not plain[2].numel()
+
+
+@pytest.mark.parametrize("square", [BLOCK, SQUARE])
+@pytest.mark.parametrize("shape", [(70, 48, 272), (1, 16, 16), (150, 144, 128)])
+def test_product_of_blocks(shape, square):
+    from cai_kernels.fp8_linear import triton
+
+    m, n, k = shape
+    a = reference.cast(random(m, k), BLOCK, TYPES[0], False)
+    b = reference.cast(random(n, k, seed=1), square, TYPES[0], False)
+    want = reference.widen(*a[:2]).double() @ reference.widen(*b[:2]).double().t()
+    got = triton.block_matmul(*a[:2], *b[:2], torch.float32)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def gradients(fn, *leaves, dy):
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    y = fn(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("tokens", [(5, 7), (160,)])
+def test_layer_and_gradients_are_products_of_casts(tokens, scaling, dtype):
+    x, weight, bias = (
+        random(*tokens, 144, dtype=dtype),
+        random(48, 144, seed=1, dtype=dtype),
+        random(48, seed=2),
+    )
+    dy = random(*tokens, 48, seed=3, dtype=dtype)
+    bias = bias.to(dtype)
+    kind = function.SCALINGS[scaling]
+    square, gradient_type = (SQUARE if kind == BLOCK else kind), TYPES[1] if kind == TENSOR else TYPES[0]
+    flat, flat_dy = x.flatten(0, -2), dy.flatten(0, -2)
+    want = [
+        (by_hand(flat, kind, TYPES[0]) @ by_hand(weight, square, TYPES[0]).t())
+        .to(dtype)
+        .add(bias)
+        .view(dy.shape),
+        (by_hand(flat_dy, kind, gradient_type) @ by_hand(weight.t(), square, TYPES[0]).t()).view(x.shape),
+        by_hand(flat_dy.t(), kind, gradient_type) @ by_hand(flat.t(), kind, TYPES[0]).t(),
+        flat_dy.sum(0),
+    ]
+    for backend in ("triton", "reference"):
+        how = {"scaling": scaling, "backend": backend, "fast_accumulate": False}
+        got = gradients(lambda *a, how=how: fp8_linear(*a, **how), x, weight, bias, dy=dy)
+        # cuBLAS gives products with scales of rows in bfloat16 only
+        narrow = torch.bfloat16 if scaling == "row" and DEVICE == "cuda" else dtype
+        for g, w in zip(got, want, strict=True):
+            assert g.dtype == dtype
+            # the product is rounded, and so is its sum with the bias; up to 160 terms are summed in float32
+            rounding = 2 * torch.finfo(narrow).eps + 160**0.5 * torch.finfo(torch.float32).eps
+            error, allowed = (g.double() - w.double()).abs().max(), rounding * w.abs().max()
+            assert error <= allowed, (error, allowed)
+    close = gradients(F.linear, x, weight, bias, dy=dy)
+    for g, w in zip(got, close, strict=True):
+        assert (g - w).float().norm() < 0.08 * w.float().norm()
+
+
+def test_empty_and_strided():
+    weight = random(32, 48)
+    for backend in ("triton", "reference"):
+        got = gradients(
+            lambda x, w, b=backend: fp8_linear(x, w, backend=b), random(0, 48), weight, dy=random(0, 32)
+        )
+        assert [tuple(g.shape) for g in got] == [(0, 32), (0, 48), (32, 48)] and not got[2].any()
+        x = random(48, 20).t()
+        assert torch.equal(
+            fp8_linear(x, weight, backend=backend), fp8_linear(x.contiguous(), weight, backend=backend)
+        )
+        spread = random(48, 32).t()
+        assert torch.equal(
+            fp8_linear(x, spread, backend=backend), fp8_linear(x, spread.contiguous(), backend=backend)
+        )
+
+
+def test_the_weight_is_cast_once_a_step(monkeypatch):
+    casts = []
+    plainly = function._cast_weight
+    monkeypatch.setattr(function, "_cast_weight", lambda w, *a: casts.append(w) or plainly(w, *a))
+    layer = Fp8Linear(32, 16, bias=False, device=DEVICE)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = random(4, 32, dtype=torch.float32)
+    for step in range(1, 4):
+        for _ in range(3):
+            y = layer(x)
+            y.square().sum().backward()
+        assert len(casts) == step
+        torch.testing.assert_close(
+            y, fp8_linear(x, layer.weight.detach().clone(), weight_cache=WeightCache())
+        )
+        casts.pop()  # the comparison's
+        optimizer.step()
+    cache, one, other = WeightCache(), random(16, 32), random(16, 32, seed=1)
+    cast = cache.get(one, TENSOR, False)
+    assert cache.get(one, TENSOR, False) is cast and cache.get(other, TENSOR, False) is not cast
+    assert not copy.deepcopy(cache)._cast and not pickle.loads(pickle.dumps(cache))._cast
+
+
+def test_layer_keeps_names_and_parameters():
+    linear = nn.Linear(32, 16, device=DEVICE, dtype=torch.bfloat16)
+    layer = Fp8Linear.from_linear(linear, scaling="row")
+    assert layer.weight is linear.weight and layer.bias is linear.bias and "scaling=row" in repr(layer)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    x = random(3, 32)
+    assert torch.equal(layer(x), fp8_linear(x, linear.weight, linear.bias, scaling="row"))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert Fp8Linear(32, 16, device=DEVICE)(x.float()).dtype == torch.bfloat16
+
+
+def test_only_what_is_wanted_is_computed(monkeypatch):
+    products = []
+    plainly = quantized.matmul
+    monkeypatch.setattr(quantized, "matmul", lambda *a: products.append(a[0].shape) or plainly(*a))
+    x, weight = random(20, 32), random(16, 32, seed=1)
+    for x_needs, w_needs, count in ((True, True, 3), (True, False, 2), (False, True, 2)):
+        products.clear()
+        fp8_linear(x.clone().requires_grad_(x_needs), weight.clone().requires_grad_(w_needs)).sum().backward()
+        assert len(products) == count
+    products.clear()
+    _, kept, _ = quantized.fp8_linear(
+        x, weight, None, function._cast_weight(weight, 0, False), 0, False, True, False
+    )
+    assert len(products) == 1 and not kept.numel()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_training_stays_close_to_bfloat16(scaling):
+    def train(wrap) -> tuple[float, float]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)]
+        model = nn.Sequential(*(wrap(m) if isinstance(m, nn.Linear) else m for m in layers)).to(DEVICE)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        x = random(256, 16, dtype=torch.float32)
+        y = torch.sin(2 * x).roll(1, -1)
+        losses = []
+        for _ in range(120):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                out = model(x)
+            loss = F.mse_loss(out.float(), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses[0], losses[-1]
+
+    start, fine = train(lambda m: m)
+    _, coarse = train(lambda m: Fp8Linear.from_linear(m, scaling=scaling))
+    assert fine < 0.2 * start
+    assert abs(coarse - fine) < 0.1 * (start - fine)  # nine tenths of the way
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_ops_are_clean_for_the_compiler(scaling):
+    x, weight, dy = random(20, 32), random(16, 32, seed=1), random(20, 16, seed=2)
+    kind = function.SCALINGS[scaling]
+    cast = quantized.fp8_cast(weight, quantized.weight_scaling(kind), TYPES[0], True, True)
+    tests = (
+        "test_autograd_registration",
+        "test_faketensor",
+    )  # test_schema compares float8, which torch cannot
+    torch.library.opcheck(quantized.fp8_cast, (x, kind, TYPES[0], True, True), test_utils=tests)
+    arguments = (
+        x.clone().requires_grad_(),
+        weight.clone().requires_grad_(),
+        None,
+        list(cast),
+        kind,
+        True,
+        True,
+        True,
+    )
+    torch.library.opcheck(quantized.fp8_linear, arguments, test_utils=tests)
+
+    def step(a, b):
+        return fp8_linear(a, b, scaling=scaling, backend="triton", weight_cache=WeightCache()) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(
+        gradients(compiled, x, weight, dy=dy), gradients(step, x, weight, dy=dy), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_the_same_run_twice_is_the_same():
+    x, weight, dy = random(100, 32), random(16, 32, seed=1), random(100, 16, seed=2)
+    for scaling in SCALINGS:
+        runs = [
+            gradients(lambda *a, s=scaling: fp8_linear(*a, scaling=s, backend="triton"), x, weight, dy=dy)
+            for _ in range(2)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_errors_name_the_argument(monkeypatch):
+    x, weight = random(4, 32), random(16, 32)
+    for change, said in (
+        ({"scaling": "column"}, "unknown scaling"),
+        ({"x": x.double()}, "x has an unsupported dtype"),
+        ({"weight": weight.int()}, "weight has an unsupported dtype"),
+        ({"weight": weight.t()}, "weight does not fit x"),
+        ({"weight": weight[:15]}, "FP8 products cannot take"),
+        ({"bias": weight[:3, 0]}, "bias does not fit"),
+        ({"weight": weight.to("meta")}, "weight is on another device"),
+    ):
+        with pytest.raises(KernelError, match=said):
+            fp8_linear(**{"x": x, "weight": weight, **change})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    with pytest.raises(KernelError, match="no FP8 products"):
+        function._check_device(torch.device("cuda"))
+    function._check_device(torch.device("cpu"))
