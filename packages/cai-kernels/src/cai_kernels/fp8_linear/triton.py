@@ -74,7 +74,6 @@ def _cast(
 ):
     """One tile a program; shape: (rows, columns, columns of the transposed)."""
     rows, columns, padded = shape
-    dtype = q_ptrs[0].dtype.element_ty
     across = tl.cdiv(columns, SIZE)
     program = tl.program_id(0).to(tl.int64)
     block_row, block_column = program // across, program % across
@@ -84,10 +83,9 @@ def _cast(
     t = tl.load(t_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCALING == _TENSOR:
         factor, scale = _factors(tl.load(largest_ptrs[0]).to(tl.float32, bitcast=True), limit)
-        if program == 0:
-            tl.store(scale_ptrs[0], scale)
-            if TURNED:
-                tl.store(scale_ptrs[1], scale)
+        tl.store(scale_ptrs[0], scale, mask=program == 0)
+        if TURNED:
+            tl.store(scale_ptrs[1], scale, mask=program == 0)
         q = t * factor
         turned = q
     elif SCALING == _ROW:
@@ -117,11 +115,15 @@ def _cast(
             tl.store(scale_ptrs[1] + block_column * tl.cdiv(rows, SIZE) + block_row, scale)
         q = t * factor
         turned = q
-    tl.store(q_ptrs[0] + row[:, None] * columns + column[None, :], _to(q, dtype, ON_CPU), mask=inside)
+    tl.store(
+        q_ptrs[0] + row[:, None] * columns + column[None, :],
+        _to(q, q_ptrs[0].dtype.element_ty, ON_CPU),
+        mask=inside,
+    )
     if TURNED:
+        inside = (column[:, None] < columns) & (row[None, :] < padded)
         place = q_ptrs[1] + column[:, None] * padded + row[None, :]
-        mask = (column[:, None] < columns) & (row[None, :] < padded)
-        tl.store(place, tl.trans(_to(turned, dtype, ON_CPU)), mask=mask)
+        tl.store(place, tl.trans(_to(turned, q_ptrs[1].dtype.element_ty, ON_CPU)), mask=inside)
 
 
 @triton.jit
