@@ -286,7 +286,8 @@ def backward(
         return dx, dw.zero_(), db.zero_()
     dy, x, columns = as_rows(dy), as_rows(x), x.shape[-1]
     more = None if dsum is None else as_rows(dsum)
-    full = columns > NARROW // 2 and more is not None and x.dtype == torch.float32
+    # Float32 rows of that length, with one more tensor or sum, no longer fit into the registers.
+    full = columns > NARROW // 2 and x.dtype == torch.float32 and (more is not None or kind == "layer")
     by_parts = _backward_in_blocks if columns > NARROW or full else _backward_in_registers
     sums = by_parts(dy, x, weight, statistics, more, kind, dx, wanted)
     dw = dw if sums[0] is None else column_sums(sums[0], dw.dtype)
