@@ -526,6 +526,19 @@ def test_state_dicts_go_both_ways_and_copies_are_apart():
         cached.load_state_dict({"weight": torch.zeros(2, 2)})
 
 
+def test_inference_mode():
+    cached = CachedEmbedding(ROWS, DIM, cache=8, device="cpu", weight=table())
+    with torch.inference_mode():
+        asked = [torch.arange(first, first + 4) for first in (0, 4, 8, 12)]
+        for ids in lookahead(asked, [cached], lambda ids: [ids]):
+            assert torch.equal(cached(ids), table()[ids])
+    assert cached.cache_stats().evicted == 8
+    optimizer = OPTIMIZERS["adagrad"](cached.parameters())
+    cached(torch.arange(4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(cached.table[:4], table()[:4]) and torch.equal(cached.table[4:], table()[4:])
+
+
 def test_bytes_are_counted():
     cached = CachedEmbedding(ROWS, DIM, cache=4, device="cpu", policy="lru", weight=table())
     optimizer = OPTIMIZERS["rowwise"](cached.parameters())

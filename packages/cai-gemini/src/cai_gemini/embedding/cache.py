@@ -74,7 +74,12 @@ class _Ahead:
     number: int
 
     def is_for(self, ids: torch.Tensor) -> bool:
-        return self.ids() is ids and self.version == ids._version
+        return self.ids() is ids and self.version == version(ids)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """A number that changes when the tensor does; tensors made in inference mode are taken not to."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class RowCache:
@@ -171,7 +176,7 @@ class RowCache:
                 cache._ahead.pop(key, None)
 
         event = self._lane.mark()
-        self._ahead[key] = _Ahead(weakref.ref(ids, gone), ids._version, slots, event, self._uses)
+        self._ahead[key] = _Ahead(weakref.ref(ids, gone), version(ids), slots, event, self._uses)
         return True
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_gemini.embedding.cache import version
 from cai_gemini.embedding.cached import CachedEmbedding, Mode, padding_row
 from cai_gemini.embedding.exchange import (
     Questions,
@@ -29,6 +30,7 @@ class ShardedEmbedding(CachedEmbedding):
     """A `CachedEmbedding` of which each rank keeps a part, for ranks that read different batches.
 
     By rows: ids go to the ranks that hold their rows, which send sums of bags back (rows where there are no bags).
+    Ranks hold contiguous rows, so ids numbered by frequency would all go to the first one; spread them beforehand.
     By columns: ids go to all ranks, each of which sends its columns back. The result is that of one process with all
     the batches, but for the order of sums. The gradient is the sum over all ranks' batches divided by the number of
     ranks, as DDP's is. `weight` belongs to this rank alone; DDP must be told to leave it.
@@ -141,7 +143,7 @@ class ShardedEmbedding(CachedEmbedding):
             if module is not None:
                 module._asked.pop(key, None)
 
-        self._asked[key] = (weakref.ref(ids, gone), ids._version, asked)
+        self._asked[key] = (weakref.ref(ids, gone), version(ids), asked)
         return super().prefetch(asked.ids)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class ShardedEmbedding(CachedEmbedding):
 
     def _questions(self, ids: torch.Tensor, offsets: torch.Tensor | None) -> Questions:
         held = self._asked.pop(id(ids), None)
-        if held is not None and held[0]() is ids and held[1] == ids._version:
+        if held is not None and held[0]() is ids and held[1] == version(ids):
             return held[2]
         return self._ask(ids, offsets)
 
