@@ -60,6 +60,13 @@ def _to(value, dtype: tl.constexpr, ON_CPU: tl.constexpr):
 
 
 @triton.jit
+def _store_turned(q_ptr, tile, row, column, columns, padded, ON_CPU: tl.constexpr):
+    place = q_ptr + column[:, None] * padded + row[None, :]
+    mask = (column[:, None] < columns) & (row[None, :] < padded)
+    tl.store(place, tl.trans(_to(tile, q_ptr.dtype.element_ty, ON_CPU)), mask=mask)
+
+
+@triton.jit
 def _cast(
     t_ptr,
     q_ptrs,
@@ -115,15 +122,10 @@ def _cast(
             tl.store(scale_ptrs[1] + block_column * tl.cdiv(rows, SIZE) + block_row, scale)
         q = t * factor
         turned = q
-    tl.store(
-        q_ptrs[0] + row[:, None] * columns + column[None, :],
-        _to(q, q_ptrs[0].dtype.element_ty, ON_CPU),
-        mask=inside,
-    )
+    place = q_ptrs[0] + row[:, None] * columns + column[None, :]
+    tl.store(place, _to(q, q_ptrs[0].dtype.element_ty, ON_CPU), mask=inside)
     if TURNED:
-        inside = (column[:, None] < columns) & (row[None, :] < padded)
-        place = q_ptrs[1] + column[:, None] * padded + row[None, :]
-        tl.store(place, tl.trans(_to(turned, q_ptrs[1].dtype.element_ty, ON_CPU)), mask=inside)
+        _store_turned(q_ptrs[1], turned, row, column, columns, padded, ON_CPU)
 
 
 @triton.jit
