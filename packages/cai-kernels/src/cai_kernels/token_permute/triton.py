@@ -10,6 +10,7 @@ from cai_kernels.launch import power_of_2, row_warps
 from cai_kernels.ops import define
 
 CHOICES_EACH = 256  # choices a program of the sort ranks among themselves
+COUNTS_EACH = 1024  # counts a step of their prefix sum takes
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tenso
     counts = offsets.new_empty(n_experts + 1, blocks)
     totals = offsets.new_empty(n_experts + 1)
     _count[(blocks,)](expert_ids, counts, choices, n_experts, blocks, BLOCK=CHOICES_EACH, BINS=bins)  # pyright: ignore[reportIndexIssue]
-    _scan[(n_experts + 1,)](counts, totals, blocks, BLOCK=1024)  # pyright: ignore[reportIndexIssue]
+    _scan[(n_experts + 1,)](counts, totals, blocks, BLOCK=COUNTS_EACH)  # pyright: ignore[reportIndexIssue]
     _begin[(1,)](totals, offsets, n_experts, BINS=bins)  # pyright: ignore[reportIndexIssue]
     launch = _place[(blocks,)]  # pyright: ignore[reportIndexIssue]
     launch(
