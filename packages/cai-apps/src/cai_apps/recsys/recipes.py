@@ -16,7 +16,8 @@ def _folder():
 
 def names() -> list[str]:
     """Recipe names, sorted."""
-    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir())
+    files = _folder().iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def describe(name: str) -> str:
