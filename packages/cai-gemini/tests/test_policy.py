@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -131,7 +132,7 @@ def test_a_step_is_never_shorter_than_its_floor():
         assert seconds >= floor(trace, sizes, plan, RATES, step) * (1 - 1e-9)
         assert all(begin <= end for lane in vars(lanes).values() for begin, end, _ in lane)
         for lane in vars(lanes).values():
-            assert all(a[1] <= b[0] + 1e-9 for a, b in zip(lane, lane[1:], strict=False)), (
+            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(lane)), (
                 "a lane does two things at once"
             )
 
