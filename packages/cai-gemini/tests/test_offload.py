@@ -6,91 +6,17 @@ import threading
 
 import pytest
 import torch
+from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from cai_gemini import HostResidency, Tiers, Tuning, offload
 from cai_gemini.budget import parse_bytes
-from cai_gemini.simulate import Rates
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
 from cai_mesh.flat import FlatChunk
 from cai_mesh.protocols import Residency, Stored
 
-SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
 RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0)]
-STEPS = 6
-
-
-class Block(nn.Module):
-    def __init__(self, recompute: bool):
-        super().__init__()
-        self.up, self.down, self.recompute = nn.Linear(6, 12), nn.Linear(12, 6), recompute
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x):
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.body, x, use_reentrant=False)
-        return self.body(x)
-
-    def body(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks, a tied head, a frozen block and one that is used only in some steps."""
-
-    def __init__(self, recompute=False):
-        super().__init__()
-        self.embed = nn.Embedding(9, 6)
-        self.layers = nn.ModuleList(Block(recompute) for _ in range(5))
-        self.head = nn.Linear(6, 9, bias=False)
-        self.head.weight = self.embed.weight
-        self.layers[1].requires_grad_(False)
-
-    def forward(self, ids, skip):
-        x = self.embed(ids)
-        for i, layer in enumerate(self.layers):
-            x = layer(x) if i != 2 or not skip else x
-        return self.head(x)
-
-
-def build(recompute=False, dtype=torch.float32, optimizer=lambda params: adamw(params)):
-    torch.manual_seed(0)
-    model = Net(recompute).to(dtype)
-    return model, optimizer(groups(model))
-
-
-def groups(model):
-    """Norms without decay: param groups cut through chunks."""
-    plain = [p for n, p in model.named_parameters() if "norm" in n]
-    return [
-        {"params": [p for n, p in model.named_parameters() if "norm" not in n]},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
-
-
-def skipped(step):
-    return step % 3 == 1
-
-
-def train(model, opt, steps=STEPS, micro=2, clip=None):
-    losses = []
-    for step in range(steps):
-        for part in range(micro):
-            ids = torch.randint(0, 9, (3, 5), generator=torch.Generator().manual_seed(10 * step + part))
-            loss = nn.functional.cross_entropy(model(ids, skipped(step)).flatten(0, 1), ids.flatten())
-            loss.backward()
-            losses.append(loss.item())
-        if clip:
-            clip(model, opt)
-        opt.step()
-        opt.zero_grad()
-    return losses
 
 
 def torchs_clip(model, opt):
@@ -101,11 +27,6 @@ def moved(model, opt, residency, **options):
     return offload(
         model, opt, residency=residency, device_memory="80KB", tuning=Tuning(rates=SLOW_HOST), **options
     )
-
-
-def assert_equal(model, twin):
-    for (name, a), (_, b) in zip(twin.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(b.view(a.shape), a), name
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES, ids=str)
@@ -248,7 +169,7 @@ def test_steps_run_while_the_next_forward_does():
     ids = torch.zeros(2, 3, dtype=torch.long)
     model(ids, False).square().mean().backward()
     gate, engine = threading.Event(), ours._engine
-    engine.helds[0]._worker.submit(gate.wait)
+    engine.helds[0].worker.submit(gate.wait)
     ours.step()
     assert any(h._stepping is not None and not h._stepping.done() for h in engine.helds)
     threading.Timer(0.05, gate.set).start()

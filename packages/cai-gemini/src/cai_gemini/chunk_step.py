@@ -46,6 +46,11 @@ class ChunkStep:
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
+    def fused(self) -> bool:
+        """Whether it is Adam or AdamW, whose state is two moments."""
+        return self._fused
+
+    @property
     def state_bytes(self) -> int:
         """Of master weights and optimizer state, as far as they are known before the first step."""
         elements = self._unit.shard.numel() * self._unit.shard.element_size()
@@ -101,7 +106,19 @@ class ChunkStep:
         self, groups: Groups, gradient: torch.Tensor, scale: float | torch.Tensor, weights: torch.Tensor
     ) -> None:
         first, second = self._adam_state()
-        master = self._unit.shard
+        self.run_adam(groups, gradient, scale, weights, (self._unit.shard, first, second))
+
+    @torch.no_grad()
+    def run_adam(
+        self,
+        groups: Groups,
+        gradient: torch.Tensor,
+        scale: float | torch.Tensor,
+        weights: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Adam on `state`: master weights and both moments, flat, which need not be where the chunk's are."""
+        master, first, second = state
         same = gradient.dtype == master.dtype and isinstance(scale, float) and scale == 1.0
         block = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
         scratch = None if same else master.new_empty(min(block, master.numel()))
@@ -121,6 +138,17 @@ class ChunkStep:
                     _fused_adam(self._optimizer, group, master[part], grad, first[part], second[part], step)
                     if weights.data_ptr() != master.data_ptr():
                         weights[part].copy_(master[part])
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adam's moments of the chunk, flat."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return self._adam_state()
+
+    def put_moments(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Let other tensors be the moments."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._moments = (first, second)
+            self._point_state(fresh=False)
 
     def _adam_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Flat moments; the optimizer's state are views of them."""

@@ -16,7 +16,9 @@ from torch import nn
 
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
+from cai_gemini.disk_state import step_on_disk
 from cai_gemini.held import Held
+from cai_gemini.nvme import NvmeStore
 from cai_gemini.policy import IN_FLIGHT, Moves, Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import Ledger, State
 from cai_gemini.trace import Trace, Use
@@ -48,6 +50,7 @@ class Engine:
     def __init__(self, device: torch.device):
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini"), Ledger()
         self.trace: Trace | None = None
+        self.store: NvmeStore | None = None
         self.planned = False
         self.steps = self._passes = 0
         self._seen: list[Use] = []
@@ -227,9 +230,13 @@ class Engine:
         for held in self._in_order():
             if held.touched and not held.stays and held.state is not State.FREE:
                 held.free()
-        on_device = [held for held in self._in_order() if held.on_device]
-        for held in on_device + [held for held in self._in_order() if not held.on_device]:
+        ordered = self._in_order()
+        for held in [h for h in ordered if h.on_device] + [
+            h for h in ordered if not h.on_device and h.disk is None
+        ]:
             held.begin_step(scale)
+        if self.store is not None:
+            step_on_disk(self.store, [h for h in ordered if h.disk is not None], scale)
         self.steps += 1
         self._passes = 0
 
@@ -239,7 +246,12 @@ class Engine:
         order = dict.fromkeys(use.chunk for use in self.trace.uses)
         return [self.helds[i] for i in (*order, *(i for i in range(len(self.helds)) if i not in order))]
 
+    def finish(self) -> None:
+        """Wait for every step, on the disk too."""
+        for held in self.helds:
+            held.finish_writing()
+
     def settle(self) -> None:
-        """Wait for every step."""
+        """Wait for every step and bring what is on the disk into memory."""
         for held in self.helds:
             held.settle()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.chunk_step import ChunkStep, Groups
 from cai_gemini.copies import Copied, Copies, host_memory
+from cai_gemini.disk_state import DiskState, State3
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
 from cai_gemini.states import Event, Ledger, State, follow
@@ -95,14 +97,16 @@ class Held:
         self.unit = unit
         self.step: ChunkStep | None = None
         self.name = unit.chunk.names[0]
-        self._copies, self._worker, self._ledger = shared.copies, shared.worker, shared.ledger
+        self._copies, self.worker, self._ledger = shared.copies, shared.worker, shared.ledger
         self._make_room = shared.make_room
+        self.disk: DiskState | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
         self.stays = False
         self._home = host_memory(unit.chunk.numel, unit.whole.dtype, self._copies.device)
         self._home.copy_(unit.shard)
         self._version = self._versions()
         self._stepping: Future[None] | None = None
+        self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
         self.buffer: GradBuffer | None = None
         if trains:
@@ -180,7 +184,7 @@ class Held:
 
     def use(self) -> None:
         """Let the modules see the weights, which have arrived."""
-        self.settle()
+        self.finish_step()
         if self._version != self._versions() and self.state is not State.COMPUTE:
             self._renew()
             self.arrive()
@@ -248,7 +252,7 @@ class Held:
             return None
         more = host_memory(arrived.numel(), arrived.dtype, self._copies.device)
         sent = self._copies.to_host(more, arrived)
-        self.gradient.add_later(more, sent, self._worker)
+        self.gradient.add_later(more, sent, self.worker)
         return sent
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
@@ -270,7 +274,9 @@ class Held:
                 self.gradient = None
             return
         if self.gradient is None:
-            self.gradient = Gradient(torch.zeros_like(self.unit.shard), None, None)
+            shard = self.unit.shard
+            zeros = torch.zeros(shard.numel(), dtype=shard.dtype, device=shard.device)
+            self.gradient = Gradient(zeros, None, None)
         slot = self.unit.chunk.slots[index]
         self.gradient.settled()[slot.offset : slot.end].copy_(gradient.flatten())
         self.gradient.square = None
@@ -299,23 +305,33 @@ class Held:
     # -- step ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Return once the last step is done. Raises what it raised."""
+        """Return once the master weights are in memory, as the last step has left them. Raises what it raised."""
+        self.finish_writing()
+        if self.disk is not None:
+            self.disk.borrow()
+
+    def finish_step(self) -> None:
+        """Return once the last step is done."""
         stepping = self._stepping
         if stepping is not None:
             stepping.result()
             self._stepping = None
 
+    def finish_writing(self) -> None:
+        """Return once the last step is on the disk, too. Raises what that raised."""
+        self.finish_step()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
     def begin_step(self, scale: float | torch.Tensor) -> None:
         """Step with the gradient, which is consumed: at once on the device, in the background on the host."""
-        if self.step is None or self.gradient is None or not self.touched:
+        taken = self._take_gradient()
+        if taken is None:
             return
-        self.settle()
-        gradient, groups = self.gradient, self.step.groups(self.touched)
-        self.gradient = None
-        self.touched.clear()
-        step, unit = self.step, self.unit
+        gradient, groups, step = taken
         if self.on_device:
-            step.run(groups, gradient.tensor, scale, unit.whole.data)
+            step.run(groups, gradient.tensor, scale, self.unit.whole.data)
             self._version = self._versions()
             return
 
@@ -323,9 +339,38 @@ class Held:
             step.run(groups, gradient.settled(), float(scale), self._home)
             self._version = self._versions()
 
-        self._stepping = self._worker.submit(run)
+        self.stepped_by(self.worker.submit(run))
+
+    def step_on_disk(self, scale: float) -> Callable[[State3], None] | None:
+        """What steps master weights and moments that were read from the disk; None where there is no gradient."""
+        assert self.disk is not None
+        self.finish_writing()
+        self.disk.give_back()
+        taken = self._take_gradient()
+        if taken is None:
+            return None
+        gradient, groups, step = taken
+        return lambda state: step.run_adam(groups, gradient.settled(), scale, self._home, state)
+
+    def _take_gradient(self) -> tuple[Gradient, Groups, ChunkStep] | None:
+        """The gradient, which is consumed, and what steps with it."""
+        if self.step is None or self.gradient is None or not self.touched:
+            return None
+        self.finish_step()
+        taken = (self.gradient, self.step.groups(self.touched), self.step)
+        self.gradient = None
+        self.touched.clear()
+        return taken
+
+    def stepped_by(self, stepping: Future[None], also: Future[None] | None = None) -> None:
+        """The step is under way. `also`: what must have ended before the next one begins."""
+        self._stepping, self._writing = stepping, also
         if self.stays:
             self._renew()
+
+    def adopt_version(self) -> None:
+        """The master weights are other tensors of the same values."""
+        self._version = self._versions()
 
     # -- moving --------------------------------------------------------------------------------------------------
 
@@ -334,6 +379,7 @@ class Held:
         """Let master weights, optimizer state and gradients live on the device from now on; the weights stay."""
         assert self.step is not None
         self.settle()
+        self.disk = None
         device = self._copies.device
         self._ledger.change("state", self.sizes.state)
         self._ledger.change("gradients", self.sizes.gradients)

@@ -6,6 +6,8 @@ arXiv:2101.06840; chunks and a traced step as in PatrickStar, Fang et al., arXiv
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +16,10 @@ from torch import nn
 
 from cai_gemini.budget import Units, check_device, check_host, device_budget, kinds
 from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.disk_state import DiskState
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
+from cai_gemini.nvme import NvmeStore
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.policy import Plan, Sizes, fractions
 from cai_gemini.rates import measure
@@ -28,26 +32,33 @@ from cai_mesh.units import FlatUnit, check_parameters, units
 
 @dataclass(frozen=True)
 class Tiers:
-    """How much stays on the device, as fractions of all bytes; the rest lives on the host.
+    """How much stays on the device and how much goes to a disk, as fractions of all bytes; the rest lives on the host.
 
     Args:
         weights: in the dtype of computation. What does not stay comes before its use and goes after it.
-        state: master weights, optimizer state and gradients. What does not stay is stepped on the host.
+        state: master weights, optimizer state and gradients. What does not stay is stepped on the host; the weights of
+            what stays do too.
+        disk: master weights and Adam's moments, of the chunks used last.
 
-    Raises `PlanError` outside 0..1, and for state without its weights.
+    Raises `PlanError` outside 0..1, and for more state than there is.
     """
 
     weights: float = 0.0
     state: float = 0.0
+    disk: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("weights", "state"):
+        for name in ("weights", "state", "disk"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise PlanError(f"{name} is no fraction", got=getattr(self, name), expected="0 to 1")
+        if self.state + self.disk > 1.0:
+            raise PlanError(
+                "more state than there is", got=f"{self.state} on the device, {self.disk} on the disk"
+            )
 
 
 Members = list[tuple[str, nn.Parameter]]
-RESIDENCIES = {"device": Tiers(1.0, 1.0), "host": Tiers(0.0, 0.0)}
+RESIDENCIES = {"device": Tiers(1.0, 1.0), "host": Tiers(), "nvme": Tiers(disk=1.0)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ def offload(
     device: torch.device | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    nvme: str | os.PathLike[str] | None = None,
     compute: torch.dtype | None = None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None = None,
     tuning: Tuning = Tuning(),
@@ -93,10 +105,12 @@ def offload(
         model: on the device it runs on, on the host, or on the meta device.
         optimizer: any elementwise torch optimizer over the model's parameters; its state comes along. Adam and AdamW
             run torch's fused kernels. A parameter without a gradient is not stepped.
-        residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", or `Tiers`.
+        residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", "nvme", or `Tiers`.
         device: where it runs; default: where it is. Its buffers are moved there, but for those of a meta model.
         device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may use of the device.
-        host_memory: bytes that may be used there; more is refused before anything is moved. Default: no limit.
+        host_memory: bytes that may be used there; more goes to `nvme` or is refused. Default: no limit.
+        nvme: a directory on a disk, for the state of Adam and AdamW that has no room in host memory ("auto") or is to
+            be there ("nvme", `Tiers`). A kept parameter that is read is brought into memory until the next step.
         compute: dtype of the weights on the device; None: as they are. Master weights keep the original dtype.
         materialize: (name, meta parameter) -> its initial values. They are put together on the host, chunk by chunk.
         tuning: details.
@@ -115,14 +129,16 @@ def offload(
     check_parameters((pair for params in found.values() for pair in params), meta=True)
     check_no_gradients(model.parameters())
     check_device(found, model, compute, budget, device_memory)
-    check_host(optimizer, found, compute, host_memory)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(where)
+    lacks = check_host(optimizer, found, compute, host_memory, disk=nvme is not None)
+    disk = _disk_fraction(tiers, nvme, lacks)
+    store = _store(nvme, optimizer, found, disk)
+    _move_buffers(model, where)
     helds, engine = _chunks(model, found, where, compute, materialize)
     everything = [held for some in helds.values() for held in some]
     _take_over(optimizer, everything)
+    engine.store = store
+    for held in _last(everything, disk) if store is not None else ():
+        held.disk = DiskState(held, store)
     direct_linears(model, (p for held in everything for p in held.unit.kept))
     planner = _planner(tiers, [h.unit.chunk.numel for h in everything], tuning.rates, where, budget)
     engine.start(model, helds, Schedule(budget, planner, tuning.warmup), tuning.observe)
@@ -153,6 +169,54 @@ def _chunks(
         return Held(unit, param.requires_grad, engine)
 
     return {module: [held(members) for members in kinds(params)] for module, params in found.items()}, engine
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _disk_fraction(tiers: Tiers | None, nvme: object, needed: float) -> float:
+    """How much of the state goes to the disk: as asked, or as much as host memory lacks."""
+    asked = tiers.disk if tiers is not None else 0.0
+    if asked and nvme is None:
+        raise PlanError("no directory for state on the disk", fix="pass nvme='/path/on/a/disk'")
+    return max(asked, needed)
+
+
+def _store(
+    nvme: str | os.PathLike[str] | None, optimizer: torch.optim.Optimizer, found: Units, fraction: float
+) -> NvmeStore | None:
+    if nvme is None or not fraction:
+        return None
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise PlanError("state on a disk is Adam's", got=type(optimizer).__name__, expected="Adam or AdamW")
+    state = 3 * sum(
+        p.numel() * p.element_size() for params in found.values() for _, p in params if p.requires_grad
+    )
+    store = NvmeStore(nvme)
+    free = shutil.disk_usage(nvme).free
+    if state * fraction > free:
+        store.close()
+        raise PlanError(
+            "the disk has no room for the state",
+            got=f"{free:,} bytes free in {os.fspath(nvme)}",
+            expected=f"about {int(state * fraction):,} bytes",
+        )
+    return store
+
+
+def _last(helds: Sequence[Held], fraction: float) -> list[Held]:
+    """The trained chunks used last that hold `fraction` of the state, or a little more."""
+    trained = [held for held in helds if held.step is not None]
+    wanted, found = fraction * sum(h.unit.chunk.numel for h in trained), list[Held]()
+    for held in reversed(trained):
+        if sum(h.unit.chunk.numel for h in found) >= wanted:
+            break
+        found.append(held)
+    return found
 
 
 def _fill(

@@ -51,11 +51,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)
         if not self._overlap:
-            self._engine.settle()
+            self._engine.finish()
 
     def wait(self) -> None:
-        """Return once every parameter has the values of the last step."""
-        self._engine.settle()
+        """Return once the last step is done, everywhere."""
+        self._engine.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient."""
