@@ -95,11 +95,9 @@ def offload(
 
     The loop stays as it is: forward, backward, `optimizer.clip_grad_norm_(...)`, `optimizer.step()`, `zero_grad()`.
     Parameters keep their names; between uses each is a flat tensor of master weights, on the host or the device.
-
-    Each block is a chunk. Two steps run with as little on the device as possible and are traced; then what stays is
-    decided. What does not stay is brought ahead of its use by copies beside the computation, and gradients leave as
-    they come. Steps of the optimizer on the host run while the next forward does, and are awaited block by block: the
-    values are those of a loop without offload, bit for bit in the same arithmetic.
+    Two steps run with as little on the device as possible and are traced; then what stays is decided. Other blocks are
+    brought ahead of their use, and gradients leave as they come. Steps on the host run while the next forward does,
+    and are awaited block by block: the values are those of a loop without offload, bit for bit in the same arithmetic.
 
     Args:
         model: on the device it runs on, on the host, or on the meta device.
@@ -115,10 +113,9 @@ def offload(
         materialize: (name, meta parameter) -> its initial values. They are put together on the host, chunk by chunk.
         tuning: details.
 
-    Raises `PlanError` for an unknown residency, an optimizer that holds other parameters, parameters that cannot be
-    flat, and memory too small: for one chunk at once, or after the first traced steps for a chunk with its
-    activations, both with the smallest that works.
-    Returns the model and its optimizer.
+    Returns the model and its optimizer. Raises `PlanError` for an unknown residency, an optimizer that holds other
+    parameters, parameters that cannot be flat, and memory too small: for one chunk at once, or after the first traced
+    steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
     tiers = _tiers(residency)
     _check(model, optimizer)
@@ -136,9 +133,7 @@ def offload(
     helds, engine = _chunks(model, found, where, compute, materialize)
     everything = [held for some in helds.values() for held in some]
     _take_over(optimizer, everything)
-    engine.store = store
-    for held in _last(everything, disk) if store is not None else ():
-        held.disk = DiskState(held, store)
+    _use_disk(engine, everything, store, disk)
     direct_linears(model, (p for held in everything for p in held.unit.kept))
     planner = _planner(tiers, [h.unit.chunk.numel for h in everything], tuning.rates, where, budget)
     engine.start(model, helds, Schedule(budget, planner, tuning.warmup), tuning.observe)
@@ -206,6 +201,13 @@ def _store(
             expected=f"about {int(state * fraction):,} bytes",
         )
     return store
+
+
+def _use_disk(engine: Engine, helds: Sequence[Held], store: NvmeStore | None, fraction: float) -> None:
+    engine.store = store
+    if store is not None:
+        for held in _last(helds, fraction):
+            held.disk = DiskState(held, store)
 
 
 def _last(helds: Sequence[Held], fraction: float) -> list[Held]:
