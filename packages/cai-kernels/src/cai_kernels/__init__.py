@@ -36,6 +36,18 @@ from cai_kernels.linear_cross_entropy import (
 )
 from cai_kernels.paged_attention import paged_append_, paged_attention
 from cai_kernels.pair_bias_attention import pair_bias_attention
+from cai_kernels.preference import (
+    GrpoMetrics,
+    KtoMetrics,
+    PreferenceMetrics,
+    dpo_loss,
+    grpo_loss,
+    kto_loss,
+    linear_sequence_log_probs,
+    orpo_loss,
+    sequence_log_probs,
+    simpo_loss,
+)
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
 from cai_kernels.softmax import softmax
@@ -49,7 +61,10 @@ __all__ = [
     "Backend",
     "CrossEntropyParts",
     "Fp8Linear",
+    "GrpoMetrics",
     "KernelError",
+    "KtoMetrics",
+    "PreferenceMetrics",
     "Swapped",
     "WeightCache",
     "add_rms_norm",
@@ -61,6 +76,7 @@ __all__ = [
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
+    "dpo_loss",
     "dropout_add",
     "embedding",
     "explain_attention",
@@ -69,19 +85,25 @@ __all__ = [
     "gelu_bias",
     "global_norm",
     "grouped_matmul",
+    "grpo_loss",
+    "kto_loss",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_forward",
     "linear_cross_entropy_input_grad",
     "linear_cross_entropy_weight_grad",
     "linear_log_probs",
+    "linear_sequence_log_probs",
     "merge_attention",
+    "orpo_loss",
     "paged_append_",
     "paged_attention",
     "pair_bias_attention",
     "rms_norm",
     "rope",
+    "sequence_log_probs",
     "sigmoid_gate",
+    "simpo_loss",
     "softmax",
     "swap",
     "swiglu",

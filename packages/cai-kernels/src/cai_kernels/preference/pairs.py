@@ -1,0 +1,148 @@
+"""Losses on pairs of a chosen and a rejected response: DPO and IPO, ORPO, SimPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from cai_kernels.cross_entropy.function import Reduction
+from cai_kernels.errors import KernelError
+from cai_kernels.preference.checks import alike, known, reduced, within
+
+
+@dataclass(frozen=True)
+class PreferenceMetrics:
+    """The implicit rewards behind a loss on pairs; no gradient flows through them.
+
+    Args:
+        chosen_rewards: [N].
+        rejected_rewards: [N].
+    """
+
+    chosen_rewards: torch.Tensor
+    rejected_rewards: torch.Tensor
+
+    @property
+    def margins(self) -> torch.Tensor:
+        """[N], chosen less rejected."""
+        return self.chosen_rewards - self.rejected_rewards
+
+    @property
+    def accuracies(self) -> torch.Tensor:
+        """[N], 1 where the chosen response has the larger reward, else 0."""
+        return (self.margins > 0).to(self.chosen_rewards.dtype)
+
+
+def dpo_loss(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    ref_chosen: torch.Tensor,
+    ref_rejected: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    form: Literal["sigmoid", "ipo"] = "sigmoid",
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> tuple[torch.Tensor, PreferenceMetrics]:
+    """Direct preference optimization (Rafailov et al., arXiv:2305.18290), or IPO (Azar et al., arXiv:2310.12036).
+
+    With h = (chosen - ref_chosen) - (rejected - ref_rejected), the loss of a pair is -log sigmoid(beta h), and for IPO
+    (h - 1 / (2 beta))².
+
+    Args:
+        chosen, rejected: [N], log-probabilities of responses under the policy, summed over tokens; for IPO averages
+            over tokens are often taken. float32, float64, bfloat16 or float16.
+        ref_chosen, ref_rejected: [N], the same under the reference model; no gradient flows into them.
+        beta: how dear it is to leave the reference; IPO's tau. More than 0.
+        form: "sigmoid" or "ipo".
+        label_smoothing: the probability that a pair is the wrong way round, from 0 to below 0.5, for "sigmoid" alone:
+            (1 - e) * loss(h) + e * loss(-h) (conservative DPO, Mitchell 2023).
+        reduction: "mean" over the pairs (0 of none), "sum" or "none".
+
+    Returns (loss, metrics): a scalar, or [N] for "none", in float32 (float64 if an argument is); rewards are beta times
+    log-ratios. Raises `KernelError` naming the argument that does not fit.
+    """
+    known("form", form, ("sigmoid", "ipo"))
+    within("beta", beta, 0, open_=True)
+    within("label_smoothing", label_smoothing, 0, 0.5)
+    if form == "ipo" and label_smoothing:
+        raise KernelError("IPO knows no label smoothing", got=label_smoothing, expected=0.0)
+    chosen, rejected, ref_chosen, ref_rejected = alike(
+        "N", chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
+    )
+    better, worse = chosen - ref_chosen.detach(), rejected - ref_rejected.detach()
+    h = better - worse
+    if form == "ipo":
+        losses = (h - 1 / (2 * beta)).square()
+    else:
+        losses = -logsigmoid(beta * h)
+        if label_smoothing:
+            losses = losses + label_smoothing * beta * h  # as loss(-h) = loss(h) + beta h
+    return reduced(losses, reduction), PreferenceMetrics(beta * better.detach(), beta * worse.detach())
+
+
+def orpo_loss(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    *,
+    weight: float = 0.1,
+    reduction: Reduction = "mean",
+) -> tuple[torch.Tensor, PreferenceMetrics]:
+    """Odds ratio preference optimization (Hong et al., arXiv:2403.07691): no reference model.
+
+    With odds(a) = exp(a) / (1 - exp(a)), the loss of a pair is
+    -chosen - weight * log sigmoid(log odds(chosen) - log odds(rejected)).
+
+    Args:
+        chosen, rejected: [N], log-probabilities of responses averaged over their tokens. float32, float64, bfloat16 or
+            float16. The odds are taken no closer to certainty than the dtype's epsilon.
+        weight: of the odds ratio, the paper's lambda; 0 or more.
+        reduction: "mean" over the pairs (0 of none), "sum" or "none".
+
+    Returns (loss, metrics): a scalar, or [N] for "none", in float32 (float64 if an argument is); rewards are weight
+    times log-probabilities, the negative log-likelihood is -chosen. Raises `KernelError` naming the argument that does
+    not fit.
+    """
+    within("weight", weight, 0)
+    chosen, rejected = alike("N", chosen=chosen, rejected=rejected)
+    ratio = _log_odds(chosen) - _log_odds(rejected)
+    losses = -chosen - weight * logsigmoid(ratio)
+    metrics = PreferenceMetrics(weight * chosen.detach(), weight * rejected.detach())
+    return reduced(losses, reduction), metrics
+
+
+def _log_odds(average: torch.Tensor) -> torch.Tensor:
+    average = average.clamp(max=-torch.finfo(average.dtype).eps)
+    return average - (-torch.expm1(average)).log()
+
+
+def simpo_loss(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    *,
+    beta: float = 2.0,
+    margin: float = 1.0,
+    reduction: Reduction = "mean",
+) -> tuple[torch.Tensor, PreferenceMetrics]:
+    """Simple preference optimization (Meng et al., arXiv:2405.14734): no reference model.
+
+    The loss of a pair is -log sigmoid(beta * (chosen - rejected) - margin).
+
+    Args:
+        chosen, rejected: [N], log-probabilities of responses averaged over their tokens. float32, float64, bfloat16 or
+            float16.
+        beta: scale of the rewards, more than 0.
+        margin: the reward margin aimed at, the paper's gamma; 0 or more.
+        reduction: "mean" over the pairs (0 of none), "sum" or "none".
+
+    Returns (loss, metrics): a scalar, or [N] for "none", in float32 (float64 if an argument is); rewards are beta times
+    log-probabilities. Raises `KernelError` naming the argument that does not fit.
+    """
+    within("beta", beta, 0, open_=True)
+    within("margin", margin, 0)
+    chosen, rejected = alike("N", chosen=chosen, rejected=rejected)
+    losses = -logsigmoid(beta * (chosen - rejected) - margin)
+    return reduced(losses, reduction), PreferenceMetrics(beta * chosen.detach(), beta * rejected.detach())
