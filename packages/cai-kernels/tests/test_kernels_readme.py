@@ -1,0 +1,14 @@
+"""The README's tables hold every public name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import cai_kernels
+
+
+def test_the_tables_hold_every_public_name():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert set(re.findall(r"`(\w+)`", "\n".join(rows))) == set(cai_kernels.__all__)
