@@ -50,6 +50,7 @@ from cai_kernels.preference import (
 )
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
+from cai_kernels.sampling import sample
 from cai_kernels.softmax import softmax
 from cai_kernels.swap import Swapped, swap
 from cai_kernels.token_permute import token_permute, token_unpermute
@@ -102,6 +103,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sequence_log_probs",
+    "sample",
     "sigmoid_gate",
     "simpo_loss",
     "softmax",

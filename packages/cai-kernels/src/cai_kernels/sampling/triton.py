@@ -1,0 +1,215 @@
+"""Sampling in Triton: one program a row, filters as thresholds found without a sort.
+
+The threshold of a filter is the largest float at or above which lie enough tokens, or enough of their probability. It
+is looked for among the floats in order, a quarter of what is left a pass, over logits that stay in the cache. Without
+filters the logits are read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.launch import power_of_2
+from cai_kernels.ops import define
+
+BLOCK = 8192
+LOWEST = tl.constexpr(-2139095041)  # the order of -inf
+
+
+@triton.jit
+def _logits(row, penalty, at, columns):
+    """Logits of a row at columns `at`, penalized where seen; -inf past the end."""
+    logits_ptr, seen_ptr = row
+    z = tl.load(logits_ptr + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+    if seen_ptr is not None:
+        seen = tl.load(seen_ptr + at, mask=at < columns, other=0) != 0
+        z = tl.where(seen, tl.where(z > 0.0, z / penalty, z * penalty), z)
+    return z
+
+
+@triton.jit
+def _place(value, SHIFT: tl.constexpr):
+    """The place of a float among all in order, without the SHIFT bits that its dtype never sets."""
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def _float(place, SHIFT: tl.constexpr):
+    """The least float of a place."""
+    bits = (place << SHIFT).to(tl.int32)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(place <= (LOWEST >> SHIFT), float("-inf"), value)
+
+
+@triton.jit
+def _weight(z, highest, inverse, MASS: tl.constexpr):
+    return tl.exp((z - highest) * inverse) if MASS else tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _least(
+    row, penalty, columns, scale, bounds, target, MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest place at or above which tokens weigh `target`, within bounds, the lower of which suffices."""
+    highest, inverse = scale
+    low, high = bounds
+    while low < high:
+        first = low + (high - low + 3) // 4
+        second = low + (2 * (high - low) + 3) // 4
+        third = low + (3 * (high - low) + 3) // 4
+        a, b, c = _float(first, SHIFT), _float(second, SHIFT), _float(third, SHIFT)
+        above_a = tl.zeros((BLOCK,), dtype=tl.float32)
+        above_b = tl.zeros((BLOCK,), dtype=tl.float32)
+        above_c = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, columns, BLOCK):
+            z = _logits(row, penalty, start + tl.arange(0, BLOCK), columns)
+            weight = _weight(z, highest, inverse, MASS)
+            above_a += tl.where(z >= a, weight, 0.0)
+            above_b += tl.where(z >= b, weight, 0.0)
+            above_c += tl.where(z >= c, weight, 0.0)
+        sum_a, sum_b, sum_c = tl.sum(above_a, 0), tl.sum(above_b, 0), tl.sum(above_c, 0)
+        if sum_c >= target:
+            low, held = third, sum_c
+        elif sum_b >= target:
+            low, high, held = second, third - 1, sum_b
+        elif sum_a >= target:
+            low, high, held = first, second - 1, sum_a
+        else:
+            high, held = first - 1, sum_a
+        if held == target:  # nothing between low and the place sought
+            high = low
+    return low
+
+
+@triton.jit
+def _gumbel(seed, row, start, BLOCK: tl.constexpr):
+    """Gumbel noise of tokens start..start + BLOCK: four of each Philox block of 128 bits."""
+    four = start // 4 + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros((BLOCK // 4,), dtype=tl.int32)
+    a, b, c, d = tl.philox(seed, four, zero + row, zero, zero)
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,))
+    u = (bits >> 1).to(tl.int32).to(tl.float32) * 2.0**-31 + 2.0**-32
+    u = tl.minimum(u, 1.0 - 2.0**-24)
+    # -log(1 - u): where u is small, 1 - u would lose its digits, and those tokens are the ones drawn
+    small = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
+    return -tl.log(tl.where(u < 0.02, small, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def _limit(ptr, row, value):
+    return tl.load(ptr + row) if ptr is not None else value
+
+
+@triton.jit
+def _threshold(
+    row, penalty, columns, limits, K: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The least logit that passes every filter."""
+    temperature, top_k, top_p, min_p = limits
+    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, columns, BLOCK):
+        tops = tl.maximum(tops, _logits(row, penalty, start + tl.arange(0, BLOCK), columns))
+    highest = tl.max(tops, 0)
+    scale = (highest, 1.0 / tl.where(temperature > 0.0, temperature, 1.0))
+    top = _place(highest, SHIFT)
+    low = tl.full((), LOWEST >> SHIFT, tl.int64)
+    if K and (top_k > 0) & (top_k < columns):
+        count = top_k.to(tl.float32)
+        low = _least(row, penalty, columns, scale, (low, top), count, False, SHIFT, BLOCK)
+    if P and top_p < 1.0:
+        mass = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, columns, BLOCK):
+            z = _logits(row, penalty, start + tl.arange(0, BLOCK), columns)
+            mass += tl.where(z >= _float(low, SHIFT), _weight(z, highest, scale[1], True), 0.0)
+        target = tl.sum(mass, 0) * top_p
+        low = _least(row, penalty, columns, scale, (low, top), target, True, SHIFT, BLOCK)
+    floor = highest + temperature * tl.log(tl.where(min_p > 0.0, min_p, 1.0))
+    return tl.maximum(_float(low, SHIFT), tl.where(min_p > 0.0, floor, float("-inf")))
+
+
+@triton.jit
+def _sample(
+    logits, seed_ptr, limits, plain, out_ptr, shape,
+    OWN_SEED: tl.constexpr, FILTERS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    logits_ptr, seen_ptr = logits
+    temperature_ptr, k_ptr, p_ptr, min_ptr, penalty_ptr = limits
+    columns, stride = shape
+    at = tl.program_id(0).to(tl.int64)
+    row = (logits_ptr + at * stride, None if seen_ptr is None else seen_ptr + at * columns)
+    temperature = _limit(temperature_ptr, at, plain[0])
+    penalty = _limit(penalty_ptr, at, plain[4])
+    threshold = float("-inf")
+    if FILTERS[0] or FILTERS[1] or FILTERS[2]:
+        top_k = _limit(k_ptr, at, plain[1])
+        passed = (temperature, top_k, _limit(p_ptr, at, plain[2]), _limit(min_ptr, at, plain[3]))
+        threshold = _threshold(row, penalty, columns, passed, FILTERS[0], FILTERS[1], SHIFT, BLOCK)
+    key = tl.load(seed_ptr + (at if OWN_SEED else 0))
+    noise_row = (at * 0 if OWN_SEED else at).to(tl.int32)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    token = tl.full((BLOCK,), 2147483647, tl.int32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        z = _logits(row, penalty, column, columns)
+        noisy = z + temperature * _gumbel(key, noise_row, start, BLOCK)
+        better = (z >= threshold) & (noisy > best)
+        best = tl.where(better, noisy, best)
+        token = tl.where(better, column, token)
+    chosen = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0)
+    tl.store(out_ptr + at, tl.where(chosen == 2147483647, 0, chosen).to(tl.int64))
+
+
+def _run(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    seed: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    penalty: torch.Tensor | None,
+    plain: list[float],
+) -> torch.Tensor:
+    """logits [B, V] -> tokens [B] int64; a limit is a tensor [B], or where that is None its entry of `plain`."""
+    rows, columns = logits.shape
+    out = logits.new_empty(rows, dtype=torch.int64)
+    if not rows:
+        return out
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    limits = (temperature, top_k, top_p, min_p, penalty)
+    filters = (
+        top_k is not None or 0 < plain[1] < columns,
+        top_p is not None or plain[2] < 1.0,
+        min_p is not None or plain[3] > 0.0,
+    )
+    shift = 16 if logits.dtype == torch.bfloat16 and seen is None else 0
+    block = max(min(power_of_2(columns), BLOCK), 16)
+    launch = _sample[(rows,)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        (logits, None if seen is None else seen.contiguous()), seed,
+        limits, tuple(plain), out, (columns, logits.stride(0)),
+        OWN_SEED=seed.dim() == 1, FILTERS=filters, SHIFT=shift, BLOCK=block,
+        num_warps=max(min(block // 256, 32), 4),
+    )  # fmt: skip
+    return out
+
+
+def _empty(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    seed: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    penalty: torch.Tensor | None,
+    plain: list[float],
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+sample = define(_run, _empty, name="sample")
