@@ -64,13 +64,7 @@ def sample(
     does not fit.
     """
     form = choose(backend, logits.device)
-    require("logits", logits, dtypes=_DTYPES if form == "triton" else (*_DTYPES, torch.float64))
-    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_COLUMNS:
-        raise KernelError(
-            "logits has a wrong shape", got=tuple(logits.shape), expected=f"[B, V], V from 1 to {MAX_COLUMNS}"
-        )
-    if torch.is_grad_enabled() and logits.requires_grad:
-        raise KernelError("sample takes no gradient", got="logits requires grad", fix="torch.no_grad()")
+    _check_logits(logits, form)
     numbers = (temperature, top_k, top_p, min_p, repetition_penalty)
     limits = [_limit(name, value, logits) for name, value in zip(_RANGES, numbers, strict=True)]
     if not isinstance(repetition_penalty, torch.Tensor) and repetition_penalty == 1.0:
@@ -85,6 +79,16 @@ def sample(
     tensors = [value if isinstance(value, torch.Tensor) else None for value in limits]
     plain = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in limits]
     return triton.sample(logits, seen, seed, *tensors, plain)
+
+
+def _check_logits(logits: torch.Tensor, form: str) -> None:
+    require("logits", logits, dtypes=_DTYPES if form == "triton" else (*_DTYPES, torch.float64))
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_COLUMNS:
+        raise KernelError(
+            "logits has a wrong shape", got=tuple(logits.shape), expected=f"[B, V], V from 1 to {MAX_COLUMNS}"
+        )
+    if torch.is_grad_enabled() and logits.requires_grad:
+        raise KernelError("sample takes no gradient", got="logits requires grad", fix="torch.no_grad()")
 
 
 def _limit(name: str, value: float | torch.Tensor, logits: torch.Tensor) -> float | torch.Tensor:
