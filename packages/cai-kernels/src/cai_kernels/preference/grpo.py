@@ -138,7 +138,7 @@ def _metrics(
 def _normalized(
     losses: torch.Tensor, mask: torch.Tensor, normalize: str, constant: float | None
 ) -> torch.Tensor:
-    losses = torch.where(mask, losses, 0.0)
+    """One number from losses [N, T] that are 0 outside the mask."""
     if normalize == "tokens":
         return losses.sum() / mask.sum().clamp_min(1)
     divisor = mask.sum(-1).clamp_min(1) if constant is None else constant
