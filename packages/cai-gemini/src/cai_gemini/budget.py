@@ -48,9 +48,14 @@ def device_budget(device_memory: int | str | None, device: torch.device, *, need
             return UNLIMITED
         raise PlanError("the device's memory is not known", got=device, fix="pass device_memory")
     total = torch.cuda.get_device_properties(device).total_memory
-    cap = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    cap = int(total * _fraction(device))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return int(min(cap, free) * (1 - MARGIN))
+
+
+def _fraction(device: torch.device) -> float:
+    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if known is None else known(device)
 
 
 def check_device(

@@ -47,6 +47,8 @@ class Clock:
     def seconds(self) -> list[float]:
         """Of every use so far, and forget them. Waits for the device."""
         spans, self._spans = self._spans, []
+        if not spans:
+            return []
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return [0.0 if end is None else begin.elapsed_time(end) / 1e3 for begin, end in spans]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cai_gemini.pinned import HostPool
+
 
 class Copied:
     """A copy under way."""
@@ -31,10 +33,14 @@ class Copies:
 
     Args:
         device: a CUDA device, or the CPU, which then plays the device.
+
+    Attributes:
+        host: host memory to copy from and to.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.host = HostPool(device)
         self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -68,8 +74,3 @@ class Copies:
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
             return Copied(stream.record_event())
-
-
-def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory that copies of `device` run at full speed with."""
-    return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")

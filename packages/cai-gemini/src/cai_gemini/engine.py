@@ -56,6 +56,7 @@ class Engine:
         self._seen: list[Use] = []
         self._beside: list[int] = []
         self._recording = True
+        self._surprised = False  # by a use the trace does not know
         self._moment, self._room = -1, list[int]()
         self._sending: deque[tuple[Copied, int]] = deque()
 
@@ -99,10 +100,13 @@ class Engine:
 
     def _begin_pass(self) -> None:
         self._moment = -1
-        self._clock.seconds()
-        self._clock.beside()
         self._seen.clear()
         self._beside.clear()
+        if self._surprised:
+            self._recording, self._surprised = True, False
+        if self._recording:  # at other times torch's statistics are the user's
+            self._clock.seconds()
+            self._clock.beside()
 
     def _use(self, chunk: int, backward: bool) -> None:
         use = Use(chunk, backward)
@@ -132,7 +136,7 @@ class Engine:
             if moment is not None:
                 self._moment = moment
                 return decide(self.trace, moment, present, self.sizes, self.plan, self._room)
-            self._recording = True  # in the next pass, from its beginning
+            self._surprised = True
         free = [i for i in present if i != use.chunk]
         missing = self.helds[use.chunk].state is State.FREE
         return Moves(tuple(free), (use.chunk,) if missing else ())

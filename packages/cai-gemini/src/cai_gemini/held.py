@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 
 from cai_gemini.chunk_step import ChunkStep, Groups
-from cai_gemini.copies import Copied, Copies, host_memory
+from cai_gemini.copies import Copied, Copies
 from cai_gemini.disk_state import DiskState, State3
 from cai_gemini.parameter import KeptParameter
+from cai_gemini.pinned import HostPool
 from cai_gemini.policy import Sizes
 from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.worker import Worker
@@ -49,7 +50,7 @@ class Gradient:
         self.square = None
         self.tensor = self.tensor.to(_wide(more.dtype)).add_(more)
 
-    def add_later(self, more: torch.Tensor, sent: Copied, worker: Worker) -> None:
+    def add_later(self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool) -> None:
         """Add what is on its way; gradients of several backwards are summed in float32 at least."""
         first, before = self.sent, self.adding
         self.square = self.sent = None
@@ -60,7 +61,11 @@ class Gradient:
             if first is not None:
                 first.synchronize()
             sent.synchronize()
-            self.tensor = self.tensor.to(_wide(more.dtype)).add_(more)
+            total = self.tensor.to(_wide(more.dtype)).add_(more)
+            if total is not self.tensor:
+                pool.give(self.tensor)
+            self.tensor = total
+            pool.give(more)
 
         self.adding = worker.submit(add)
 
@@ -102,7 +107,7 @@ class Held:
         self.disk: DiskState | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
         self.stays = False
-        self._home = host_memory(unit.chunk.numel, unit.whole.dtype, self._copies.device)
+        self._home = self._copies.host.take(unit.chunk.numel, unit.whole.dtype)
         self._home.copy_(unit.shard)
         self._version = self._versions()
         self._stepping: Future[None] | None = None
@@ -239,20 +244,20 @@ class Held:
         self.buffer.take()
         arrived = self.buffer.hand_over()
         if self.gradient is None:
-            square = arrived.to(_wide(arrived.dtype)).square().sum()
+            square = _square(arrived)
             if self.on_device:
                 self.gradient = Gradient(arrived, None, square)
                 return None
-            home = host_memory(arrived.numel(), arrived.dtype, self._copies.device)
+            home = self._copies.host.take(arrived.numel(), arrived.dtype)
             sent = self._copies.to_host(home, arrived)
             self.gradient = Gradient(home, sent, square)
             return sent
         if self.on_device:
             self.gradient.add_here(arrived)
             return None
-        more = host_memory(arrived.numel(), arrived.dtype, self._copies.device)
+        more = self._copies.host.take(arrived.numel(), arrived.dtype)
         sent = self._copies.to_host(more, arrived)
-        self.gradient.add_later(more, sent, self.worker)
+        self.gradient.add_later(more, sent, self.worker, self._copies.host)
         return sent
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
@@ -299,7 +304,7 @@ class Held:
         gradient, slots = self.gradient.settled(), self.unit.chunk.slots
         total = torch.zeros((), dtype=_wide(gradient.dtype), device=gradient.device)
         for i in sorted(self.touched):
-            total += gradient[slots[i].offset : slots[i].end].to(total.dtype).square().sum()
+            total += _square(gradient[slots[i].offset : slots[i].end])
         return total
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -338,6 +343,7 @@ class Held:
         def run() -> None:
             step.run(groups, gradient.settled(), float(scale), self._home)
             self._version = self._versions()
+            self._copies.host.give(gradient.tensor)
 
         self.stepped_by(self.worker.submit(run))
 
@@ -350,7 +356,12 @@ class Held:
         if taken is None:
             return None
         gradient, groups, step = taken
-        return lambda state: step.run_adam(groups, gradient.settled(), scale, self._home, state)
+
+        def run(state: State3) -> None:
+            step.run_adam(groups, gradient.settled(), scale, self._home, state)
+            self._copies.host.give(gradient.tensor)
+
+        return run
 
     def _take_gradient(self) -> tuple[Gradient, Groups, ChunkStep] | None:
         """The gradient, which is consumed, and what steps with it."""
@@ -394,3 +405,8 @@ class Held:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, in float32 at least, without a copy."""
+    return torch.linalg.vector_norm(tensor, dtype=_wide(tensor.dtype)).square()

@@ -21,10 +21,9 @@ from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.policy import Plan, Sizes, fractions
+from cai_gemini.policy import fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
-from cai_gemini.trace import Trace
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import check_no_gradients, direct_linears
 from cai_mesh.units import FlatUnit, check_parameters, units
@@ -68,7 +67,7 @@ class Tuning:
     Args:
         overlap: False waits for the host in `step`.
         warmup: optimizer steps before the plan.
-        rates: of the link and the optimizer; None: measured when the plan is made.
+        rates: of the link and the optimizer; None: measured at once.
         observe: bytes in use on the device at most since the last call; None: of torch's allocator.
     """
 
@@ -282,9 +281,7 @@ def _like(value: object, home: nn.Parameter) -> bool:
 def _planner(
     tiers: Tiers | None, numel: list[int], rates: Rates | None, device: torch.device, budget: int
 ) -> Planner:
-    def plan(trace: Trace, sizes: Sequence[Sizes], passes: int) -> Plan:
-        if tiers is not None:
-            return fractions(trace, sizes, tiers.weights, tiers.state)
-        return best_plan(trace, sizes, budget, rates or measure(device), Step(numel, passes))
-
-    return plan
+    if tiers is not None:
+        return lambda trace, sizes, _passes: fractions(trace, sizes, tiers.weights, tiers.state)
+    known = rates or measure(device)
+    return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, Step(numel, passes))

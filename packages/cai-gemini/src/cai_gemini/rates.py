@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from cai_gemini.copies import Copies, host_memory
+from cai_gemini.copies import Copies
+from cai_gemini.pinned import host_memory
 from cai_gemini.simulate import HOST_BYTES, Rates
 
 COPY_BYTES = 2**28
