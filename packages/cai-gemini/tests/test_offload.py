@@ -152,6 +152,7 @@ def test_a_branch_taken_for_the_first_time():
     assert run(model, ours) == run(twin, theirs)
     assert_equal(model, twin)
     uses = [(ours._engine.helds[use.chunk].name, use.backward) for use in ours._engine.trace.uses]
+    assert uses[0] == ("embed.weight", False), "traced from the middle of a pass"
     blocks = [f"layers.{i}.up.weight" for i in range(5)]
     assert [name for name, backward in uses if name in blocks and not backward] == blocks
     assert {name for name, backward in uses if backward} >= set(blocks)
