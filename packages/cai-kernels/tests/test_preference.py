@@ -341,12 +341,13 @@ def test_sequences_of_hidden_states(backend):
             torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
         ):
             torch.testing.assert_close(a, b)
-    bias = torch.linspace(-1, 1, len(weight), device=DEVICE)
-    got = linear_sequence_log_probs(
-        x, weight, target.where(target != -100, 5), bias=bias, ignore_index=5, backend=backend
-    )
+    bias, kept = torch.linspace(-1, 1, len(weight), device=DEVICE), (target != -100) & (target != 5)
+    options = {"bias": bias, "ignore_index": 5, "backend": backend}
     picked = (F.linear(x, weight) + bias).log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(got, torch.where((target == -100) | (target == 5), 0.0, picked).sum(-1))
+    total = torch.where(kept, picked, 0.0).sum(-1)
+    for average, want in ((False, total), (True, total / kept.sum(-1).clamp(min=1))):
+        got = linear_sequence_log_probs(x, weight, target.where(kept, 5), average=average, **options)
+        torch.testing.assert_close(got, want)
 
 
 class Largest(TorchDispatchMode):
