@@ -15,7 +15,7 @@ _LIBRARY = torch.library.Library("cai_kernels", "DEF")
 
 def define(
     run: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
     *,
     name: str = "",
     mutates: Sequence[str] = (),
@@ -27,7 +27,8 @@ def define(
     Args:
         run: launches kernels on real tensors; its annotations are the operator's schema. It returns new tensors,
             never an argument.
-        fake: the same signature; returns empty tensors of the results' shapes, dtypes and strides.
+        fake: takes the same arguments; returns empty tensors of the results' shapes, dtypes and strides. None: for
+            an operator that only writes into its arguments.
         name: by default the name of `run`.
         mutates: names of the arguments `run` writes into.
         save: `(ctx, inputs, output)`, keeps what backward needs.
@@ -36,7 +37,7 @@ def define(
     name = name or run.__name__.lstrip("_")
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=mutates))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cai_kernels::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"cai_kernels::{name}", fake or (lambda *_: None), lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"cai_kernels::{name}", backward, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.cai_kernels, name).default

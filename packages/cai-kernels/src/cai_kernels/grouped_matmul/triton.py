@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cai_kernels.grouped_matmul.operators import differentiable
 from cai_kernels.launch import dot_precision, power_of_2, waves
-from cai_kernels.ops import define
 from cai_kernels.tiles import dot
 
 GROUP = 8  # row tiles that share the columns in L2 before the next columns
@@ -176,7 +176,7 @@ def tile(rows_each: int, columns: int, dtype: torch.dtype) -> tuple[Blocks, int,
 
 def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [T, D], weight [E, D, F], offsets [E + 1] -> [T, F]."""
-    out = _empty(x, weight, offsets)
+    out = x.new_empty(x.shape[0], weight.shape[2])
     if out.numel() == 0:
         return out
     x, offsets = _rows_contiguous(x), offsets.contiguous()
@@ -213,27 +213,4 @@ def _grouped_matmul_weight(
     return dweight
 
 
-def _empty(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _empty_weight(
-    x: torch.Tensor, dout: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(weight)
-
-
-def _save(ctx, inputs, output) -> None:
-    x, weight, offsets = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
-
-
-def _differentiate(ctx, dout):
-    x, weight, offsets = ctx.saved_tensors
-    dx = grouped_matmul(dout, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    dweight = weight_gradient(x, dout, weight, offsets) if ctx.needs_input_grad[1] else None
-    return dx, dweight, None
-
-
-weight_gradient = define(_grouped_matmul_weight, _empty_weight)
-grouped_matmul = define(_grouped_matmul, _empty, save=_save, backward=_differentiate)
+grouped_matmul = differentiable(_grouped_matmul, _grouped_matmul_weight)

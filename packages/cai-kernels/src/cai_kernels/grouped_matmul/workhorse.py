@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cai_kernels.ops import define
+from cai_kernels.grouped_matmul.operators import differentiable
 
 
 def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
@@ -75,27 +75,4 @@ def _grouped_matmul_torch_weight(
     return found if found.stride() == dweight.stride() else dweight.copy_(found)
 
 
-def _empty(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _empty_weight(
-    x: torch.Tensor, dout: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(weight)
-
-
-def _save(ctx, inputs, output) -> None:
-    x, weight, offsets = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
-
-
-def _differentiate(ctx, dout):
-    x, weight, offsets = ctx.saved_tensors
-    dx = grouped_matmul(dout, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-    dweight = weight_gradient(x, dout, weight, offsets) if ctx.needs_input_grad[1] else None
-    return dx, dweight, None
-
-
-weight_gradient = define(_grouped_matmul_torch_weight, _empty_weight)
-grouped_matmul = define(_grouped_matmul_torch, _empty, save=_save, backward=_differentiate)
+grouped_matmul = differentiable(_grouped_matmul_torch, _grouped_matmul_torch_weight)

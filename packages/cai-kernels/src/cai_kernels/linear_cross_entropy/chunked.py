@@ -261,20 +261,6 @@ def _linear_add_weight_grad(
         add_product(out, logits, x[here], fresh=False)
 
 
-def _add_nothing(
-    inputs: list[torch.Tensor],
-    target: torch.Tensor,
-    stats: torch.Tensor,
-    upstream: torch.Tensor,
-    out: torch.Tensor,
-    ignore_index: int,
-    numbers: list[float],
-    aux: int,
-    how: list[int],
-) -> None:
-    return None
-
-
 linear_scan_backward = define(_linear_scan_backward, _empty_scan_backward)
-linear_add_weight_grad = define(_linear_add_weight_grad, _add_nothing, mutates=("out",))
+linear_add_weight_grad = define(_linear_add_weight_grad, mutates=("out",))
 scaled_gradient = define(_scaled_gradient, _empty_scaled)

@@ -129,7 +129,7 @@ def linear_cross_entropy(
         how: return_z_loss: also return the z-loss within the loss.
             backward: "fused" computes the gradients in forward, chunk by chunk, three matrix products in all;
             backward only scales them, and may run once where the weight's gradient keeps the dtype it was
-            accumulated in. "split" keeps three numbers a token and computes the logits again in backward, four
+            accumulated in. "split" keeps four numbers a token and computes the logits again in backward, four
             products. "auto" (the default) is "fused", but "split" for reduction "none".
             accumulate: "float32" (the default) sums the weight's gradient over chunks in float32, for a weight of
             16 bits a buffer of 4 bytes a parameter beside the gradient; outside compiled graphs a weight whose

@@ -163,13 +163,9 @@ def _paged_attention(
     return out
 
 
-def _no_result(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    return None
-
-
 def _empty(q, k_cache, v_cache, tables, sequence, lengths, scale):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-paged_append = define(_paged_append, _no_result, mutates=("cache",))
+paged_append = define(_paged_append, mutates=("cache",))
 paged_attention = define(_paged_attention, _empty)
