@@ -1,5 +1,6 @@
 """Device and host memory as one: residencies for sharded models, `offload` for one device, and cached embeddings."""
 
+from cai_gemini.activations import ActivationOffload, offload_activations
 from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, ShardedEmbedding, lookahead
 from cai_gemini.host import HostResidency
 from cai_gemini.offload import Tiers, Tuning, offload
@@ -8,6 +9,7 @@ from cai_gemini.optimizer import OffloadedOptimizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationOffload",
     "CachedEmbedding",
     "HostResidency",
     "OffloadedOptimizer",
@@ -17,4 +19,5 @@ __all__ = [
     "Tuning",
     "lookahead",
     "offload",
+    "offload_activations",
 ]

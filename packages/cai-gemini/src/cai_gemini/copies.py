@@ -48,13 +48,23 @@ class Copies:
         """Where the compute stream is now."""
         return torch.cuda.current_stream(self.device).record_event() if self._up is not None else None
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | None) -> Copied:
-        """Copy pinned host memory to the device, once the compute stream has passed `after`."""
-        return self._copy(self._up, target, source, after)
+    def to_device(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: torch.cuda.Event | None,
+        *,
+        held: bool = False,
+    ) -> Copied:
+        """Copy pinned host memory to the device, once the compute stream has passed `after`.
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
-        """Copy a device tensor to pinned host memory, after what has been queued so far."""
-        return self._copy(self._down, target, source, self.mark())
+        held: the caller keeps the device tensor until the compute stream has waited for the copy.
+        """
+        return self._copy(self._up, target, source, after, held)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, *, held: bool = False) -> Copied:
+        """Copy a device tensor to pinned host memory, after what has been queued so far; `held` as in `to_device`."""
+        return self._copy(self._down, target, source, self.mark(), held)
 
     def _copy(
         self,
@@ -62,6 +72,7 @@ class Copies:
         target: torch.Tensor,
         source: torch.Tensor,
         after: torch.cuda.Event | None,
+        held: bool,
     ) -> Copied:
         if stream is None:
             target.copy_(source)
@@ -71,6 +82,6 @@ class Copies:
                 stream.wait_event(after)
             target.copy_(source, non_blocking=True)
             for tensor in (target, source):
-                if tensor.is_cuda:
+                if tensor.is_cuda and not held:
                     tensor.record_stream(stream)
             return Copied(stream.record_event())
