@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_gemini.policy import Plan, Sizes, decide, fits, fractions, room, smallest_budget
@@ -55,6 +55,7 @@ def problems(draw):
     return trace, sizes, budget, plan
 
 
+@settings(deadline=None, max_examples=80)
 @given(problems())
 def test_no_chunk_is_used_while_away_and_no_budget_passed(problem):
     trace, sizes, budget, plan = problem
@@ -66,6 +67,7 @@ def test_no_chunk_is_used_while_away_and_no_budget_passed(problem):
     run(trace, sizes, found, budget)
 
 
+@settings(deadline=None, max_examples=80)
 @given(problems(), st.sets(st.integers(0, 5)))
 def test_nor_when_chunks_are_there_already(problem, there):
     trace, sizes, budget, _ = problem
@@ -78,6 +80,7 @@ def test_nor_when_chunks_are_there_already(problem, there):
     run(trace, sizes, nothing, budget, start=start)
 
 
+@settings(deadline=None, max_examples=80)
 @given(problems())
 def test_one_byte_less_than_the_smallest_budget_does_not_work(problem):
     trace, sizes, _, _ = problem
