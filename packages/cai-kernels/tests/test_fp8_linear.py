@@ -158,6 +158,15 @@ def test_the_weight_is_cast_once_a_step(monkeypatch):
     cache, one, other = WeightCache(), random(16, 32), random(16, 32, seed=1)
     cast = cache.get(one, TENSOR, False)
     assert cache.get(one, TENSOR, False) is cast and cache.get(other, TENSOR, False) is not cast
+    cast = cache.get(one, TENSOR, False)
+    one.data.mul_(2)  # as a gather of shards writes: without a trace
+    stepped = torch.nn.Parameter(torch.zeros(1))
+    torch.optim.SGD([stepped], lr=0.1).step()
+    fresh = cache.get(one, TENSOR, False)
+    assert fresh is not cast and not torch.equal(fresh[1], cast[1])
+    assert cache.get(one, TENSOR, False) is fresh
+    cache.clear()
+    assert cache.get(one, TENSOR, False) is not fresh
     assert not copy.deepcopy(cache)._cast and not pickle.loads(pickle.dumps(cache))._cast
 
 

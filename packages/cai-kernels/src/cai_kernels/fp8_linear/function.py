@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cai_kernels.backend import Backend, choose, require
 from cai_kernels.errors import KernelError
@@ -17,14 +19,33 @@ SCALINGS = {"tensor": TENSOR, "row": ROW, "block": BLOCK}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class WeightCache:
-    """The FP8 cast of one weight, made again when the weight has changed in place or lies elsewhere.
+_step = [0]  # of all optimizers
 
-    An optimizer's step changes it in place, so the micro-batches of a step share one cast. Copies of a cache start
-    empty. Inside a compiled graph it is not used.
+
+@functools.cache
+def _watch_steps() -> None:
+    """Count the steps of all optimizers, once for the process."""
+
+    def stepped(*_: object) -> None:
+        _step[0] += 1
+
+    register_optimizer_step_post_hook(stepped)
+
+
+class WeightCache:
+    """The FP8 cast of one weight, for the micro-batches of a step.
+
+    It is made again after any optimizer's step, and when the weight has changed in place or lies elsewhere. Sharded
+    weights are gathered without a trace of the change: after loading values into a sharded model, `clear` it. Copies of
+    a cache start empty. Inside a compiled graph it is not used.
     """
 
     def __init__(self):
+        _watch_steps()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the cast."""
         self._key: tuple[object, ...] | None = None
         self._cast: list[torch.Tensor] = []
 
@@ -36,7 +57,8 @@ class WeightCache:
 
     def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> list[torch.Tensor]:
         """The cast of weight [out, in] as `reference.cast` gives it, transposed too."""
-        key = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device, scaling, triton)
+        here = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device)
+        key = (_step[0], *here, scaling, triton)
         if key != self._key:
             self._cast = _cast_weight(weight, scaling, triton)
             self._key = key
