@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cai_gemini.copies import Copied, Copies, host_memory
+from cai_gemini.copies import Copied, Copies
+from cai_gemini.pinned import host_memory
 from cai_mesh.errors import PlanError
 
 
