@@ -57,7 +57,7 @@ class Form:
         self.leaves = [t for t in tensors(inputs) if t.requires_grad]
         with torch.no_grad():
             outputs = [o for o in tensors(fn(*inputs)) if o.is_floating_point()]
-        random = torch.Generator(device=outputs[0].device).manual_seed(1)
+        random = torch.Generator(device=tensors(inputs)[0].device).manual_seed(1)
         self.upstream = [torch.ones_like(o) if o.dim() == 0 else _normal(o, random) for o in outputs]
 
     def forward(self) -> list[torch.Tensor]:

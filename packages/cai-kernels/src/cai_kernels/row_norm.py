@@ -2,7 +2,7 @@
 
 One program holds some whole rows forward. Backward is a persistent launch: a program walks over rows, the next ones
 already on their way to shared memory, and keeps its weight gradient in registers; a second kernel adds up the
-programs'. Rows that do not fit into registers are walked over in blocks of columns instead.
+programs'. Rows that do not fit into registers are held in pieces (`row_pieces`) or walked over in blocks of columns.
 
 KIND is "llama" (RMS, rounded to x's dtype before the weight), "gemma" (RMS, weight + 1, one rounding at the end) or
 "layer" (mean and variance, bias).
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cai_kernels import row_pieces
 from cai_kernels.column_sums import column_sums
 from cai_kernels.launch import power_of_2, shared_memory, waves
 from cai_kernels.rows import as_rows
@@ -320,6 +321,13 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     programs = min(triton.cdiv(rows, each), waves(x.device, resident))
     apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
     keep = [dtype is not None for dtype in wanted[1:]]
+    if apart and wanted[0] and row_pieces.takes(dy, x, dsum):
+        # Widened by a conversion, not by bits, float16 leaves no registers for a second sum.
+        together = [keep[0], keep[1] and x.dtype == torch.bfloat16]
+        sums = row_pieces.backward(dy, x, weight, statistics, dsum, kind, dx, together)
+        left = [k and not t for k, t in zip(keep, together, strict=True)]
+        others = _over_rows(dy, x, statistics, kind, left)
+        return [a if b is None else b for a, b in zip(sums, others, strict=True)]
     partial = [x.new_empty(programs, columns, dtype=torch.float32) if k and not apart else None for k in keep]
     if wanted[0] or not apart:
         outputs = (dx if wanted[0] else None, *partial)

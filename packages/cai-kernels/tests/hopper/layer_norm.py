@@ -12,5 +12,6 @@ def case(dtype: torch.dtype, columns: int) -> None:
 CASES = [
     lambda dtype=dtype, columns=columns: case(dtype, columns)
     for dtype in (torch.bfloat16, torch.float32)
-    for columns in (1600, 2048, 8192, 16384, 65536)
+    for columns in (1600, 2048, 8192, 14336, 16384, 65536)
 ]
+CASES += [lambda: case(torch.float16, 16384)]

@@ -1,0 +1,140 @@
+"""Backward of long rows, read once: a persistent launch whose program holds a row in pieces.
+
+A row of 8193 to 16384 columns and its sums of weight and bias gradients do not fit into the registers in float32. Here
+x and dy stay in their own two bytes a value and are widened piece by piece, once for the row's two sums and again for
+the gradients. Pieces need no power of two together, so a row of 14336 holds nothing more than its own columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cai_kernels.launch import waves
+
+PIECE = 2048
+WARPS = 8
+REGISTERS = 255
+
+
+@triton.jit
+def _load(ptr, first, columns, WHOLE: tl.constexpr, PIECE: tl.constexpr):
+    at = first + tl.arange(0, PIECE)
+    return tl.load(ptr + at) if WHOLE else tl.load(ptr + at, mask=at < columns, other=0.0)
+
+
+@triton.jit
+def _store(ptr, value, first, columns, WHOLE: tl.constexpr, PIECE: tl.constexpr):
+    at = first + tl.arange(0, PIECE)
+    if WHOLE:
+        tl.store(ptr + at, value)
+    else:
+        tl.store(ptr + at, value, mask=at < columns)
+
+
+@triton.jit
+def _again(value):
+    """In float32; of bfloat16 by its bits, lest the compiler keeps an earlier widened copy in twice the registers."""
+    if value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _weigh(dy, w_ptr, first, columns, KIND: tl.constexpr, WHOLE: tl.constexpr, PIECE: tl.constexpr):
+    if w_ptr is not None:
+        w = _load(w_ptr, first, columns, WHOLE, PIECE).to(tl.float32)
+        dy *= w + 1.0 if KIND == "gemma" else w
+    return dy
+
+
+@triton.jit
+def _means(x, dy, w_ptr, moments, columns, KIND: tl.constexpr, EVEN: tl.constexpr, PIECE: tl.constexpr):
+    """Means over a row of (weighted dy times normalized x, weighted dy)."""
+    along = tl.zeros((PIECE,), dtype=tl.float32)
+    total = tl.zeros((PIECE,), dtype=tl.float32)
+    mean, rstd = moments
+    for i in tl.static_range(len(x)):
+        weighted = _weigh(
+            dy[i].to(tl.float32), w_ptr, i * PIECE, columns, KIND, EVEN or i < len(x) - 1, PIECE
+        )
+        along += weighted * ((x[i].to(tl.float32) - mean) * rstd)
+        total += weighted
+    return tl.sum(along, 0) / columns, tl.sum(total, 0) / columns if KIND == "layer" else 0.0
+
+
+@triton.jit
+def _backward_pieces(
+    inputs, outputs, shape, KIND: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr
+):
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dsum_ptr = inputs
+    dx_ptr, dw_ptr, db_ptr = outputs
+    rows, columns, dy_stride, x_stride, dsum_stride = shape
+    dw = ()
+    db = ()
+    for _ in tl.static_range(PIECES):
+        dw += (tl.zeros((PIECE,), dtype=tl.float32),)
+        db += (tl.zeros((PIECE,), dtype=tl.float32),)
+    program = tl.program_id(0).to(tl.int64)
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=2):
+        xs = ()
+        dys = ()
+        for i in tl.static_range(PIECES):
+            xs += (_load(x_ptr + row * x_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE),)
+            dys += (_load(dy_ptr + row * dy_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE),)
+        rstd = tl.load(rstd_ptr + row)
+        mean = tl.load(mean_ptr + row) if KIND == "layer" else 0.0
+        alike, shift = _means(xs, dys, w_ptr, (mean, rstd), columns, KIND, EVEN, PIECE)
+        grown_w = ()
+        grown_b = ()
+        for i in tl.static_range(PIECES):
+            x = (_again(xs[i]) - mean) * rstd
+            dy = _again(dys[i])
+            grown_w += (dw[i] + dy * x if dw_ptr is not None else dw[i],)
+            grown_b += (db[i] + dy if db_ptr is not None else db[i],)
+            dx = (
+                _weigh(dy, w_ptr, i * PIECE, columns, KIND, EVEN or i < PIECES - 1, PIECE) - shift - x * alike
+            ) * rstd
+            if dsum_ptr is not None:
+                dx += _load(
+                    dsum_ptr + row * dsum_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE
+                ).to(tl.float32)
+            dx = dx.to(dx_ptr.dtype.element_ty)
+            _store(dx_ptr + row * columns, dx, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
+        dw = grown_w
+        db = grown_b
+    for i in tl.static_range(PIECES):
+        if dw_ptr is not None:
+            _store(dw_ptr + program * columns, dw[i], i * PIECE, columns, False, PIECE)
+        if db_ptr is not None:
+            _store(db_ptr + program * columns, db[i], i * PIECE, columns, False, PIECE)
+
+
+def takes(dy: torch.Tensor, x: torch.Tensor, dsum: torch.Tensor | None) -> bool:
+    """Whether rows are of the length, dtypes and alignment for pieces; unaligned ones would not stay narrow."""
+    aligned = all(n % 16 == 0 for t in (dy, x, dsum) if t is not None for n in (t.shape[1], t.stride(0)))
+    return 4 * PIECE < x.shape[1] <= 8 * PIECE and x.element_size() == 2 and dy.dtype == x.dtype and aligned
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: tuple[torch.Tensor | None, torch.Tensor],
+    dsum: torch.Tensor | None,
+    kind: str,
+    dx: torch.Tensor,
+    wanted: list[bool],
+) -> list[torch.Tensor | None]:
+    """Fill dx [T, D] and return partial sums [programs, D] in float32 of the `wanted` of weight and bias, else None."""
+    rows, columns = x.shape
+    programs = min(rows, waves(x.device))
+    partial = [x.new_empty(programs, columns, dtype=torch.float32) if w else None for w in wanted]
+    launch = _backward_pieces[(programs,)]  # pyright: ignore[reportIndexIssue]
+    shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
+    launch(
+        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, EVEN=columns % PIECE == 0,
+        PIECES=triton.cdiv(columns, PIECE), PIECE=PIECE, num_warps=WARPS, maxnreg=REGISTERS,
+    )  # fmt: skip
+    return partial
