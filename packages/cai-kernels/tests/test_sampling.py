@@ -122,7 +122,8 @@ def test_both_forms_draw_the_same_tokens(columns, dtype):
     each = {name: value.to(DEVICE) for name, value in each.items()}
     seen = (torch.rand(6, columns, generator=random) < 0.3).to(DEVICE)
     own = torch.arange(6, device=DEVICE) << 40
-    for limits, seed in (({}, -3), (FILTERS[-1], own), ({**each, "seen": seen}, own)):
+    some = {"top_p": each["top_p"]}
+    for limits, seed in (({}, -3), (FILTERS[-1], own), (some, own), ({**each, "seen": seen}, own)):
         ours, theirs = (sample(logits, **limits, seed=seed, backend=b) for b in BACKENDS)
         assert torch.equal(ours, theirs)
         assert columns == 1 or not logits.gather(1, ours[:, None]).isneginf().any()
