@@ -5,6 +5,7 @@ from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, ShardedEmbeddi
 from cai_gemini.host import HostResidency
 from cai_gemini.offload import Tiers, Tuning, offload
 from cai_gemini.optimizer import OffloadedOptimizer
+from cai_gemini.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "RowwiseAdagrad",
     "ShardedEmbedding",
     "Tiers",
+    "Timeline",
     "Tuning",
     "lookahead",
     "offload",

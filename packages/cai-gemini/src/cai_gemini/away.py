@@ -81,6 +81,8 @@ class HostStore:
                 largest = max(self._free, key=torch.Tensor.numel)
                 self._remove(largest)
                 self.nbytes -= largest.numel()
+                if largest.is_pinned():
+                    torch.cuda.synchronize(self.copies.device)  # it returns to the system
             self.nbytes += nbytes
         return host_memory(nbytes, torch.uint8, self.copies.device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cai_gemini.pinned import HostPool
+from cai_gemini.timeline import Recorder
 
 
 class Copied:
@@ -40,6 +41,7 @@ class Copies:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.recorder: Recorder | None = None
         self.host = HostPool(device)
         self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -55,32 +57,40 @@ class Copies:
         after: torch.cuda.Event | None,
         *,
         held: bool = False,
+        name: str = "activations",
     ) -> Copied:
         """Copy pinned host memory to the device, once the compute stream has passed `after`.
 
         held: the caller keeps the device tensor until the compute stream has waited for the copy.
+        name: of what is copied, on a timeline.
         """
-        return self._copy(self._up, target, source, after, held)
+        return self._copy((self._up, "to_device"), target, source, after, held, name)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, *, held: bool = False) -> Copied:
-        """Copy a device tensor to pinned host memory, after what has been queued so far; `held` as in `to_device`."""
-        return self._copy(self._down, target, source, self.mark(), held)
+    def to_host(
+        self, target: torch.Tensor, source: torch.Tensor, *, held: bool = False, name: str = "activations"
+    ) -> Copied:
+        """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
+        return self._copy((self._down, "to_host"), target, source, self.mark(), held, name)
 
     def _copy(
         self,
-        stream: torch.cuda.Stream | None,
+        lane: tuple[torch.cuda.Stream | None, str],
         target: torch.Tensor,
         source: torch.Tensor,
         after: torch.cuda.Event | None,
         held: bool,
+        name: str,
     ) -> Copied:
-        if stream is None:
-            target.copy_(source)
-            return Copied(None)
+        stream, recorder = lane[0], self.recorder
         with torch.cuda.stream(stream):
-            if after is not None:
+            if stream is not None and after is not None:
                 stream.wait_event(after)
-            target.copy_(source, non_blocking=True)
+            begin = recorder.now(stream) if recorder is not None else None
+            target.copy_(source, non_blocking=stream is not None)
+            if recorder is not None and begin is not None:
+                recorder.span(lane[1], begin, recorder.now(stream), name)
+            if stream is None:
+                return Copied(None)
             for tensor in (target, source):
                 if tensor.is_cuda and not held:
                     tensor.record_stream(stream)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from cai_gemini.budget import UNLIMITED
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
 from cai_gemini.disk_state import step_on_disk
@@ -21,6 +22,7 @@ from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.policy import IN_FLIGHT, Moves, Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import Ledger, State
+from cai_gemini.timeline import Recorder, Timeline
 from cai_gemini.trace import Trace, Use
 from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
@@ -126,6 +128,8 @@ class Engine:
         held.use()
         if self._recording:
             self._clock.start()
+        if self.copies.recorder is not None:
+            self.copies.recorder.used(held.name)
 
     def _moves(self, use: Use) -> Moves:
         present = [
@@ -155,6 +159,8 @@ class Engine:
 
     def backward_done(self) -> None:
         self._passes += 1
+        if self.copies.recorder is not None:
+            self.copies.recorder.used(None)
         if self._recording and self._seen:
             self._clock.stop()
             self._beside.append(self._clock.beside())
@@ -249,6 +255,23 @@ class Engine:
             return self.helds
         order = dict.fromkeys(use.chunk for use in self.trace.uses)
         return [self.helds[i] for i in (*order, *(i for i in range(len(self.helds)) if i not in order))]
+
+    # -- a look at it --------------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Take down what happens from now on."""
+        recorder = Recorder(self.copies.device, self.ledger)
+        self.copies.recorder, self.ledger.changed = recorder, recorder.changed
+
+    def recorded(self) -> Timeline:
+        """What happened since `record`, host steps to their end. Raises `PlanError` where nothing was recorded."""
+        recorder = self.copies.recorder
+        if recorder is None:
+            raise PlanError("no timeline was recorded", fix="call record_timeline() before the step")
+        self.finish()
+        self.copies.recorder = self.ledger.changed = None
+        budget = self._schedule.budget
+        return recorder.timeline(budget if budget < UNLIMITED else None)
 
     def finish(self) -> None:
         """Wait for every step, on the disk too."""

@@ -16,6 +16,7 @@ from cai_gemini.parameter import KeptParameter
 from cai_gemini.pinned import HostPool
 from cai_gemini.policy import Sizes
 from cai_gemini.states import Event, Ledger, State, follow
+from cai_gemini.timeline import host_span
 from cai_gemini.worker import Worker
 from cai_mesh.gradients import GradBuffer
 from cai_mesh.units import FlatUnit
@@ -157,7 +158,9 @@ class Held:
                     stepped.result()
                 self._refresh_home()
                 with torch.no_grad():
-                    coming.set_result(self._copies.to_device(self.unit.whole.data, self._home, free))
+                    coming.set_result(
+                        self._copies.to_device(self.unit.whole.data, self._home, free, name=self.name)
+                    )
             except BaseException as error:
                 coming.set_exception(error)
 
@@ -249,14 +252,14 @@ class Held:
                 self.gradient = Gradient(arrived, None, square)
                 return None
             home = self._copies.host.take(arrived.numel(), arrived.dtype)
-            sent = self._copies.to_host(home, arrived)
+            sent = self._copies.to_host(home, arrived, name=self.name)
             self.gradient = Gradient(home, sent, square)
             return sent
         if self.on_device:
             self.gradient.add_here(arrived)
             return None
         more = self._copies.host.take(arrived.numel(), arrived.dtype)
-        sent = self._copies.to_host(more, arrived)
+        sent = self._copies.to_host(more, arrived, name=self.name)
         self.gradient.add_later(more, sent, self.worker, self._copies.host)
         return sent
 
@@ -341,7 +344,9 @@ class Held:
             return
 
         def run() -> None:
-            step.run(groups, gradient.settled(), float(scale), self._home)
+            ready, factor = gradient.settled(), float(scale)
+            with host_span(self._copies.recorder, self.name):
+                step.run(groups, ready, factor, self._home)
             self._version = self._versions()
             self._copies.host.give(gradient.tensor)
 
@@ -358,7 +363,9 @@ class Held:
         gradient, groups, step = taken
 
         def run(state: State3) -> None:
-            step.run_adam(groups, gradient.settled(), scale, self._home, state)
+            ready = gradient.settled()
+            with host_span(self._copies.recorder, self.name):
+                step.run_adam(groups, ready, scale, self._home, state)
             self._copies.host.give(gradient.tensor)
 
         return run

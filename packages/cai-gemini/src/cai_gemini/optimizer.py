@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cai_gemini.engine import Engine
+from cai_gemini.timeline import Timeline
 from cai_mesh.errors import PlanError
 
 
@@ -62,6 +63,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._scale = 1.0
         for held in self._engine.helds:
             held.drop_gradient()
+
+    # -- a look at it --------------------------------------------------------------------------------------------
+
+    def record_timeline(self) -> None:
+        """Take down, until `timeline()`, what happens when on the device, the link and the host."""
+        self._engine.record()
+
+    def timeline(self) -> Timeline:
+        """What happened since `record_timeline()`, usually a step; waits until the step is done everywhere.
+
+        Raises `PlanError` where nothing was recorded.
+        """
+        return self._engine.recorded()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cai_mesh.errors import PlanError
@@ -81,6 +82,7 @@ class Ledger:
     held: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     peak: int = 0
     recent_peak: int = 0
+    changed: Callable[[], None] | None = None  # called after every change
 
     def change(self, kind: str, nbytes: int) -> None:
         """Add bytes (negative: give back) of `kind`. Raises `PlanError` beyond the limit, with nothing changed."""
@@ -95,6 +97,8 @@ class Ledger:
         self.held[kind] += nbytes
         self.peak = max(self.peak, total)
         self.recent_peak = max(self.recent_peak, total)
+        if self.changed is not None:
+            self.changed()
 
     @property
     def total(self) -> int:

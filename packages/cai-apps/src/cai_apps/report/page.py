@@ -8,7 +8,9 @@ from string import Template
 
 from cai_apps import metrics
 from cai_apps.report.plots import CURVES, curve_svg
+from cai_apps.report.timeline import timeline_svg
 from cai_apps.run_directory import RunDirectory
+from cai_gemini import Timeline
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$title</title>
@@ -31,11 +33,17 @@ $charts
 def write_report(run: RunDirectory, output: Path) -> Path:
     """Writes the page of a run; it loads nothing from anywhere else.
 
+    Every plots/NAME.timeline.json, a saved `cai_gemini.Timeline`, is drawn.
+
     Raises:
         DataError: the run has no metrics yet.
     """
     records = metrics.read(run.metrics)
     charts = [f"<h2>{html.escape(file.stem)}</h2>{_inline(file)}" for file in sorted(run.plots.glob("*.svg"))]
+    charts += [
+        f"<h2>{html.escape(file.stem)}</h2>{timeline_svg(Timeline.load(file))}"
+        for file in sorted(run.plots.glob("*.timeline.json"))
+    ]
     page = PAGE.substitute(
         title=html.escape(run.path.name),
         summary="".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in _summary(records)),

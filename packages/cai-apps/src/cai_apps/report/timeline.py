@@ -1,0 +1,65 @@
+"""The memory of an offloaded step over time, and what the link and the host did beside compute."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from cai_gemini import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROWS = {"compute": "compute", "to_device": "to device", "to_host": "to host", "host": "host step"}
+NARROW = 0.04  # of the whole: a span below carries no name
+MANY = 24  # spans in a lane, above which none carries one
+
+
+def draw_timeline(timeline: Timeline) -> Figure:
+    """Device memory stacked by kind under the budget's line, above lanes of spans.
+
+    A simulated step has lanes only.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.5 if timeline.memory else 2.6), layout="constrained")
+    if not timeline.memory:
+        _draw_lanes(figure.add_subplot(), timeline)
+        return figure
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_memory(above, timeline)
+    _draw_lanes(below, timeline)
+    return figure
+
+
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+    times = [*timeline.times, max(timeline.end, timeline.times[-1])]
+    kinds = {kind: [*values, values[-1]] for kind, values in timeline.memory.items()}
+    gigabytes = [[nbytes / 1e9 for nbytes in values] for values in kinds.values()]
+    axes.stackplot(times, *gigabytes, labels=list(kinds), step="post", alpha=0.8)
+    if timeline.budget is not None:
+        axes.axhline(timeline.budget / 1e9, color="black", linestyle="--", label="budget")
+    axes.set_ylabel("device memory (GB)")
+    axes.legend(loc="upper left", ncols=len(kinds) + 1, fontsize="small")
+
+
+def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
+    for row, lane in enumerate(ROWS):
+        spans = timeline.lanes.get(lane, [])
+        bars = [(begin, end - begin) for begin, end, _ in spans]
+        axes.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}", edgecolor="white", linewidth=0.3)
+        for begin, end, name in spans:
+            if len(spans) <= MANY and end - begin > NARROW * timeline.end:
+                short = name.removesuffix(".weight")
+                axes.text((begin + end) / 2, row, short, ha="center", va="center", fontsize=6, clip_on=True)
+    axes.set_yticks(range(len(ROWS)), list(ROWS.values()))
+    axes.set_ylim(len(ROWS) - 0.5, -0.5)
+    axes.set_xlabel("seconds")
+
+
+def timeline_svg(timeline: Timeline) -> str:
+    """The `<svg>` element of `draw_timeline`."""
+    text = io.StringIO()
+    draw_timeline(timeline).savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]

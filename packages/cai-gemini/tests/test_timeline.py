@@ -1,0 +1,81 @@
+"""What a recorded step says, and that recording it changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from offloaded import SLOW_HOST, Net, build, train
+
+from cai_gemini import Tiers, Timeline, Tuning, offload
+from cai_gemini.policy import Plan, Sizes
+from cai_gemini.simulate import Step, simulate
+from cai_gemini.trace import Trace, Use
+from cai_mesh.errors import PlanError
+
+BUDGET = 80_000
+
+
+def moved(residency):
+    model, optimizer = build()
+    return offload(
+        model, optimizer, residency=residency, device_memory=BUDGET, tuning=Tuning(rates=SLOW_HOST)
+    )
+
+
+@pytest.mark.parametrize("residency", ["host", Tiers(0.5, 0.3)], ids=str)
+def test_a_recorded_step(residency, tmp_path):
+    model, optimizer = moved(residency)
+    train(model, optimizer, steps=3)
+    optimizer.record_timeline()
+    optimizer._engine.worker.submit(lambda: time.sleep(0.5))  # the host is late
+    train(model, optimizer, steps=1, micro=1)
+    timeline = optimizer.timeline()
+    helds = optimizer._engine.helds
+    assert timeline.budget == BUDGET and timeline.times == sorted(timeline.times)
+    assert {kind: values[-1] for kind, values in timeline.memory.items()} == dict(
+        optimizer._engine.ledger.held
+    )
+    assert all(len(values) == len(timeline.times) for values in timeline.memory.values())
+    assert len(set(timeline.memory["weights"])) > 1
+    for lane, spans in timeline.lanes.items():
+        assert all(0 <= begin <= end for begin, end, _ in spans), lane
+        if lane != "to_device":  # which two threads copy to, where there are no streams
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), lane
+    moving = {h.name for h in helds if not h.on_device and h.step is not None}
+    assert {name for *_, name in timeline.lanes["host"]} == moving
+    assert {name for *_, name in timeline.lanes["to_host"]} == moving
+    assert {name for *_, name in timeline.lanes["compute"]} == {h.name for h in helds}
+    came = {name for *_, name in timeline.lanes["to_device"]}
+    assert moving <= came <= moving | {h.name for h in helds if not h.stays}
+    timeline.save(tmp_path / "step.json")
+    assert Timeline.load(tmp_path / "step.json") == timeline
+
+
+def test_recording_changes_nothing_and_ends():
+    expected = train(*moved("host"))
+    model, optimizer = moved("host")
+    optimizer.record_timeline()
+    assert train(model, optimizer) == expected
+    assert len(optimizer.timeline().lanes["compute"]) > 0
+    assert optimizer._engine.copies.recorder is None and optimizer._engine.ledger.changed is None
+    with pytest.raises(PlanError, match="no timeline was recorded"):
+        optimizer.timeline()
+
+
+def test_a_simulated_step_is_one_too():
+    trace = Trace((Use(0, False), Use(1, False), Use(1, True), Use(0, True)), (0,) * 4, (1.0,) * 4)
+    sizes = [Sizes(10, 10, 30), Sizes(20, 20, 60)]
+    _, lanes = simulate(trace, sizes, Plan(frozenset(), frozenset()), 200, SLOW_HOST, Step([10, 20]))
+    timeline = Timeline.simulated(lanes, ["first", "second"])
+    assert [name for *_, name in timeline.lanes["compute"]] == ["first", "second", "second", "first"]
+    assert timeline.end == pytest.approx(lanes.end) and timeline.memory == {}
+
+
+def test_nothing_is_recorded_unless_asked():
+    model, optimizer = moved("host")
+    assert isinstance(model, Net) and optimizer._engine.copies.recorder is None
+    train(model, optimizer, steps=1)
+    assert torch.is_tensor(next(model.parameters()))
