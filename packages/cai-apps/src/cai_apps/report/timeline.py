@@ -41,7 +41,9 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     if timeline.budget is not None:
         axes.axhline(timeline.budget / 1e9, color="black", linestyle="--", label="budget")
     axes.set_ylabel("device memory (GB)")
-    axes.legend(loc="upper left", ncols=len(kinds) + 1, fontsize="small")
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=len(kinds) + 1, fontsize="small", frameon=False
+    )
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
