@@ -24,9 +24,14 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, size, 0)) != 0:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
-    end = weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    end = weakref.finalize(memory, _release, address, device)
     end.atexit = False
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def _release(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # copies that were under way when the last holder let go
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostPool:
