@@ -41,7 +41,6 @@ class WeightCache:
     """
 
     def __init__(self):
-        _watch_steps()
         self.clear()
 
     def clear(self) -> None:
@@ -57,6 +56,7 @@ class WeightCache:
 
     def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> list[torch.Tensor]:
         """The cast of weight [out, in] as `reference.cast` gives it, transposed too."""
+        _watch_steps()
         here = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device)
         key = (_step[0], *here, scaling, triton)
         if key != self._key:
