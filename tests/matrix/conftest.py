@@ -67,5 +67,5 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
+    if config.getoption("markexpr") == "matrix" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config))

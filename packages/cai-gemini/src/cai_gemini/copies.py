@@ -48,7 +48,11 @@ class Copies:
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the compute stream is now."""
-        return torch.cuda.current_stream(self.device).record_event() if self._up is not None else None
+        if self._up is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def to_device(
         self,

@@ -44,7 +44,11 @@ class Lane:
 
     def mark(self) -> torch.cuda.Event | None:
         """An event after everything the lane was given so far."""
-        return None if self._stream is None else self._stream.record_event()
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def show(self, tensor: torch.Tensor, event: torch.cuda.Event | None) -> None:
         """Let the compute stream use a tensor made on the lane, after `event`. Called outside `work`."""

@@ -46,7 +46,8 @@ def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     """Over batch, head and position of [Z, N, S, H], or of packed [N, T, H]."""
     if tensor is None:
         return 0, 0, 0
-    return (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
+    batch, head, position = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]
+    return batch, head, position
 
 
 def _last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -116,8 +117,8 @@ def _attention_triton_backward(
     results = _empty_gradients(dout, dlse, out, lse, inputs, longest, opts, needs)
     sizes, batch = _sizes(given, longest)
     if out.numel() == 0 or batch == 0 or given.k.numel() == 0:
-        zeros = [result.zero_() for result in results[:4]]
-        return (*zeros, torch.zeros_like(out) if needs[4] else results[4])
+        dq, dk, dv, dbias = (result.zero_() for result in results[:4])
+        return dq, dk, dv, dbias, torch.zeros_like(out) if needs[4] else results[4]
     dattention = torch.empty_like(out) if given.gate is not None else dout
     gated = torch.empty_like(out) if given.gate is not None else results[4]
     delta = torch.empty_like(lse)
@@ -129,7 +130,8 @@ def _attention_triton_backward(
     upstream = gradients.Upstream(dattention, lse, delta)
     strides = strides._replace(out=_strides(dattention))
     _launch_gradients(given, upstream, results, (sizes, batch, q_head), strides, opts, needs)
-    return (*results[:4], gated if needs[4] else results[4])
+    dq, dk, dv, dbias = results[:4]
+    return dq, dk, dv, dbias, gated if needs[4] else results[4]
 
 
 def _launch_gradients(
