@@ -122,5 +122,7 @@ def test_errors(tmp_path):
         Tiers(1.0, 0.6, 0.6)
     with pytest.raises(PlanError, match=r"is Adam's(.|\n)*SGD"):
         moved(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+    with pytest.raises(PlanError, match=r"is Adam's(.|\n)*without amsgrad"):
+        moved(model, torch.optim.AdamW(model.parameters(), amsgrad=True), tmp_path)
     assert type(next(model.parameters())) is torch.nn.Parameter, "a refused model was touched"
     assert adamw(groups(model)).param_groups

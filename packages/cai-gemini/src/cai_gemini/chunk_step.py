@@ -23,6 +23,13 @@ Group = dict[str, Any]
 Groups = list[tuple[Group, list[int]]]
 
 
+def has_two_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is Adam or AdamW with two moments a parameter, which torch's fused kernels step."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group["amsgrad"] or group["differentiable"] for group in optimizer.param_groups
+    )
+
+
 class ChunkStep:
     """Steps the kept parameters of one chunk.
 
@@ -39,16 +46,8 @@ class ChunkStep:
             indices = [own[id(p)] for p in group["params"] if id(p) in own]
             if indices:
                 self._groups.append((group, sorted(indices)))
-        kind = type(optimizer)
-        self._fused = kind in (torch.optim.Adam, torch.optim.AdamW) and not any(
-            group["amsgrad"] or group["differentiable"] for group, _ in self._groups
-        )
+        self._fused = has_two_moments(optimizer)
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether it is Adam or AdamW, whose state is two moments."""
-        return self._fused
 
     @property
     def state_bytes(self) -> int:
@@ -123,9 +122,8 @@ class ChunkStep:
         block = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
         scratch = None if same else master.new_empty(min(block, master.numel()))
         for group, indices in groups:
-            for (
-                i
-            ) in indices:  # one by one: the kernel rounds the last few elements of a tensor in its own way
+            # one by one: the kernel rounds the last few elements of a tensor in its own way
+            for i in indices:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
                 count += 1
                 step = torch.full((), float(count), device=master.device)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cai_gemini.budget import Units, check_device, check_host, device_budget, kinds
-from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.chunk_step import ChunkStep, has_two_moments
 from cai_gemini.disk_state import DiskState
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
@@ -185,8 +185,12 @@ def _store(
 ) -> NvmeStore | None:
     if nvme is None or not fraction:
         return None
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise PlanError("state on a disk is Adam's", got=type(optimizer).__name__, expected="Adam or AdamW")
+    if not has_two_moments(optimizer):
+        raise PlanError(
+            "state on a disk is Adam's",
+            got=type(optimizer).__name__,
+            expected="Adam or AdamW, without amsgrad and differentiable",
+        )
     state = 3 * sum(
         p.numel() * p.element_size() for params in found.values() for _, p in params if p.requires_grad
     )

@@ -145,9 +145,8 @@ def _backward(
         if db_ptr is not None:
             db += dy
         if dx_ptr is not None:
-            if (
-                w_ptr is not None
-            ):  # again for every row, from the cache: kept, it would take too many registers
+            # the weight again for every row, from the cache: kept, it would take too many registers
+            if w_ptr is not None:
                 w = _read(w_ptr + at, live, EVEN)
                 dy *= w + 1.0 if KIND == "gemma" else w
             dx = dy - x * (tl.sum(dy * x, 1) / columns)[:, None]

@@ -231,9 +231,8 @@ def direct_linears(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
 
     Layers with a forward of their own, and weights that carry gradient hooks, stay as they are.
     """
-    torch.compiler.assume_constant_result(
-        _new_call
-    )  # here: it imports the compiler, which importing us must not
+    # here, because it imports the compiler, which importing us must not
+    torch.compiler.assume_constant_result(_new_call)
     wanted = {id(p) for p in params}
     for module in model.modules():
         plain = type(module) is nn.Linear and "forward" not in module.__dict__

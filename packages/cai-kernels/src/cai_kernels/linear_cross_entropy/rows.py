@@ -6,11 +6,8 @@ import torch
 
 from cai_kernels.cross_entropy import reference
 
-PLAIN, LOGIT_SUM, ENTROPY = (
-    0,
-    1,
-    2,
-)  # the auxiliary beside maximum, sum of exponentials and logit of the target
+# The auxiliary beside maximum, sum of exponentials and logit of the target.
+PLAIN, LOGIT_SUM, ENTROPY = 0, 1, 2
 
 
 def scan(
