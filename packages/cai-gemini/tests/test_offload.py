@@ -158,6 +158,19 @@ def test_a_branch_taken_for_the_first_time():
     assert {name for name, backward in uses if backward} >= set(blocks)
 
 
+def test_host_memory_does_not_grow_with_steps():
+    """Sums of several backwards are wider than what arrives; neither is kept beyond its step."""
+    model, ours = moved(*build(), "host", compute=torch.bfloat16)
+    pool, sizes = ours._engine.copies.host, []
+    for _ in range(4):
+        train(model, ours, steps=1, micro=3)
+        ours.wait()
+        model(torch.zeros(1, 2, dtype=torch.long), False).sum().backward()
+        ours.zero_grad()
+        sizes.append(sum(t.nbytes for free in pool._free.values() for t in free))
+    assert sizes[1:] == sizes[:1] * 3
+
+
 def test_bfloat16_on_the_device_keeps_host_masters():
     model, opt = moved(*build(), "auto", compute=torch.bfloat16)
     losses = train(model, opt, steps=12)

@@ -279,7 +279,7 @@ class Held:
         if gradient is None:
             self.touched.discard(index)
             if not self.touched:
-                self.gradient = None
+                self.drop_gradient()
             return
         if self.gradient is None:
             shard = self.unit.shard
@@ -293,7 +293,7 @@ class Held:
     def drop_gradient(self) -> None:
         """Forget the gradient."""
         if self.gradient is not None:
-            self.gradient.settled()
+            self._copies.host.give(self.gradient.settled())
         self.gradient = None
         self.touched.clear()
 

@@ -44,12 +44,18 @@ class HostPool:
     def __init__(self, device: torch.device):
         self._device = device
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._lent: set[int] = set()  # addresses
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor with undefined values."""
         free = self._free.get((numel, dtype))
-        return free.pop() if free else host_memory(numel, dtype, self._device)
+        tensor = free.pop() if free else host_memory(numel, dtype, self._device)
+        self._lent.add(tensor.data_ptr())
+        return tensor
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what nobody uses any more; called from any thread."""
+        """Take back what nobody uses any more; called from any thread. Others' tensors are left to themselves."""
+        if tensor.data_ptr() not in self._lent:
+            return
+        self._lent.discard(tensor.data_ptr())
         self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
