@@ -161,14 +161,15 @@ def test_a_branch_taken_for_the_first_time():
 def test_host_memory_does_not_grow_with_steps():
     """Sums of several backwards are wider than what arrives; neither is kept beyond its step."""
     model, ours = moved(*build(), "host", compute=torch.bfloat16)
-    pool, sizes = ours._engine.copies.host, []
-    for _ in range(4):
+    pool, trained = ours._engine.copies.host, [h for h in ours._engine.helds if h.step is not None]
+    for _ in range(12):
         train(model, ours, steps=1, micro=3)
         ours.wait()
         model(torch.zeros(1, 2, dtype=torch.long), False).sum().backward()
         ours.zero_grad()
-        sizes.append(sum(t.nbytes for free in pool._free.values() for t in free))
-    assert sizes[1:] == sizes[:1] * 3
+    kept = sum(t.nbytes for free in pool._free.values() for t in free)
+    # however far the loop runs ahead of the sums, a step's three backwards give a chunk three gradients
+    assert kept <= sum(3 * h.unit.chunk.numel * torch.bfloat16.itemsize for h in trained)
 
 
 def test_bfloat16_on_the_device_keeps_host_masters():

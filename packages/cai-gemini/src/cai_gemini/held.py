@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,63 +11,14 @@ import torch
 from cai_gemini.chunk_step import ChunkStep, Groups
 from cai_gemini.copies import Copied, Copies
 from cai_gemini.disk_state import DiskState, State3
+from cai_gemini.gradient import Gradient, square_sum, wide
 from cai_gemini.parameter import KeptParameter
-from cai_gemini.pinned import HostPool
 from cai_gemini.policy import Sizes
 from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.timeline import host_span
 from cai_gemini.worker import Worker
 from cai_mesh.gradients import GradBuffer
 from cai_mesh.units import FlatUnit
-
-
-@dataclass(eq=False)
-class Gradient:
-    """A chunk's gradient between backward and step.
-
-    Args:
-        tensor: [chunk.numel]; complete once settled.
-        sent: its copy from the device.
-        square: the sum of its squares, while nobody else could have written to it.
-        adding: the sum with a further backward's, under way.
-    """
-
-    tensor: torch.Tensor
-    sent: Copied | None
-    square: torch.Tensor | None
-    adding: Future[None] | None = None
-
-    def settled(self) -> torch.Tensor:
-        """The gradient, complete."""
-        if self.adding is not None:
-            self.adding.result()
-        if self.sent is not None:
-            self.sent.synchronize()
-            self.sent = None
-        return self.tensor
-
-    def add_here(self, more: torch.Tensor) -> None:
-        self.square = None
-        self.tensor = self.tensor.to(_wide(more.dtype)).add_(more)
-
-    def add_later(self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool) -> None:
-        """Add what is on its way; gradients of several backwards are summed in float32 at least."""
-        first, before = self.sent, self.adding
-        self.square = self.sent = None
-
-        def add() -> None:
-            if before is not None:
-                before.result()
-            if first is not None:
-                first.synchronize()
-            sent.synchronize()
-            total = self.tensor.to(_wide(more.dtype)).add_(more)
-            if total is not self.tensor:
-                pool.give(self.tensor)
-            self.tensor = total
-            pool.give(more)
-
-        self.adding = worker.submit(add)
 
 
 class Shared(Protocol):
@@ -247,7 +197,7 @@ class Held:
         self.buffer.take()
         arrived = self.buffer.hand_over()
         if self.gradient is None:
-            square = _square(arrived)
+            square = square_sum(arrived)
             if self.on_device:
                 self.gradient = Gradient(arrived, None, square)
                 return None
@@ -305,9 +255,9 @@ class Held:
         if self.gradient.square is not None and len(self.touched) == len(self.unit.kept):
             return self.gradient.square
         gradient, slots = self.gradient.settled(), self.unit.chunk.slots
-        total = torch.zeros((), dtype=_wide(gradient.dtype), device=gradient.device)
+        total = torch.zeros((), dtype=wide(gradient.dtype), device=gradient.device)
         for i in sorted(self.touched):
-            total += _square(gradient[slots[i].offset : slots[i].end])
+            total += square_sum(gradient[slots[i].offset : slots[i].end])
         return total
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -408,12 +358,3 @@ class Held:
         if self.gradient is not None:
             self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.square)
         self.on_device = self.stays = True
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, in float32 at least, without a copy."""
-    return torch.linalg.vector_norm(tensor, dtype=_wide(tensor.dtype)).square()
