@@ -263,7 +263,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
 
     engine.settle()
     rates, sizes = measure(device), engine.sizes
-    sized = Sized([held.unit.chunk.numel for held in engine.helds])
+    sized = Sized([held.unit.shard.numel() for held in engine.helds])
     budget = engine._schedule.budget
     return {
         "chunks": len(sizes),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cai_mesh.units import FlatUnit
+from cai_gemini.unit import Unit
 
 HOST_BLOCK = 2**20
 DEVICE_BLOCK = 2**24
@@ -38,7 +38,7 @@ class ChunkStep:
         unit: the chunk.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, unit: FlatUnit):
+    def __init__(self, optimizer: torch.optim.Optimizer, unit: Unit):
         self._optimizer, self._unit = optimizer, unit
         own = {id(p): i for i, p in enumerate(unit.kept)}
         self._groups: Groups = []
@@ -89,9 +89,9 @@ class ChunkStep:
 
         Args:
             groups: of `groups`.
-            gradient: [chunk.numel] where the state is, any float dtype.
+            gradient: [n], as the unit's shard, where the state is, any float dtype.
             scale: of the gradient.
-            weights: [chunk.numel] in the dtype of computation; the new values go there.
+            weights: [n] in the dtype of computation; the new values go there.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self._fused:
@@ -127,7 +127,7 @@ class ChunkStep:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
                 count += 1
                 step = torch.full((), float(count), device=master.device)
-                low, high = self._unit.chunk.slots[i].offset, self._unit.chunk.slots[i].end
+                low, high = self._unit.ranges[i]
                 for at in range(low, high, block):
                     part = slice(at, min(at + block, high))
                     grad = gradient[part]
@@ -161,12 +161,12 @@ class ChunkStep:
         first, second = self._moments
         for _, indices in self._groups:
             for i in indices:
-                slot, param = self._unit.chunk.slots[i], self._unit.kept[i]
+                (low, high), param = self._unit.ranges[i], self._unit.kept[i]
                 state = self._optimizer.state[param]
                 loaded = dict(state) if fresh else {}
                 state["step"] = loaded.get("step", state.get("step", torch.zeros((), dtype=torch.float32)))
                 for name, flat in (("exp_avg", first), ("exp_avg_sq", second)):
-                    view = flat[slot.offset : slot.end]
+                    view = flat[low:high]
                     if name in loaded:
                         view.copy_(loaded[name].flatten())
                     state[name] = view
@@ -183,8 +183,8 @@ class ChunkStep:
         for group, indices in groups:
             params = [unit.kept[i] for i in indices]
             for i, param in zip(indices, params, strict=True):
-                slot = unit.chunk.slots[i]
-                torch.Tensor.grad.__set__(param, wide[slot.offset : slot.end])  # type: ignore[attr-defined]
+                low, high = unit.ranges[i]
+                torch.Tensor.grad.__set__(param, wide[low:high])  # type: ignore[attr-defined]
             part.param_groups.append({**group, "params": params})
         inspect.unwrap(type(self._optimizer).step)(part)
         for _, indices in groups:

@@ -1,6 +1,6 @@
 """Moves the chunks of one model between host and device while it trains.
 
-Listens to the uses of its units. The first passes run with as little on the device as possible and are traced; then a
+Is told of their uses. The first passes run with as little on the device as possible and are traced; then a
 plan says what stays, and `policy.decide` what comes and goes before each use. A use the trace does not know (a branch
 taken for the first time) brings its chunk on demand and has the next pass traced again.
 """
@@ -8,11 +8,10 @@ taken for the first time) brings its chunk on demand and has the next pass trace
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from cai_gemini.budget import UNLIMITED
 from cai_gemini.clock import Clock
@@ -26,7 +25,6 @@ from cai_gemini.timeline import Recorder, Timeline
 from cai_gemini.trace import Trace, Use
 from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
-from cai_mesh.lifecycle import ModuleLifecycle
 
 Planner = Callable[[Trace, Sequence[Sizes], int], Plan]
 
@@ -47,7 +45,10 @@ class Schedule:
 
 
 class Engine:
-    """A `LifecycleListener` over units of chunks on one device. Chunks are made with it; then it is started."""
+    """Chunks on one device, which are made with it; then it is started.
+
+    A pass is what lies between `begin` and `end`, usually a forward and a backward: that is what is traced.
+    """
 
     def __init__(self, device: torch.device):
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini"), Ledger()
@@ -57,6 +58,7 @@ class Engine:
         self.steps = self._passes = 0
         self._seen: list[Use] = []
         self._beside: list[int] = []
+        self._also: list[frozenset[int]] = []
         self._recording = True
         self._surprised = False  # by a use the trace does not know
         self._moment, self._room = -1, list[int]()
@@ -64,25 +66,16 @@ class Engine:
 
     def start(
         self,
-        root: nn.Module,
-        units: Mapping[nn.Module, Sequence[Held]],
+        helds: Sequence[Held],
         schedule: Schedule,
         observe: Callable[[], int] | None,
+        always: Collection[int] = (),
     ) -> None:
-        """Listen to the uses of `units`, chunks of every unit.
-
-        The chunks of `root`, the model, always stay on the device, since its forward spans all others.
-        """
-        self._root, self._units, self._schedule = root, units, schedule
+        """Take over `helds`; the chunks `always` stay on the device, such as those of a model around its blocks."""
+        self.helds, self._schedule = list(helds), schedule
         self._clock = Clock(self.copies.device, self.ledger, observe)
-        self.helds = [held for helds in units.values() for held in helds]
-        self._index = {id(held): i for i, held in enumerate(self.helds)}
-        self._always = frozenset(self._index[id(held)] for held in units[root])
+        self._always = frozenset(always)
         self.plan = Plan(self._always, frozenset())
-        self._lifecycle = ModuleLifecycle(
-            {module: [p for held in helds for p in held.unit.used] for module, helds in units.items()}
-        )
-        self._lifecycle.listen(self)
         for i in self._always:
             self.helds[i].stays = True
             self.helds[i].bring()
@@ -93,50 +86,51 @@ class Engine:
 
     # -- uses ----------------------------------------------------------------------------------------------------
 
-    def before_use(self, unit: nn.Module, *, backward: bool) -> None:
-        if unit is self._root and not backward:
-            self._begin_pass()
-        for held in self._units[unit]:
-            if held.state is not State.COMPUTE:
-                self._use(self._index[id(held)], backward)
-
-    def _begin_pass(self) -> None:
+    def begin(self) -> None:
+        """A pass begins."""
         self._moment = -1
         self._seen.clear()
         self._beside.clear()
+        self._also.clear()
         if self._surprised:
             self._recording, self._surprised = True, False
         if self._recording:  # at other times torch's statistics are the user's
             self._clock.seconds()
             self._clock.beside()
 
-    def _use(self, chunk: int, backward: bool) -> None:
-        use = Use(chunk, backward)
+    def prepare(self, chunk: int, *, backward: bool | None) -> None:
+        """A chunk will be used next: make room and begin to bring it, if it is away, and others ahead of their use.
+
+        backward: in which direction; None where that is not known yet.
+        """
+        use = Use(chunk, bool(backward))
         if self._recording:
             self._clock.stop()
             if self._seen:
                 self._beside.append(self._clock.beside())
             self._seen.append(use)
-        moves = self._moves(use)
+            self._also.append(frozenset(i for i, h in enumerate(self.helds) if h.in_use and i != chunk))
+        moves = self._moves(use, known=backward is not None)
         for other in moves.free:
-            if self.helds[other].state is not State.COMPUTE:
+            if not self.helds[other].in_use:
                 self.helds[other].free()
         for other in moves.bring:
             self.helds[other].bring()
-        held = self.helds[chunk]
-        held.arrive()
-        held.use()
+
+    def computing(self, held: Held) -> None:
+        """The use of a chunk begins to compute."""
         if self._recording:
             self._clock.start()
         if self.copies.recorder is not None:
             self.copies.recorder.used(held.name)
 
-    def _moves(self, use: Use) -> Moves:
+    def _moves(self, use: Use, *, known: bool) -> Moves:
         present = [
             i for i, h in enumerate(self.helds) if h.state is not State.FREE and i not in self.plan.weights
         ]
         if self.trace is not None and self.planned:
-            moment = self.trace.find(use, self._moment + 1)
+            after = self._moment
+            moment = self.trace.find(use, after + 1) if known else self.trace.follow(use.chunk, after)
             if moment is not None:
                 self._moment = moment
                 return decide(self.trace, moment, present, self.sizes, self.plan, self._room)
@@ -145,32 +139,27 @@ class Engine:
         missing = self.helds[use.chunk].state is State.FREE
         return Moves(tuple(free), (use.chunk,) if missing else ())
 
-    def after_use(self, unit: nn.Module) -> None:
-        for held in self._units[unit]:
-            held.forward_over()
-
-    def grads_ready(self, unit: nn.Module) -> None:
-        for held in self._units[unit]:
-            if held.buffer is not None:
-                sent = held.collect()
-                if sent is not None:
-                    self._sending.append((sent, held.sizes.gradients))
-            held.backward_over()
-
-    def backward_done(self) -> None:
+    def end(self) -> None:
+        """The pass is over."""
         self._passes += 1
         if self.copies.recorder is not None:
             self.copies.recorder.used(None)
         if self._recording and self._seen:
             self._clock.stop()
             self._beside.append(self._clock.beside())
-            self.trace = Trace(tuple(self._seen), tuple(self._beside), tuple(self._clock.seconds()))
+            seconds = tuple(self._clock.seconds())
+            self.trace = Trace(tuple(self._seen), tuple(self._beside), seconds, tuple(self._also))
             self._recording = not self.planned and self.steps + 1 < self._schedule.warmup
             if self.planned:
                 self._adopt(self.plan)
         self._retire(0)
 
     # -- gradients on their way ----------------------------------------------------------------------------------
+
+    def sent(self, held: Held, copied: Copied | None) -> None:
+        """A gradient is on its way to the host (None: it stays)."""
+        if copied is not None:
+            self._sending.append((copied, held.sizes.gradients))
 
     def make_room(self) -> None:
         """Wait until one more gradient may be on the device."""

@@ -17,7 +17,7 @@ class Gradient:
     """A chunk's gradient between backward and step.
 
     Args:
-        tensor: [chunk.numel]; complete once settled.
+        tensor: [n]; complete once settled.
         sent: its copy from the device.
         square: the sum of its squares, while nobody else could have written to it.
         adding: the sum with a further backward's, under way.

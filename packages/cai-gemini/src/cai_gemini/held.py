@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -16,9 +16,9 @@ from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
 from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.timeline import host_span
+from cai_gemini.unit import Unit
 from cai_gemini.worker import Worker
 from cai_mesh.gradients import GradBuffer
-from cai_mesh.units import FlatUnit
 
 
 class Shared(Protocol):
@@ -39,17 +39,16 @@ class Held:
     of computation, which is what is copied to the device, and the gradient that came back.
 
     Args:
-        unit: the chunk; its shard is the master weights.
-        trains: False for a frozen chunk.
+        unit: the chunk, or a rank's rows of it; its shard is the master weights.
+        gradients: dtype of those that are received; None for a frozen chunk.
         shared: what all chunks of a model have in common.
+
+    Attributes:
+        buffer: where gradients accumulate, if they are collected from there.
+        wanted: whether somebody waits for the weights, or uses them.
     """
 
-    def __init__(
-        self,
-        unit: FlatUnit,
-        trains: bool,
-        shared: Shared,
-    ):
+    def __init__(self, unit: Unit, gradients: torch.dtype | None, shared: Shared):
         self.unit = unit
         self.step: ChunkStep | None = None
         self.name = unit.chunk.names[0]
@@ -57,18 +56,15 @@ class Held:
         self._make_room = shared.make_room
         self.disk: DiskState | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
-        self.stays = False
-        self._home = self._copies.host.take(unit.chunk.numel, unit.whole.dtype)
+        self.stays = self.wanted = False
+        self._home = self._copies.host.take(unit.shard.numel(), unit.whole.dtype)
         self._home.copy_(unit.shard)
         self._version = self._versions()
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
         self.buffer: GradBuffer | None = None
-        if trains:
-            self.buffer = GradBuffer(
-                unit.chunk, unit.used, unit.whole.dtype, self._copies.device, before_open=self._open
-            )
+        self._gradients = gradients
         self.gradient: Gradient | None = None
         self.touched: set[int] = set()  # parameters that have a gradient
         for index, param in enumerate(unit.kept):
@@ -76,15 +72,27 @@ class Held:
 
     def prepare(self, step: ChunkStep) -> None:
         """Take what steps the chunk, once the optimizer holds its parameters."""
-        self.step = step if self.buffer is not None else None
+        self.step = step if self.trains else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it gets gradients."""
+        return self._gradients is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its weights may not be freed now."""
+        return self.wanted or self.state is State.COMPUTE
 
     @property
     def sizes(self) -> Sizes:
         """Bytes on the device when there."""
-        weights = self.unit.chunk.numel * self.unit.whole.element_size()
-        if self.step is None:
+        numel = self.unit.shard.numel()
+        weights = numel * self.unit.whole.element_size()
+        if self._gradients is None:
             return Sizes(weights, 0, 0)
-        return Sizes(weights, weights, self.step.state_bytes)
+        state = self.step.state_bytes if self.step is not None else 0
+        return Sizes(weights, numel * self._gradients.itemsize, state)
 
     def _happens(self, event: Event) -> None:
         self.state = follow(self.state, event, self.name)
@@ -182,7 +190,8 @@ class Held:
 
     # -- gradient ------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def expect_gradient(self) -> None:
+        """A gradient takes device memory: wait until there is room for one that will go to the host."""
         if not self.on_device:
             self._make_room()
             self._ledger.change("gradients", self.sizes.gradients)
@@ -193,9 +202,18 @@ class Held:
         assert self.buffer is not None
         if not self.buffer.has_gradients:
             return None
-        self.touched |= self.buffer.written
+        touched = self.buffer.written
         self.buffer.take()
-        arrived = self.buffer.hand_over()
+        return self.receive(self.buffer.hand_over(), touched)
+
+    @torch.no_grad()
+    def receive(self, arrived: torch.Tensor, touched: Iterable[int]) -> Copied | None:
+        """Take a gradient of the parameters `touched`; returns its copy to the host, if it goes there.
+
+        Args:
+            arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
+        """
+        self.touched.update(touched)
         if self.gradient is None:
             square = square_sum(arrived)
             if self.on_device:
@@ -217,8 +235,8 @@ class Held:
         """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
         if index not in self.touched or self.gradient is None:
             return None
-        slot = self.unit.chunk.slots[index]
-        view = self.gradient.settled()[slot.offset : slot.end]
+        low, high = self.unit.ranges[index]
+        view = self.gradient.settled()[low:high]
         self.gradient.square = None
         self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
         return view
@@ -235,8 +253,8 @@ class Held:
             shard = self.unit.shard
             zeros = torch.zeros(shard.numel(), dtype=shard.dtype, device=shard.device)
             self.gradient = Gradient(zeros, None, None)
-        slot = self.unit.chunk.slots[index]
-        self.gradient.settled()[slot.offset : slot.end].copy_(gradient.flatten())
+        low, high = self.unit.ranges[index]
+        self.gradient.settled()[low:high].copy_(gradient.flatten())
         self.gradient.square = None
         self.touched.add(index)
 
@@ -254,10 +272,10 @@ class Held:
             return None
         if self.gradient.square is not None and len(self.touched) == len(self.unit.kept):
             return self.gradient.square
-        gradient, slots = self.gradient.settled(), self.unit.chunk.slots
+        gradient = self.gradient.settled()
         total = torch.zeros((), dtype=wide(gradient.dtype), device=gradient.device)
         for i in sorted(self.touched):
-            total += square_sum(gradient[slots[i].offset : slots[i].end])
+            total += square_sum(gradient[slice(*self.unit.ranges[i])])
         return total
 
     # -- step ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,9 @@ from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.policy import fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
+from cai_gemini.uses import ModuleUses
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import check_no_gradients, direct_linears
+from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
 from cai_mesh.units import FlatUnit, check_parameters, units
 
 
@@ -129,13 +130,20 @@ def offload(
     disk = _disk_fraction(tiers, nvme, lacks)
     store = _store(nvme, optimizer, found, disk)
     _move_buffers(model, where)
-    helds, engine = _chunks(model, found, where, compute, materialize)
+    made, helds, engine = _chunks(model, found, where, compute, materialize)
+    flats = [unit for some in made.values() for unit in some]
     everything = [held for some in helds.values() for held in some]
-    _take_over(optimizer, everything)
+    take_over(
+        optimizer,
+        everything,
+        {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)},
+    )
     _use_disk(engine, everything, store, disk)
-    direct_linears(model, (p for held in everything for p in held.unit.kept))
-    planner = _planner(tiers, [h.unit.chunk.numel for h in everything], tuning.rates, where, budget)
-    engine.start(model, helds, Schedule(budget, planner, tuning.warmup), tuning.observe)
+    direct_linears(model, (p for unit in flats for p in unit.kept))
+    planner = _planner(tiers, [h.unit.shard.numel() for h in everything], tuning.rates, where, budget)
+    ModuleUses(engine, model, made, helds)
+    always = [i for i, held in enumerate(everything) if held in helds[model]]
+    engine.start(everything, Schedule(budget, planner, tuning.warmup), tuning.observe, always)
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
 
 
@@ -145,13 +153,13 @@ def _chunks(
     device: torch.device,
     compute: torch.dtype | None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
-) -> tuple[dict[nn.Module, list[Held]], Engine]:
+) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[Held]], Engine]:
     """Move the model's parameters into chunks at home, which ask an engine for room."""
     engine = Engine(device)
 
-    def held(members: Members) -> Held:
+    def unit(members: Members) -> FlatUnit:
         param = members[0][1]
-        unit = FlatUnit(
+        return FlatUnit(
             model,
             members,
             master=param.dtype,
@@ -160,9 +168,19 @@ def _chunks(
             home=torch.device("cpu"),
             fill=lambda chunk, full: _fill(chunk.views(full), members, materialize),
         )
-        return Held(unit, param.requires_grad, engine)
 
-    return {module: [held(members) for members in kinds(params)] for module, params in found.items()}, engine
+    made = {module: [unit(members) for members in kinds(params)] for module, params in found.items()}
+    return made, {module: [_held(unit, engine) for unit in some] for module, some in made.items()}, engine
+
+
+def _held(unit: FlatUnit, engine: Engine) -> Held:
+    dtype = unit.whole.dtype
+    if not unit.kept[0].requires_grad:
+        return Held(unit, None, engine)
+    held = Held(unit, dtype, engine)
+    room = held.expect_gradient
+    held.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
+    return held
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -216,9 +234,9 @@ def _use_disk(engine: Engine, helds: Sequence[Held], store: NvmeStore | None, fr
 def _last(helds: Sequence[Held], fraction: float) -> list[Held]:
     """The trained chunks used last that hold `fraction` of the state, or a little more."""
     trained = [held for held in helds if held.step is not None]
-    wanted, found = fraction * sum(h.unit.chunk.numel for h in trained), list[Held]()
+    wanted, found = fraction * sum(h.unit.shard.numel() for h in trained), list[Held]()
     for held in reversed(trained):
-        if sum(h.unit.chunk.numel for h in found) >= wanted:
+        if sum(h.unit.shard.numel() for h in found) >= wanted:
             break
         found.append(held)
     return found
@@ -261,12 +279,17 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _take_over(optimizer: torch.optim.Optimizer, helds: Sequence[Held]) -> None:
-    """Let the optimizer hold the parameters at home, with what state it has, and step chunk by chunk."""
-    kept = {b: a for held in helds for b, a in zip(held.unit.sources, held.unit.kept, strict=True)}
+def take_over(
+    optimizer: torch.optim.Optimizer, helds: Sequence[Held], homes: Mapping[int, nn.Parameter]
+) -> None:
+    """Let the optimizer hold the parameters at home, with what state it has, and step chunk by chunk.
+
+    Args:
+        homes: the parameter at home by the id of the one the optimizer may hold in its place.
+    """
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
-            home = kept[id(param)]
+            home = homes[id(param)]
             state = optimizer.state.pop(param, None)
             if state is not None:
                 optimizer.state[home] = {

@@ -67,9 +67,11 @@ class Moves:
 
 
 def room(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> list[int]:
-    """Bytes for the weights of chunks that do not stay, at every moment."""
+    """Bytes at every moment for the weights of chunks that do not stay and are not in use beside the current one."""
     resident = plan.resident(sizes)
-    return [budget - beside - resident for beside in trace.beside]
+    pinned = [sum(sizes[c].weights for c in also if c not in plan.weights) for also in trace.also]
+    pinned = pinned or [0] * len(trace.beside)
+    return [budget - resident - sum(bytes_of) for bytes_of in zip(trace.beside, pinned, strict=True)]
 
 
 def decide(
@@ -88,7 +90,8 @@ def decide(
 
     What is brought ahead fits until it is used, beside every chunk used before it.
     """
-    here = [c for c in present if c not in plan.weights]
+    pinned = trace.in_use(moment)
+    here = [c for c in present if c not in plan.weights and c not in pinned]
     distance = {c: _distance(trace, c, moment) for c in here}
     current = trace.uses[moment].chunk
     bring: list[int] = []
@@ -98,7 +101,7 @@ def decide(
             bring.append(current)
     held = sorted(distance, key=lambda c: distance[c])  # soonest first
     for chunk, when in _upcoming(trace, moment, plan, AHEAD):
-        if chunk in distance:
+        if chunk in distance or (chunk in pinned and chunk in present):
             continue
         sooner = sum(sizes[c].weights for c in held if distance[c] <= when)
         if sooner + sizes[chunk].weights > min(room[moment : when + 1]):
@@ -134,12 +137,14 @@ def _upcoming(trace: Trace, moment: int, plan: Plan, count: int) -> list[tuple[i
 
 
 def smallest_budget(trace: Trace, sizes: Sequence[Sizes], stays: Collection[int] = ()) -> int:
-    """The least a pass can do with: at every moment the chunk in use alone, beside what always stays."""
+    """The least a pass can do with: at every moment the chunks in use alone, beside what always stays."""
     least = Plan(frozenset(stays), frozenset())
     resident = least.resident(sizes)
     return max(
-        resident + beside + (0 if use.chunk in least.weights else sizes[use.chunk].weights)
-        for use, beside in zip(trace.uses, trace.beside, strict=True)
+        resident
+        + trace.beside[moment]
+        + sum(sizes[c].weights for c in {use.chunk, *trace.in_use(moment)} - least.weights)
+        for moment, use in enumerate(trace.uses)
     )
 
 

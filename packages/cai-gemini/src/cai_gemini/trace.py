@@ -25,11 +25,17 @@ class Trace:
         uses: in order.
         beside: bytes on the device that are not weights, gradients or optimizer state, at most, during each use.
         seconds: what each use took to compute.
+        also: other chunks in use at that moment, which cannot be freed; none where left out.
     """
 
     uses: tuple[Use, ...]
     beside: tuple[int, ...]
     seconds: tuple[float, ...]
+    also: tuple[frozenset[int], ...] = ()
+
+    def in_use(self, moment: int) -> frozenset[int]:
+        """Chunks in use at a moment beside the one it is the use of."""
+        return self.also[moment] if self.also else frozenset()
 
     def next_use(self, chunk: int, after: int) -> int | None:
         """The first moment later than `after` that uses `chunk`."""
@@ -44,3 +50,15 @@ class Trace:
             if self.uses[moment] == use:
                 return moment
         return None
+
+    def follow(self, chunk: int, after: int) -> int | None:
+        """The moment that a use of `chunk` most likely is, when the last one was `after` (-1: none yet).
+
+        The next such moment, around the end if need be; before all others one that comes straight after a use of the
+        chunk used last, so that a pass that was left half way, or repeated, is found again.
+        """
+        count = len(self.uses)
+        ahead = [m for k in range(1, count + 1) if self.uses[m := (after + k) % count].chunk == chunk]
+        last = self.uses[after].chunk if after >= 0 else None
+        straight = (m for m in ahead if m and self.uses[m - 1].chunk == last)
+        return next(straight, ahead[0] if ahead else None)

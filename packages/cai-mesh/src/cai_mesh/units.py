@@ -128,6 +128,12 @@ class FlatUnit:
         home: where initial values are put together; default: `device`.
         place: returns the home of the shard (to move it to another memory); default: it stays where it is.
         fill: writes the initial values into a whole chunk in master dtype; default: those of `params`.
+
+    Attributes:
+        shard: [share of the chunk], what stays.
+        kept: the parameters' parts of it, 1-d, in the order of `params`; empty where another shard has them.
+        ranges: (start, stop) of each of `kept` in `shard`.
+        whole: [chunk.numel], what comes and goes; `used` are the parameters that view it.
     """
 
     def __init__(
@@ -170,10 +176,11 @@ class FlatUnit:
         self, originals: Sequence[nn.Parameter], shard_axes: frozenset[str]
     ) -> list[nn.Parameter]:
         held = {part.slot.name: part for part in self.chunk.overlaps(self.low, self.high)}
-        kept = []
+        kept, self.ranges = [], list[tuple[int, int]]()
         for slot, original in zip(self.chunk.slots, originals, strict=True):
             part = held.get(slot.name)
             low, high, start = (part.low, part.high, part.start) if part else (0, 0, 0)
+            self.ranges.append((start, start + high - low))
             param = nn.Parameter(self.shard[start : start + high - low], requires_grad=original.requires_grad)
             attach_flat(param, slot.layout, (low, high))
             spec = ReduceSpec.of(original)
@@ -186,18 +193,18 @@ class FlatUnit:
 
     def check_rows(self) -> None:
         """Raise `LayoutError` where a kept parameter is no longer part of the shard: the model has been moved."""
-        start, size = self.shard.data_ptr(), self.shard.element_size()
-        for slot, param in zip(self.chunk.slots, self.kept, strict=True):
-            at = start + max(slot.offset - self.low, 0) * size
-            if param.numel() and (param.data_ptr() != at or param.dtype != self.shard.dtype):
-                raise moved(slot.name)
+        first, size = self.shard.data_ptr(), self.shard.element_size()
+        with torch._C.DisableTorchFunctionSubclass():  # addresses do not wait for values
+            for name, (start, _), param in zip(self.chunk.names, self.ranges, self.kept, strict=True):
+                away = param.data_ptr() != first + start * size or param.dtype != self.shard.dtype
+                if param.numel() and away:
+                    raise moved(name)
 
     def move_shard(self, shard: torch.Tensor) -> None:
         """Let another tensor of the same values, perhaps in another memory, be the shard."""
         self.shard = shard
-        for slot, param in zip(self.chunk.slots, self.kept, strict=True):
-            start = max(slot.offset - self.low, 0)
-            param.data = shard[start : start + param.numel()]
+        for (start, stop), param in zip(self.ranges, self.kept, strict=True):
+            param.data = shard[start:stop]
 
     def allocate_storage(self) -> None:
         """Give the whole chunk its memory back; its contents are undefined until the caller fills them."""
@@ -226,10 +233,9 @@ class FlatUnit:
 
     def set_shard_gradient(self, grad: torch.Tensor) -> None:
         """Point every kept parameter's `grad` at its part of a shard-shaped tensor, which lives as long as they do."""
-        for slot, param in zip(self.chunk.slots, self.kept, strict=True):
+        for (start, stop), param in zip(self.ranges, self.kept, strict=True):
             if param.requires_grad:
-                start = max(slot.offset - self.low, 0) if param.numel() else 0
-                param.grad = grad[start : start + param.numel()]
+                param.grad = grad[start:stop]
 
     @property
     def shard_gradient(self) -> torch.Tensor | None:
