@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,15 +131,11 @@ def offload(
     store = _store(nvme, optimizer, found, disk)
     _move_buffers(model, where)
     made, helds, engine = _chunks(model, found, where, compute, materialize)
-    flats = [unit for some in made.values() for unit in some]
     everything = [held for some in helds.values() for held in some]
-    take_over(
-        optimizer,
-        everything,
-        {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)},
-    )
+    homes = _homes(unit for some in made.values() for unit in some)
+    take_over(optimizer, everything, homes)
     _use_disk(engine, everything, store, disk)
-    direct_linears(model, (p for unit in flats for p in unit.kept))
+    direct_linears(model, homes.values())
     planner = _planner(tiers, [h.unit.shard.numel() for h in everything], tuning.rates, where, budget)
     ModuleUses(engine, model, made, helds)
     always = [i for i, held in enumerate(everything) if held in helds[model]]
@@ -171,6 +167,11 @@ def _chunks(
 
     made = {module: [unit(members) for members in kinds(params)] for module, params in found.items()}
     return made, {module: [_held(unit, engine) for unit in some] for module, some in made.items()}, engine
+
+
+def _homes(flats: Iterable[FlatUnit]) -> dict[int, nn.Parameter]:
+    """The parameters at home by the ids of those they were made from."""
+    return {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)}
 
 
 def _held(unit: FlatUnit, engine: Engine) -> Held:
