@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Case:
         liger: imports Liger-Kernel and returns its form of the same inputs (None: it has none).
         forward_bytes, backward_bytes: what must move, each input read once and each result written once.
         forward_flops, backward_flops: of matrix products.
+        others: further forms of ours on the same inputs, by name.
     """
 
     op: str
@@ -34,3 +35,4 @@ class Case:
     backward_bytes: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
+    others: Mapping[str, Callable] = field(default_factory=dict)

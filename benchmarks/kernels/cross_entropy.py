@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -39,4 +40,5 @@ def cases(tiny: bool) -> Iterator[Case]:
             liger=liger,
             forward_bytes=size,
             backward_bytes=2 * size,
+            others={"inplace": functools.partial(cross_entropy, inplace_backward=True)},
         )

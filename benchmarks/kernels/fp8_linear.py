@@ -1,14 +1,23 @@
-"""Linear layers whose three matrix products are in FP8; eager is bfloat16. The weight's cast is kept, as in a step."""
+"""Linear layers whose three matrix products are in FP8; eager is bfloat16.
+
+The weight's cast is kept, as in the micro-batches of a step; `uncached` makes it in every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from case import Case
 from torch.nn import functional as F
 
 from cai_kernels import WeightCache, fp8_linear
+
+
+def form(scaling: Literal["tensor", "row", "block"], cached: bool) -> Callable:
+    cache = WeightCache() if cached else None
+    return lambda x, weight: fp8_linear(x, weight, scaling=scaling, weight_cache=cache)
 
 
 def cases(tiny: bool) -> Iterator[Case]:
@@ -21,14 +30,17 @@ def cases(tiny: bool) -> Iterator[Case]:
             weight = torch.randn(outer, inner, device=device, dtype=torch.bfloat16) / inner**0.5
             return x, weight.requires_grad_()
 
-        for scaling in ("tensor", "row", "block"):
-            cache = WeightCache()
-            yield Case(
-                "fp8_linear",
-                f"{tokens}x{inner}x{outer} {scaling}",
-                make,
-                ours=lambda x, weight, s=scaling, c=cache: fp8_linear(x, weight, scaling=s, weight_cache=c),
-                eager=F.linear,
-                forward_flops=2 * tokens * inner * outer,
-                backward_flops=4 * tokens * inner * outer,
-            )
+        yield Case(
+            "fp8_linear",
+            f"{tokens}x{inner}x{outer}",
+            make,
+            ours=form("tensor", True),
+            eager=F.linear,
+            forward_flops=2 * tokens * inner * outer,
+            backward_flops=4 * tokens * inner * outer,
+            others={
+                "uncached": form("tensor", False),
+                "row": form("row", True),
+                "block": form("block", True),
+            },
+        )

@@ -23,7 +23,7 @@ def liger():
 
 def cases(tiny: bool) -> Iterator[Case]:
     for tokens, width in (
-        [(32, 64)] if tiny else [(8192, 4096), (32768, 2048), (16384, 8192), (8192, 16384), (524288, 128)]
+        [(32, 64)] if tiny else [(16384, 8192), (8192, 4096), (32768, 2048), (8192, 16384), (524288, 128)]
     ):
 
         def make(device: torch.device, tokens: int = tokens, width: int = width) -> tuple:
