@@ -9,8 +9,9 @@ the host. Memory-bound forms take several copies of small inputs in turn, lest a
 the peak beyond inputs, results and gradients, in GiB. Shares are of the bandwidth of a large copy in the same run.
 
 Rows go to FILE as they are measured, in the order of importance. Rows already there are kept and not measured again:
-a run that was cut short goes on where it stopped; `--again` measures again what has failed. `--quick` is every op at its first shape, in a few minutes; `--tiny`
-runs small shapes on any device, to see that everything works; `--show` prints the table of a file.
+a run that was cut short goes on where it stopped; `--again` repeats what has failed. `--quick` is every op at its first
+shape, in a few minutes; `--tiny` runs small shapes on any device, to see that everything works; `--show` prints the
+table of a file.
 """
 
 from __future__ import annotations
