@@ -69,12 +69,12 @@ class Engine:
         helds: Sequence[Held],
         schedule: Schedule,
         observe: Callable[[], int] | None,
-        always: Collection[int] = (),
+        always: Collection[Held] = (),
     ) -> None:
         """Take over `helds`; the chunks `always` stay on the device, such as those of a model around its blocks."""
         self.helds, self._schedule = list(helds), schedule
         self._clock = Clock(self.copies.device, self.ledger, observe)
-        self._always = frozenset(always)
+        self._always = frozenset(i for i, held in enumerate(helds) if held in always)
         self.plan = Plan(self._always, frozenset())
         for i in self._always:
             self.helds[i].stays = True

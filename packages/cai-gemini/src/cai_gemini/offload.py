@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,14 +132,10 @@ def offload(
     _move_buffers(model, where)
     made, helds, engine = _chunks(model, found, where, compute, materialize)
     everything = [held for some in helds.values() for held in some]
-    homes = _homes(unit for some in made.values() for unit in some)
-    take_over(optimizer, everything, homes)
+    take_over(optimizer, everything, _homes(made))
     _use_disk(engine, everything, store, disk)
-    direct_linears(model, homes.values())
-    planner = _planner(tiers, [h.unit.shard.numel() for h in everything], tuning.rates, where, budget)
     ModuleUses(engine, model, made, helds)
-    always = [i for i, held in enumerate(everything) if held in helds[model]]
-    engine.start(everything, Schedule(budget, planner, tuning.warmup), tuning.observe, always)
+    engine.start(everything, schedule(tiers, everything, budget, where, tuning), tuning.observe, helds[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
 
 
@@ -166,11 +162,13 @@ def _chunks(
         )
 
     made = {module: [unit(members) for members in kinds(params)] for module, params in found.items()}
+    direct_linears(model, _homes(made).values())
     return made, {module: [_held(unit, engine) for unit in some] for module, some in made.items()}, engine
 
 
-def _homes(flats: Iterable[FlatUnit]) -> dict[int, nn.Parameter]:
+def _homes(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
     """The parameters at home by the ids of those they were made from."""
+    flats = [unit for some in made.values() for unit in some]
     return {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)}
 
 
@@ -306,10 +304,17 @@ def _like(value: object, home: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == home.numel()
 
 
+def schedule(
+    tiers: Tiers | None, helds: Sequence[Held], budget: int, device: torch.device, tuning: Tuning
+) -> Schedule:
+    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
+    return Schedule(budget, _planner(tiers, helds, budget, device, tuning.rates), tuning.warmup)
+
+
 def _planner(
-    tiers: Tiers | None, numel: list[int], rates: Rates | None, device: torch.device, budget: int
+    tiers: Tiers | None, helds: Sequence[Held], budget: int, device: torch.device, rates: Rates | None
 ) -> Planner:
     if tiers is not None:
         return lambda trace, sizes, _passes: fractions(trace, sizes, tiers.weights, tiers.state)
-    known = rates or measure(device)
+    known, numel = rates or measure(device), [held.unit.shard.numel() for held in helds]
     return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, Step(numel, passes))
