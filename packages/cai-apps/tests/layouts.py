@@ -174,7 +174,8 @@ def _copied(boxed: BoxedTensor) -> BoxedTensor:
 
 
 def gradients_of(session: Session) -> dict[str, BoxedTensor]:
-    session.sync.finish()
+    if session.sync is not None:
+        session.sync.finish()
     if session.config.parallel.zero < 3:
         return session.optimizer.gradients()  # type: ignore[attr-defined]
     named = session.model.named_parameters()

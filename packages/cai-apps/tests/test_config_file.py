@@ -34,6 +34,12 @@ def test_inline_tables_and_integers_for_numbers(tmp_path):
     assert isinstance(config.optimizer.clip, float)
 
 
+def test_a_value_of_one_of_two_types(tmp_path):
+    config = config_file.read(write(tmp_path, "[memory]\ndevice_memory = 22\nhost_memory = '1GB'\n"))
+    assert (config.memory.device_memory, config.memory.host_memory) == (22, "1GB")
+    assert config_file.read(write(tmp_path, config_file.to_toml(config))) == config
+
+
 @pytest.mark.parametrize(
     "text, parts",
     [
@@ -48,6 +54,8 @@ def test_inline_tables_and_integers_for_numbers(tmp_path):
         ("[parallel]\nzero = 4\n", ["parallel.zero", "0 or 1 or 2 or 3"]),
         ("[parallel]\nzero = true\n", ["parallel.zero"]),
         ("[train]\nsteps = '3'\n", ["train.steps", "an integer"]),
+        ("[memory]\ndevice_memory = 2.5\n", ["memory.device_memory", "an integer or a string"]),
+        ("[memory]\ndevice_memory = true\n", ["memory.device_memory", "an integer or a string"]),
         ("[parallel]\ntensor = 2\n", ["parallel.tensor", "a table"]),
         ("[train\n", ["not valid TOML"]),
     ],

@@ -7,6 +7,7 @@ import pytest
 from cai_apps import recipes
 from cai_apps.config import Config
 from cai_apps.models import load_model_config
+from cai_apps.residency import check_machine
 from cai_apps.validate import launched, resolve
 from cai_mesh.errors import CaiError, ConfigError, MeshError
 
@@ -65,6 +66,62 @@ def test_what_cannot_work_says_so(tiny, change, kind, parts):
         resolved(changed(tiny, **change))
     for part in parts:
         assert part in str(caught.value)
+
+
+ALONE = {"parallel__shard": 1, "parallel__tensor__size": 1, "parallel__pipeline__size": 1}
+
+
+@pytest.mark.parametrize(
+    "ranks, memory, parts",
+    [
+        (1, {"residency": "nvme"}, ["needs a directory", "set memory.nvme"]),
+        (1, {"residency": "auto", "device_memory": "22 gigs"},
+         ["memory.device_memory is not a size", "'22 gigs'", '"22GB"']),
+        (1, {"residency": "auto", "host_memory": 0}, ["memory.host_memory is not a size", "got:      0"]),
+        (1, {"device_memory": "22GB"},
+         ["memory.device_memory does nothing", 'residency = "device"', "auto, host or nvme"]),
+        (1, {"nvme": "/tmp"}, ["memory.nvme does nothing"]),
+        (1, {"activations": "host"}, ['activations = "host"', 'recompute = "none"', "set memory.recompute to full"]),
+        (2, {"residency": "auto"}, ['"auto" works on one rank', "2 ranks", "parallel.zero to 3"]),
+        (2, {"residency": "nvme", "nvme": "/tmp"}, ['"nvme" works on one rank']),
+        (2, {"residency": "host"},
+         ["needs parameters in shards", "parallel.zero = 1, 2 ranks", "set parallel.zero to 3"]),
+        (2, {"residency": "host", "host_memory": "1GB"}, ["memory.host_memory works on one rank"]),
+    ],
+)  # fmt: skip
+def test_memory_that_cannot_be_says_so(tiny, ranks, memory, parts):
+    alone = changed(tiny, **{**ALONE, "parallel__shard": ranks})
+    with pytest.raises(ConfigError) as caught:
+        resolved(changed(alone, **{f"memory__{key}": value for key, value in memory.items()}), ranks)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ranks, memory",
+    [
+        (1, {"residency": "auto", "device_memory": "22GB", "host_memory": 10**11, "nvme": "/nowhere"}),
+        (1, {"residency": "host"}),
+        (2, {"residency": "host"}),
+        (1, {"recompute": "full", "activations": "host"}),
+    ],
+)
+def test_memory_that_can_be(tiny, ranks, memory):
+    alone = changed(tiny, **{**ALONE, "parallel__shard": ranks, "parallel__zero": 3 if ranks > 1 else 1})
+    config = changed(alone, **{f"memory__{key}": value for key, value in memory.items()})
+    assert resolved(config, ranks).memory == config.memory
+
+
+def test_what_the_machine_lacks(tiny, tmp_path):
+    auto = changed(tiny, memory__residency="auto")
+    with pytest.raises(ConfigError, match=r"the CPU has no memory of its own(.|\n)*memory.device_memory"):
+        check_machine(auto, "cpu")
+    check_machine(auto, "cuda")
+    check_machine(changed(auto, memory__device_memory=10**9), "cpu")
+    check_machine(changed(auto, memory__nvme=str(tmp_path)), "cuda")
+    with pytest.raises(ConfigError, match="not a directory that can be written to") as caught:
+        check_machine(changed(auto, memory__nvme=str(tmp_path / "gone")), "cuda")
+    assert str(tmp_path / "gone") in str(caught.value)
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -1,7 +1,7 @@
 """The order of transforms, in one place: from a config to a session that trains.
 
-Meta build, split over stages, parallelize, swap kernels, recompute, compile, materialize, shard, and a runner for the
-schedule. Every transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
+Meta build, split over stages, parallelize, swap kernels, recompute, compile, materialize, shard or offload, and a
+runner for the schedule. Every transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from cai_apps.blocks import compile_blocks, recompute_blocks
 from cai_apps.config import Config
 from cai_apps.materialize import materialize
 from cai_apps.models import meta_model, pretrained_directory
+from cai_apps.offloading import offload_model
+from cai_apps.residency import offloads
 from cai_apps.validate import mesh_spec, microbatches
-from cai_gemini import HostResidency
+from cai_gemini import HostResidency, OffloadedOptimizer, offload_activations
 from cai_kernels.swap import KINDS, swap
 from cai_mesh import rng
 from cai_mesh.boxed import BoxedTensor
@@ -64,7 +66,7 @@ class Session:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     runner: PipelineRunner
-    sync: GradSync
+    sync: GradSync | None
     steps: int = 0
     """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
@@ -86,9 +88,10 @@ class Session:
         """Clip, step at learning rate `lr`, drop the gradients; returns the gradient norm before clipping."""
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
-        self.sync.finish()
+        if self.sync is not None:
+            self.sync.finish()
         clip = self.config.optimizer.clip
-        if isinstance(self.optimizer, ShardedOptimizer):
+        if isinstance(self.optimizer, (ShardedOptimizer, OffloadedOptimizer)):
             norm = self.optimizer.clip_grad_norm_(clip)
         else:
             norm = clip_grad_norm_(self.model.parameters(), clip, self.mesh)
@@ -175,7 +178,7 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     """Build the session a resolved config describes. Collective: every rank of the job calls it.
 
     The order is: meta build, `split`, `parallelize`, `swap`, recompute, compile, materialize, the optimizer and its
-    sharding, runner.
+    sharding, or both of them chunk by chunk with `offload`; runner.
     Raises `CaiError`s of those transforms before any memory is allocated.
     """
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
@@ -185,18 +188,25 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     loss = TokenLoss(group(mesh, "tp"), _head_start(model))
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
     swap(model, kinds=_kernels(config, device, compiled))
-    if config.memory.recompute == "full":
+    if config.memory.recompute == "full" and config.memory.activations == "device":
         recompute_blocks(model)
     if compiled:
         compile_blocks(model)
+    if config.memory.activations == "host":
+        offload_activations(model)
     for param in model.parameters():
         attach_reduce(param, replace(ReduceSpec.of(param), divisor=1.0))
     compute = DTYPES[config.precision.compute]
     master = torch.float32 if compute == torch.bfloat16 else compute
-    materialize(model, seed=config.train.seed, dtype=master, device=device)
-    if config.model.weights == "pretrained":
-        load_hf(model, pretrained_directory(config.model.name))
-    optimizer, sync = _shard(config, model, mesh, MixedPrecision(compute=compute, master=master))
+    if offloads(config, mesh.size()):
+        adamw = _adamw(config, model)
+        optimizer = offload_model(config, model, adamw, device=device, master=master, compute=compute)
+        sync = None  # backward after backward, gradients add up where they are
+        _load_pretrained(config, model)
+    else:
+        materialize(model, seed=config.train.seed, dtype=master, device=device)
+        _load_pretrained(config, model)
+        optimizer, sync = _shard(config, model, mesh, MixedPrecision(compute=compute, master=master))
     runner = PipelineRunner(
         model,
         mesh,
@@ -206,6 +216,11 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
         grad_sync=sync,
     )
     return Session(config, mesh, model, optimizer, runner, sync)
+
+
+def _load_pretrained(config: Config, model: nn.Module) -> None:
+    if config.model.weights == "pretrained":
+        load_hf(model, pretrained_directory(config.model.name))
 
 
 def _kernels(config: Config, device: torch.device, compiled: bool) -> tuple[str, ...]:

@@ -100,8 +100,10 @@ def unknown_key(
 
 
 def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
+    options = [hint]
     if isinstance(hint, types.UnionType):
-        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        hint = next((option for option in options if type(value) is option), options[0])
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if value not in choices or isinstance(value, bool):
@@ -115,12 +117,9 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise _wrong_value(
-            dotted,
-            value,
-            {"int": "an integer", "float": "a number", "str": "a string"}[hint.__name__],
-            origin,
-        )
+        names = {"int": "an integer", "float": "a number", "str": "a string"}
+        expected = " or ".join(names[option.__name__] for option in options)
+        raise _wrong_value(dotted, value, expected, origin)
     return value
 
 

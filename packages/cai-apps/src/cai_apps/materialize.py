@@ -8,6 +8,7 @@ split over stages and ranks starts from the same weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,17 +59,88 @@ def materialize(model: nn.Module, *, seed: int, dtype: torch.dtype, device: torc
 
     At most one block is whole at any time, and the layers outside blocks one by one.
     """
-    units = blocks(model)
-    in_blocks = {id(m) for block in units if block is not model for m in block.modules()}
-    names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
+    values = InitialValues(model, seed=seed, dtype=dtype, device=device)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for block in units:
-        if block is not model:
-            _materialize(model, list(_post_order(block)), names, made, seed, dtype, device)
-    for module in _post_order(model):
-        if id(module) not in in_blocks:
-            _materialize(model, [module], names, made, seed, dtype, device)
+    for group in values.groups:
+        for param, whole in values.make(group).items():
+            made[param] = _part(whole, param)
+        for module, key, param in group.sites:
+            module._parameters[key] = made[param]
     return model
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules that are initialized together, and where they refer to which meta parameters."""
+
+    modules: list[nn.Module]
+    sites: list[tuple[nn.Module, str, nn.Parameter]]
+
+
+class InitialValues:
+    """The initial values of a Hugging Face model on the meta device, a block at a time.
+
+    Called with a parameter's name and the parameter, as `cai_gemini.offload` does with `materialize`, it returns the
+    whole parameter and forgets it: the values `materialize` would give it, while all others stay without memory. A
+    block is made when the first of its parameters is asked for.
+
+    Args:
+        model: as of `materialize`.
+        seed: of the random numbers.
+        dtype: of the values.
+        device: where they are made, and where the model's buffers will live.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device):
+        self._model, self._seed, self._dtype, self._device = model, seed, dtype, device
+        self._names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
+        self._shapes = {p: Layout.of(p).global_shape for p in self._names}
+        units = blocks(model)
+        in_blocks = {id(m) for block in units if block is not model for m in block.modules()}
+        together = [list(_post_order(block)) for block in units if block is not model]
+        together += [[module] for module in _post_order(model) if id(module) not in in_blocks]
+        self.groups = [_Group(modules, _sites(modules)) for modules in together]
+        self._home: dict[nn.Parameter, _Group] = {}
+        for group in self.groups:
+            for _, _, param in group.sites:
+                self._home.setdefault(param, group)
+        self._made: dict[nn.Parameter, torch.Tensor] = {}
+
+    def __call__(self, _name: str, param: nn.Parameter) -> torch.Tensor:
+        if param not in self._made:
+            self._made |= self.make(self._home[param])
+        return self._made.pop(param)
+
+    def finish(self) -> None:
+        """Fill the buffers of modules none of whose parameters was asked for."""
+        for group in self.groups:
+            if any(b is not None and b.is_meta for module in group.modules for b in module._buffers.values()):
+                self.make(group)
+
+    @torch.no_grad()
+    def make(self, group: _Group) -> dict[nn.Parameter, torch.Tensor]:
+        """Initialize a group's modules, whose buffers stay filled; returns the whole values of the parameters it owns.
+
+        A parameter that several groups share is owned by the first.
+        """
+        whole: dict[nn.Parameter, nn.Parameter] = {}
+        before = [module._parameters[key] for module, key, _ in group.sites]
+        for module, key, param in group.sites:
+            if param not in whole:
+                empty = torch.empty(self._shapes[param], dtype=self._dtype, device=self._device)
+                whole[param] = nn.Parameter(empty, requires_grad=False)
+            module._parameters[key] = whole[param]
+        for module in group.modules:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = torch.empty_like(buffer, device=self._device)
+        known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in whole.items()}
+        with _KeyedFills(self._seed, known):
+            for module in group.modules:
+                self._model._init_weights(module)  # type: ignore[operator]
+        for (module, key, _), param in zip(group.sites, before, strict=True):
+            module._parameters[key] = param
+        return {p: value.detach() for p, value in whole.items() if self._home[p] is group}
 
 
 def _post_order(module: nn.Module) -> Iterator[nn.Module]:
@@ -77,40 +149,14 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _materialize(
-    model: nn.Module,
-    modules: list[nn.Module],
-    names: dict[nn.Parameter, str],
-    made: dict[nn.Parameter, nn.Parameter],
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    sites = [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
-    whole: dict[nn.Parameter, nn.Parameter] = {}
-    for module, key, param in sites:
-        if param not in whole:
-            shape = Layout.of(param).global_shape
-            whole[param] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-        module._parameters[key] = whole[param]
-    for module in modules:
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-    known = {whole[p].untyped_storage().data_ptr(): names[p] for _, _, p in sites}
-    with _KeyedFills(seed, known):
-        for module in modules:
-            model._init_weights(module)  # type: ignore[operator]
-    for module, key, param in sites:
-        if param not in made:
-            made[param] = _part(whole[param], param)
-        module._parameters[key] = made[param]
+def _sites(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
 
 
 def _part(whole: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
     """This rank's part of an initialized parameter, with everything that was attached to its meta twin."""
     layout = Layout.of(meta)
-    values = whole.detach()
+    values = whole
     if layout.sharded_axes:
         values = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)
         for index, box in layout.slices():

@@ -34,6 +34,14 @@ class Metrics:
     """Peak of the rank that holds most: allocated on a GPU, resident on the CPU."""
     step_seconds: float
     validation_loss: float | None = None
+    device_bytes: int | None = None
+    """Training state that stays on the device of rank 0 between uses; None without offload."""
+    host_bytes: int | None = None
+    """The same in its host memory."""
+
+
+OPTIONAL = ("validation_loss", "device_bytes", "host_bytes")
+"""Left out of a record where they are None."""
 
 
 class MetricsFile:
@@ -49,9 +57,7 @@ class MetricsFile:
 
     def write(self, metrics: Metrics) -> None:
         record = {
-            key: value
-            for key, value in asdict(metrics).items()
-            if key != "validation_loss" or value is not None
+            key: value for key, value in asdict(metrics).items() if key not in OPTIONAL or value is not None
         }
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()

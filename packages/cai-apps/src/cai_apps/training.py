@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cai_apps import launch
 from cai_apps.config import Config
 from cai_apps.models import load_model_config
+from cai_apps.residency import check_machine
 from cai_apps.run_directory import RunDirectory
 from cai_apps.validate import launched, mesh_spec, resolve
 from cai_mesh.errors import CaiError
@@ -39,6 +40,7 @@ def _train_here(config: Config, label: str) -> RunDirectory:
             f"{found} GPU{'s' * (found > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
         )
     config = resolve(config, load_model_config(config.model.name), ranks)
+    check_machine(config, device)
     from cai_apps.ranks import make_job
     from cai_apps.worker import run_rank
 
@@ -54,6 +56,7 @@ def _train_as_rank(config: Config, label: str) -> RunDirectory:
     with _said_by_first_rank():
         device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         config = resolve(config, load_model_config(config.model.name), int(os.environ["WORLD_SIZE"]))
+        check_machine(config, device)
     import torch
 
     from cai_apps.ranks import join_job, start_rank

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cai_apps.config import Config
 from cai_apps.models import pretrained_directory
+from cai_apps.residency import check_memory
 from cai_mesh.errors import ConfigError, MeshError
 from cai_mesh.spec import MeshSpec
 
@@ -34,11 +35,13 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
 
     Raises:
         MeshError: the degrees do not multiply to `world_size`.
-        ConfigError: the model or the batch does not divide as asked, or a value is out of range.
+        ConfigError: the model or the batch does not divide as asked, a value is out of range, or settings of `memory`
+            do not go together.
     """
     _check_ranges(config)
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
+    check_memory(config, world_size)
     check_model(config, model)
     if config.model.weights == "pretrained":
         pretrained_directory(config.model.name)
@@ -160,13 +163,6 @@ def _check_ranges(config: Config) -> None:
             'model.weights = "pretrained" needs the tokenizer the weights were trained with',
             got='data.tokenizer = "train"',
             fix=f'set data.tokenizer to its directory or hub id, e.g. "{config.model.name}"',
-        )
-    if config.memory.residency == "host" and config.parallel.zero != 3:
-        raise ConfigError(
-            'memory.residency = "host" needs parameters in shards',
-            got=f"parallel.zero = {config.parallel.zero}",
-            expected="parallel.zero = 3",
-            fix="set parallel.zero to 3; it works on one rank too",
         )
     if config.parallel.shard < 1 and config.parallel.shard != -1:
         raise MeshError(

@@ -18,6 +18,7 @@ from cai_apps.flops import token_flops
 from cai_apps.loop import Loop, Position
 from cai_apps.metrics import Metrics, MetricsFile
 from cai_apps.models import meta_model, model_config_for
+from cai_apps.offloading import Watch
 from cai_apps.progress import open_progress
 from cai_apps.ranks import Job, start_rank
 from cai_mesh.axes import DATA_AXES
@@ -55,8 +56,10 @@ def train(job: Job, device: torch.device) -> None:
     position = checkpoint.resume(session, job.run)
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
+    watch = Watch(session.optimizer, job.run)
 
     def on_step(metrics: Metrics, position: Position) -> None:
+        metrics = watch.after_step(metrics)
         if recorder:
             recorder.record(metrics)
         if checkpoint.is_due(config, position):

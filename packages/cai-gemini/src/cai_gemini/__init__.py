@@ -5,6 +5,7 @@ from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, ShardedEmbeddi
 from cai_gemini.host import HostResidency
 from cai_gemini.offload import Tiers, Tuning, offload
 from cai_gemini.optimizer import OffloadedOptimizer
+from cai_gemini.placement import Placement
 from cai_gemini.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ __all__ = [
     "CachedEmbedding",
     "HostResidency",
     "OffloadedOptimizer",
+    "Placement",
     "RowwiseAdagrad",
     "ShardedEmbedding",
     "Tiers",

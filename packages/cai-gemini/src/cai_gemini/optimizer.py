@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.engine import Engine
+from cai_gemini.placement import Placement
 from cai_gemini.timeline import Timeline
+from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
 
 
@@ -77,6 +80,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         return self._engine.recorded()
 
+    def placement(self) -> Placement:
+        """What stays where from now on: as planned after the first steps; before, little is on the device."""
+        return Placement.of(self._engine.helds, planned=self._engine.planned)
+
     # -- what it holds -------------------------------------------------------------------------------------------
 
     @property
@@ -94,6 +101,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         raise PlanError(
             "an offloaded optimizer cannot take more parameters", fix="build it anew with all of them"
         )
+
+    def boxed_state(self, param: torch.Tensor, name: str = "") -> dict[str, BoxedTensor]:
+        """What `cai_mesh.checkpoint` saves and loads of a parameter at home, by `NAME.SLOT`: views of where it is.
+
+        Waits for the parameter's last step. The moments of Adam and AdamW are there before the first step too; what
+        another optimizer makes in its first step is not. Empty for a parameter that is not trained.
+        """
+        keeper = getattr(param, "cai_keeper", None)
+        if keeper is None or keeper.step is None:
+            return {}
+        keeper.settle()
+        if has_two_moments(self.inner):
+            keeper.step.moments()
+        state = self.inner.state.get(param, {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                f"{name}.{slot}": BoxedTensor.like(param, value)
+                if value.shape == param.shape
+                else BoxedTensor.from_param(value)
+                for slot, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
 
     def state_dict(self) -> dict[str, Any]:
         """Of the inner optimizer, after the last step."""

@@ -1,0 +1,77 @@
+"""What of an offloaded model stays where between uses, counted from its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cai_gemini.held import Held
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the chunks of a model live between their uses.
+
+    Args:
+        planned: whether that was planned from traced steps; before, as little as possible is on the device.
+        chunks: how many there are.
+        weights_stay: of how many the weights stay on the device.
+        state_chunks: how many are trained and so have optimizer state.
+        state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
+        device_bytes: of weights, gradients and state that stay on the device.
+        host_bytes: of the weights that copies to the device are made from, and gradients and state that live there.
+        disk_bytes: of state on the disk.
+    """
+
+    planned: bool
+    chunks: int
+    weights_stay: int
+    state_chunks: int
+    state_stays: int
+    state_on_disk: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def of(cls, helds: Sequence[Held], *, planned: bool) -> Placement:
+        """Of the chunks of one model."""
+        trained = [held for held in helds if held.step is not None]
+        device = host = disk = 0
+        for held in helds:
+            sizes = held.sizes
+            host += sizes.weights
+            device += sizes.weights if held.stays else 0
+            if held.step is None:
+                host += held.unit.chunk.numel * held.unit.shard.element_size()
+            elif held.on_device:
+                device += sizes.state + sizes.gradients
+            else:
+                host += sizes.gradients + (0 if held.disk is not None else sizes.state)
+                disk += sizes.state if held.disk is not None else 0
+        return cls(
+            planned=planned,
+            chunks=len(helds),
+            weights_stay=sum(held.stays for held in helds),
+            state_chunks=len(trained),
+            state_stays=sum(held.on_device for held in trained),
+            state_on_disk=sum(held.disk is not None for held in trained),
+            device_bytes=device,
+            host_bytes=host,
+            disk_bytes=disk,
+        )
+
+    def __str__(self) -> str:
+        parts = [f"weights of {self.weights_stay} of {self.chunks} chunks stay on the device"]
+        if self.state_chunks:
+            parts.append(f"state of {self.state_stays} of {self.state_chunks}")
+        if self.state_on_disk:
+            parts.append(f"{self.state_on_disk} on the disk")
+        held = f"{self.device_bytes / 1e9:.3g} GB on the device, {self.host_bytes / 1e9:.3g} GB on the host"
+        return (
+            ", ".join(parts)
+            + f": {held}"
+            + (f", {self.disk_bytes / 1e9:.3g} GB on the disk" if self.disk_bytes else "")
+        )
