@@ -83,38 +83,3 @@ def check_device(
             cause=f"{name or 'the model'!r}, what lies outside blocks, and {IN_FLIGHT} gradients on their way",
             fix="raise device_memory, or compute in a smaller dtype",
         )
-
-
-def check_host(
-    optimizer: torch.optim.Optimizer,
-    found: Units,
-    compute: torch.dtype | None,
-    host_memory: int | str | None,
-    *,
-    disk: bool,
-) -> float:
-    """The fraction of the optimizer's state that does not fit `host_memory` beside all else and must go to a disk.
-
-    Raises `PlanError` where there is no disk, or where what stays on the host is more than fits.
-    """
-    if host_memory is None:
-        return 0.0
-    slots = 2 if "betas" in optimizer.defaults else 1
-    stays = state = 0
-    for params in found.values():
-        for _, p in params:
-            copy = p.numel() * (compute or p.dtype).itemsize
-            master = p.numel() * p.element_size()
-            stays += 2 * copy if p.requires_grad else master + copy
-            state += master * (1 + slots) if p.requires_grad else 0
-    allowed = parse_bytes(host_memory)
-    least = stays if disk else stays + state
-    if least > allowed:
-        raise PlanError(
-            "the host memory is too small for what may have to live there",
-            got=host_memory if isinstance(host_memory, str) else f"{host_memory:,} bytes",
-            expected=f"{least:,} bytes",
-            cause="gradients and weights to copy" + ("" if disk else ", master weights and optimizer state"),
-            fix="raise host_memory, or train in a smaller dtype" + ("" if disk else ", or pass nvme"),
-        )
-    return max(0.0, (stays + state - allowed) / state) if state else 0.0

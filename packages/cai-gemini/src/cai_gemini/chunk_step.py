@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
+from cai_gemini.apart_step import step_apart
 from cai_gemini.unit import Unit
 
 HOST_BLOCK = 2**20
@@ -36,6 +37,9 @@ class ChunkStep:
     Args:
         optimizer: whose param groups hold them.
         unit: the chunk.
+
+    Attributes:
+        fused: whether torch's fused Adam steps it, over flat moments.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, unit: Unit):
@@ -46,14 +50,14 @@ class ChunkStep:
             indices = [own[id(p)] for p in group["params"] if id(p) in own]
             if indices:
                 self._groups.append((group, sorted(indices)))
-        self._fused = has_two_moments(optimizer)
+        self.fused = has_two_moments(optimizer)
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def state_bytes(self) -> int:
         """Of master weights and optimizer state, as far as they are known before the first step."""
         elements = self._unit.shard.numel() * self._unit.shard.element_size()
-        if self._fused:
+        if self.fused:
             return 3 * elements
         found = sum(
             value.numel() * value.element_size()
@@ -62,6 +66,20 @@ class ChunkStep:
             if isinstance(value, torch.Tensor)
         )
         return elements + found
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """The optimizer's state of kept parameter `index`; {} where it has none."""
+        return self._optimizer.state.get(self._unit.kept[index], {})
+
+    def put_state(self, index: int, state: dict[str, Any]) -> None:
+        """Let `state` be, or be among, the optimizer's state of kept parameter `index`."""
+        if state:
+            self._optimizer.state[self._unit.kept[index]].update(state)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer has state of any parameter of the chunk."""
+        return any(self._optimizer.state.get(param) for param in self._unit.kept)
 
     def groups(self, touched: Collection[int]) -> Groups:
         """The param groups as they are now, with those of the chunk's parameters that are to be stepped.
@@ -94,7 +112,7 @@ class ChunkStep:
             weights: [n] in the dtype of computation; the new values go there.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if self._fused:
+            if self.fused:
                 self._run_fused(groups, gradient, scale, weights)
             else:
                 self._run_any(groups, gradient, scale, weights)
@@ -194,10 +212,41 @@ class ChunkStep:
             weights.copy_(unit.shard)
 
     @torch.no_grad()
+    def run_apart(
+        self,
+        groups: Groups,
+        gradient: torch.Tensor,
+        scale: float,
+        weights: torch.Tensor,
+        master: torch.Tensor,
+        tensors: Sequence[dict[str, torch.Tensor]],
+    ) -> dict[int, dict[str, Any]]:
+        """As `run` for any optimizer, on master weights that are not where the chunk's are.
+
+        Args:
+            master: [n], stepped in place.
+            tensors: by parameter, what is not where the optimizer's state says.
+
+        Returns the state of the parameters that were stepped.
+        """
+        wide = gradient.to(master.dtype, copy=True).mul_(scale)
+        parts = {i: slice(*self._unit.ranges[i]) for _, indices in groups for i in indices}
+        with torch._C.DisableTorchFunctionSubclass():
+            made = step_apart(
+                self._optimizer,
+                groups,
+                {i: (master[part], wide[part]) for i, part in parts.items()},
+                {i: {**self._optimizer.state.get(self._unit.kept[i], {}), **tensors[i]} for i in parts},
+            )
+        if weights.data_ptr() != master.data_ptr():
+            weights.copy_(master)
+        return made
+
+    @torch.no_grad()
     def adopt_state(self) -> None:
         """The optimizer's state was loaded: let it be views of the chunk's moments again."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._fused and any(self._optimizer.state.get(p) for p in self._unit.kept):
+            if self.fused and (self._moments is not None or self.has_state):
                 shard = self._unit.shard
                 self._moments = (torch.zeros_like(shard), torch.zeros_like(shard))
                 self._point_state(fresh=True)

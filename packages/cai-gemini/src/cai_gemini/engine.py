@@ -16,7 +16,7 @@ import torch
 from cai_gemini.budget import UNLIMITED
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
-from cai_gemini.disk_state import step_on_disk
+from cai_gemini.disk_step import step_on_disk
 from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.policy import IN_FLIGHT, Moves, Plan, Sizes, decide, fits, room, smallest_budget

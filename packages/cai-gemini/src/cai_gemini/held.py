@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -10,8 +10,10 @@ import torch
 
 from cai_gemini.chunk_step import ChunkStep, Groups
 from cai_gemini.copies import Copied, Copies
-from cai_gemini.disk_state import DiskState, State3
+from cai_gemini.disk_state import DiskState, Job
+from cai_gemini.disk_weights import DiskWeights, Staging
 from cai_gemini.gradient import Gradient, square_sum, wide
+from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
 from cai_gemini.states import Event, Ledger, State, follow
@@ -36,7 +38,8 @@ class Held:
     """A chunk and where its parts are.
 
     Host memory holds master weights and optimizer state (unless they stay on the device), the weights in the dtype
-    of computation, which is what is copied to the device, and the gradient that came back.
+    of computation, which is what is copied to the device, and the gradient that came back. All but the gradient may be
+    on a disk instead.
 
     Args:
         unit: the chunk, or a rank's rows of it; its shard is the master weights.
@@ -55,6 +58,7 @@ class Held:
         self._copies, self.worker, self._ledger = shared.copies, shared.worker, shared.ledger
         self._make_room = shared.make_room
         self.disk: DiskState | None = None
+        self.disk_weights: DiskWeights | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
         self.stays = self.wanted = False
         self._home = self._copies.host.take(unit.shard.numel(), unit.whole.dtype)
@@ -83,6 +87,14 @@ class Held:
     def in_use(self) -> bool:
         """Whether its weights may not be freed now."""
         return self.wanted or self.state is State.COMPUTE
+
+    def to_disk(self, store: NvmeStore, staging: Staging | None) -> None:
+        """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
+        self.disk = DiskState(self, store)
+        if staging is not None:
+            self.disk_weights = DiskWeights(self.name, self._home, self.disk.master, store, staging)
+            self._copies.host.give(self._home)
+            self._home = self._home.new_empty(0)
 
     @property
     def sizes(self) -> Sizes:
@@ -115,6 +127,9 @@ class Held:
                 if stepped is not None:
                     stepped.result()
                 self._refresh_home()
+                if self.disk_weights is not None:
+                    self.disk_weights.fetch(self._copies, self.unit.whole.data, free, coming, self.name)
+                    return
                 with torch.no_grad():
                     coming.set_result(
                         self._copies.to_device(self.unit.whole.data, self._home, free, name=self.name)
@@ -131,9 +146,19 @@ class Held:
     def _refresh_home(self) -> None:
         """Take over master weights that somebody has written to (a checkpoint was loaded)."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self._version != self._versions():
-                self._home.copy_(self.unit.shard)
-                self._version = self._versions()
+            version = self._versions()
+            if self._version != version:
+                if self.disk_weights is not None:
+                    self.disk_weights.write(self.unit.shard)
+                else:
+                    self._home.copy_(self.unit.shard)
+                self._version = version
+
+    def show_writes(self) -> None:
+        """Let weights that are on the device, and what is copied there, be master weights that somebody has written."""
+        if self._version != self._versions():
+            self._refresh_home()
+            self._renew()
 
     def _versions(self) -> int:
         """Grows with every write to the master weights."""
@@ -177,6 +202,7 @@ class Held:
 
     def _renew(self) -> None:
         """The weights on the device are old: copy new ones there as soon as the step has them."""
+        self.arrive()
         self._happens(Event.RENEWED)
         if self.state is State.COMING:
             if self.on_device:
@@ -320,8 +346,8 @@ class Held:
 
         self.stepped_by(self.worker.submit(run))
 
-    def step_on_disk(self, scale: float) -> Callable[[State3], None] | None:
-        """What steps master weights and moments that were read from the disk; None where there is no gradient."""
+    def step_on_disk(self, scale: float) -> Job | None:
+        """What steps tensors that were read from `disk_regions`; None where there is no gradient."""
         assert self.disk is not None
         self.finish_writing()
         self.disk.give_back()
@@ -329,14 +355,31 @@ class Held:
         if taken is None:
             return None
         gradient, groups, step = taken
+        disk = self.disk
 
-        def run(state: State3) -> None:
+        def run(tensors: list[torch.Tensor]) -> None:
             ready = gradient.settled()
             with host_span(self._copies.recorder, self.name):
-                step.run_adam(groups, ready, scale, self._home, state)
+                disk.step(step, groups, (ready, scale), tensors, self._weights_among(tensors, groups))
             self._copies.host.give(gradient.tensor)
 
         return run
+
+    def disk_regions(self) -> list[Region]:
+        """What a step reads and writes: master weights, state, and the weights where they are apart."""
+        assert self.disk is not None
+        own = None if self.disk_weights is None else self.disk_weights.own
+        return self.disk.regions + ([] if own is None else [own])
+
+    def _weights_among(self, tensors: list[torch.Tensor], groups: Groups) -> torch.Tensor:
+        """Where a step puts new weights: at home, or among `tensors`, with the values of what is not stepped."""
+        if self.disk_weights is None:
+            return self._home
+        if self.disk_weights.own is None:
+            return tensors[0]
+        if sum(len(indices) for _, indices in groups) < len(self.unit.kept):
+            tensors[-1].copy_(tensors[0])
+        return tensors[-1]
 
     def _take_gradient(self) -> tuple[Gradient, Groups, ChunkStep] | None:
         """The gradient, which is consumed, and what steps with it."""
@@ -365,7 +408,9 @@ class Held:
         """Let master weights, optimizer state and gradients live on the device from now on; the weights stay."""
         assert self.step is not None
         self.settle()
-        self.disk = None
+        self.show_writes()
+        self.arrive()
+        self.disk = self.disk_weights = None
         device = self._copies.device
         self._ledger.change("state", self.sizes.state)
         self._ledger.change("gradients", self.sizes.gradients)

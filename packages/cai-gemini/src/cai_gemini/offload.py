@@ -7,19 +7,18 @@ arXiv:2101.06840; chunks and a traced step as in PatrickStar, Fang et al., arXiv
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from cai_gemini.budget import Units, check_device, check_host, device_budget, kinds
-from cai_gemini.chunk_step import ChunkStep, has_two_moments
-from cai_gemini.disk_state import DiskState
+from cai_gemini.budget import Units, check_device, device_budget, kinds
+from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.disk_plan import choose, chunk_bytes
+from cai_gemini.disk_use import disk_user, open_store
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
-from cai_gemini.nvme import NvmeStore
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.policy import fractions
 from cai_gemini.rates import measure
@@ -38,7 +37,8 @@ class Tiers:
         weights: in the dtype of computation. What does not stay comes before its use and goes after it.
         state: master weights, optimizer state and gradients. What does not stay is stepped on the host; the weights of
             what stays do too.
-        disk: master weights and Adam's moments, of the chunks used last.
+        disk: master weights and optimizer state, of the chunks used last.
+        disk_weights: what is copied to the device, of the chunks used last; their state is on the disk as well.
 
     Raises `PlanError` outside 0..1, and for more state than there is.
     """
@@ -46,19 +46,19 @@ class Tiers:
     weights: float = 0.0
     state: float = 0.0
     disk: float = 0.0
+    disk_weights: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("weights", "state", "disk"):
+        for name in ("weights", "state", "disk", "disk_weights"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise PlanError(f"{name} is no fraction", got=getattr(self, name), expected="0 to 1")
-        if self.state + self.disk > 1.0:
-            raise PlanError(
-                "more state than there is", got=f"{self.state} on the device, {self.disk} on the disk"
-            )
+        disk = max(self.disk, self.disk_weights)
+        if self.state + disk > 1.0:
+            raise PlanError("more state than there is", got=f"{self.state} on the device, {disk} on the disk")
 
 
 Members = list[tuple[str, nn.Parameter]]
-RESIDENCIES = {"device": Tiers(1.0, 1.0), "host": Tiers(), "nvme": Tiers(disk=1.0)}
+RESIDENCIES = {"device": Tiers(1.0, 1.0), "host": Tiers(), "nvme": Tiers(disk=1.0, disk_weights=1.0)}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def offload(
         device: where it runs; default: where it is. Its buffers are moved there, but for those of a meta model.
         device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may use of the device.
         host_memory: bytes that may be used there; more goes to `nvme` or is refused. Default: no limit.
-        nvme: a directory on a disk, for the state of Adam and AdamW that has no room in host memory ("auto") or is to
+        nvme: a directory on a disk, for what has no room in host memory (first optimizer state, then weights) or is to
             be there ("nvme", `Tiers`). A kept parameter that is read is brought into memory until the next step.
         compute: dtype of the weights on the device; None: as they are. Master weights keep the original dtype.
         materialize: (name, meta parameter) -> its initial values. They are put together on the host, chunk by chunk.
@@ -126,14 +126,14 @@ def offload(
     check_parameters((pair for params in found.values() for pair in params), meta=True)
     check_no_gradients(model.parameters())
     check_device(found, model, compute, budget, device_memory)
-    lacks = check_host(optimizer, found, compute, host_memory, disk=nvme is not None)
-    disk = _disk_fraction(tiers, nvme, lacks)
-    store = _store(nvme, optimizer, found, disk)
+    chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
+    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
+    engine = Engine(where)
+    engine.store = open_store(nvme, chunks, on_disk)
     _move_buffers(model, where)
-    made, helds, engine = _chunks(model, found, where, compute, materialize)
+    made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
     everything = [held for some in helds.values() for held in some]
     take_over(optimizer, everything, _homes(made))
-    _use_disk(engine, everything, store, disk)
     ModuleUses(engine, model, made, helds)
     engine.start(everything, schedule(tiers, everything, budget, where, tuning), tuning.observe, helds[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
@@ -142,28 +142,45 @@ def offload(
 def _chunks(
     model: nn.Module,
     found: Units,
-    device: torch.device,
+    engine: Engine,
     compute: torch.dtype | None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
-) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[Held]], Engine]:
-    """Move the model's parameters into chunks at home, which ask an engine for room."""
-    engine = Engine(device)
-
-    def unit(members: Members) -> FlatUnit:
-        param = members[0][1]
-        return FlatUnit(
-            model,
-            members,
-            master=param.dtype,
-            compute=compute or param.dtype,
-            device=device,
-            home=torch.device("cpu"),
-            fill=lambda chunk, full: _fill(chunk.views(full), members, materialize),
-        )
-
-    made = {module: [unit(members) for members in kinds(params)] for module, params in found.items()}
+    use_disk: Callable[[int, Held], None],
+) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[Held]]]:
+    """Move the model's parameters into chunks at home, one after the other, which ask the engine for room."""
+    made: dict[nn.Module, list[FlatUnit]] = {}
+    helds: dict[nn.Module, list[Held]] = {}
+    index = 0
+    for module, params in found.items():
+        made[module], helds[module] = [], []
+        for members in kinds(params):
+            unit = _unit(model, members, compute, engine.copies.device, materialize)
+            held = _held(unit, engine)
+            use_disk(index, held)
+            made[module].append(unit)
+            helds[module].append(held)
+            index += 1
     direct_linears(model, _homes(made).values())
-    return made, {module: [_held(unit, engine) for unit in some] for module, some in made.items()}, engine
+    return made, helds
+
+
+def _unit(
+    model: nn.Module,
+    members: Members,
+    compute: torch.dtype | None,
+    device: torch.device,
+    materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
+) -> FlatUnit:
+    param = members[0][1]
+    return FlatUnit(
+        model,
+        members,
+        master=param.dtype,
+        compute=compute or param.dtype,
+        device=device,
+        home=torch.device("cpu"),
+        fill=lambda chunk, full: _fill(chunk.views(full), members, materialize),
+    )
 
 
 def _homes(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
@@ -187,58 +204,6 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
-
-
-def _disk_fraction(tiers: Tiers | None, nvme: object, needed: float) -> float:
-    """How much of the state goes to the disk: as asked, or as much as host memory lacks."""
-    asked = tiers.disk if tiers is not None else 0.0
-    if asked and nvme is None:
-        raise PlanError("no directory for state on the disk", fix="pass nvme='/path/on/a/disk'")
-    return max(asked, needed)
-
-
-def _store(
-    nvme: str | os.PathLike[str] | None, optimizer: torch.optim.Optimizer, found: Units, fraction: float
-) -> NvmeStore | None:
-    if nvme is None or not fraction:
-        return None
-    if not has_two_moments(optimizer):
-        raise PlanError(
-            "state on a disk is Adam's",
-            got=type(optimizer).__name__,
-            expected="Adam or AdamW, without amsgrad and differentiable",
-        )
-    state = 3 * sum(
-        p.numel() * p.element_size() for params in found.values() for _, p in params if p.requires_grad
-    )
-    store = NvmeStore(nvme)
-    free = shutil.disk_usage(nvme).free
-    if state * fraction > free:
-        store.close()
-        raise PlanError(
-            "the disk has no room for the state",
-            got=f"{free:,} bytes free in {os.fspath(nvme)}",
-            expected=f"about {int(state * fraction):,} bytes",
-        )
-    return store
-
-
-def _use_disk(engine: Engine, helds: Sequence[Held], store: NvmeStore | None, fraction: float) -> None:
-    engine.store = store
-    if store is not None:
-        for held in _last(helds, fraction):
-            held.disk = DiskState(held, store)
-
-
-def _last(helds: Sequence[Held], fraction: float) -> list[Held]:
-    """The trained chunks used last that hold `fraction` of the state, or a little more."""
-    trained = [held for held in helds if held.step is not None]
-    wanted, found = fraction * sum(h.unit.shard.numel() for h in trained), list[Held]()
-    for held in reversed(trained):
-        if sum(h.unit.shard.numel() for h in found) >= wanted:
-            break
-        found.append(held)
-    return found
 
 
 def _fill(
@@ -298,6 +263,8 @@ def take_over(
             group["params"][i] = home
     for held in helds:
         held.prepare(ChunkStep(optimizer, held.unit))
+        if held.disk is not None:
+            held.disk.adopt_state()
 
 
 def _like(value: object, home: nn.Parameter) -> bool:

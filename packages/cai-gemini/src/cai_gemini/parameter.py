@@ -37,6 +37,8 @@ _ABOUT = {
         "layout",
         "is_meta",
         "is_cuda",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
     )
 } | {
     torch.Tensor.size,

@@ -18,6 +18,8 @@ def stream(
     *,
     buffers: int = 2,
     writes: Collection[int] | None = None,
+    unread: Collection[Region] = (),
+    wrote: Callable[[int], None] = lambda index: None,
 ) -> None:
     """Call `work(i, tensors)` for every chunk in order, as if each were read before and written back after it.
 
@@ -31,6 +33,8 @@ def stream(
             are its own until it returns: it waits for copies to or from a GPU that it started.
         buffers: chunks in memory, at least 2. Their size is that of the largest chunk.
         writes: which positions of a chunk are written back; None: all.
+        unread: regions that are not read: `work` gives all of their tensors new values.
+        wrote: called once the writes of a chunk are under way; what reads its regions from then on, reads those.
 
     Raises what `work` raises, and `NvmeError` for a disk that fails. Nothing is under way then, except requests stuck
     at the disk. Each region then holds what it held, or what `work` made of it, or cannot be read.
@@ -40,12 +44,13 @@ def stream(
     for index, chunk in enumerate(chunks):
         if len({id(region) for region in chunk}) != len(chunk):
             raise NvmeError(f"chunk {index} names a region twice", got=[region.name for region in chunk])
-    loop = _Loop(store, chunks, buffers)
+    loop = _Loop(store, chunks, buffers, unread)
     try:
         for index in range(len(chunks)):
             loop.read_ahead(index)
             work(index, loop.wait(index))
             loop.write_back(index, writes)
+            wrote(index)
         loop.drain()
     except BaseException:
         loop.settle()
@@ -55,8 +60,14 @@ def stream(
 class _Loop:
     """The memory and the requests of one stream. Slot `i % buffers` is chunk `i`'s."""
 
-    def __init__(self, store: NvmeStore, chunks: Sequence[Sequence[Region]], buffers: int):
-        self._store, self._chunks = store, chunks
+    def __init__(
+        self,
+        store: NvmeStore,
+        chunks: Sequence[Sequence[Region]],
+        buffers: int,
+        unread: Collection[Region],
+    ):
+        self._store, self._chunks, self._unread = store, chunks, unread
         size = max((sum(self._room(region) for region in chunk) for chunk in chunks), default=0)
         self._slots = [store.buffer(max(1, size), torch.uint8) for _ in range(min(buffers, len(chunks)))]
         self._reads: dict[int, list[Handle]] = {}
@@ -81,7 +92,8 @@ class _Loop:
             # The writes that leave this slot end before its reads begin, and are answered for together with them.
             started = self._reads[chunk] = [*before]
             for region, out in zip(self._chunks[chunk], self._tensors(chunk), strict=True):
-                started.append(self._store.read(region, out, after=before))
+                if region not in self._unread:
+                    started.append(self._store.read(region, out, after=before))
             self._next += 1
 
     def _settled(self, index: int) -> bool:

@@ -1,0 +1,51 @@
+"""From which chunks are to use a disk to chunks that do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+
+from cai_gemini.disk_plan import ChunkBytes, OnDisk, disk_bytes
+from cai_gemini.disk_weights import Staging
+from cai_gemini.engine import Engine
+from cai_gemini.held import Held
+from cai_gemini.nvme import NvmeStore
+from cai_mesh.errors import PlanError
+
+
+def open_store(
+    nvme: str | os.PathLike[str] | None, chunks: Sequence[ChunkBytes], on_disk: OnDisk
+) -> NvmeStore | None:
+    """A store in directory `nvme`, if any chunk uses one.
+
+    Raises `PlanError` where the disk has no room for them, `NvmeError` for a bad directory.
+    """
+    if nvme is None or not on_disk.every:
+        return None
+    store, needed = NvmeStore(nvme), disk_bytes(chunks, on_disk)
+    free = shutil.disk_usage(nvme).free
+    if needed > free:
+        store.close()
+        raise PlanError(
+            f"the disk has no room for {'state and weights' if on_disk.weights else 'the state'}",
+            got=f"{free:,} bytes free in {os.fspath(nvme)}",
+            expected=f"about {needed:,} bytes",
+            fix="free space there, name a larger disk, or keep more in host memory",
+        )
+    return store
+
+
+def disk_user(engine: Engine, chunks: Sequence[ChunkBytes], on_disk: OnDisk) -> Callable[[int, Held], None]:
+    """What puts chunks, by index, on the disk as soon as they are made, so that one at a time is in memory."""
+    store = engine.store
+    if store is None:
+        return lambda index, held: None
+    largest = max((chunks[i].weights for i in on_disk.weights), default=0)
+    staging = Staging(store, largest) if largest else None
+
+    def use(index: int, held: Held) -> None:
+        if index in on_disk.every:
+            held.to_disk(store, staging if index in on_disk.weights else None)
+
+    return use
