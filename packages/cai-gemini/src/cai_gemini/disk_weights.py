@@ -34,7 +34,10 @@ class Staging:
             threading.Thread(
                 target=_serve, args=(self._orders, store, nbytes), name=f"from-disk-{i}", daemon=True
             ).start()
-        weakref.finalize(self, _dismiss, self._orders)
+        end = weakref.finalize(self, _dismiss, self._orders)
+        end.atexit = (
+            False  # a thread that frees its buffer while the interpreter ends would take the process down
+        )
 
     def fetch(self, region: Region, send: Callable[[torch.Tensor], Copied], coming: Future[Copied]) -> None:
         """Read `region` behind all earlier writes of it, then `send` it on; `coming` gets what that returns.
