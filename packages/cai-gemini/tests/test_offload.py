@@ -9,12 +9,10 @@ import torch
 from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
 from torch import nn
 
-from cai_gemini import HostResidency, Tiers, Tuning, offload
+from cai_gemini import Tiers, Tuning, offload
 from cai_gemini.budget import parse_bytes
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.protocols import Residency, Stored
 
 RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0)]
 
@@ -269,18 +267,6 @@ def test_learning_rates_follow_a_scheduler():
         return found
 
     assert run(model, ours) == run(twin, theirs)
-
-
-def test_host_residency_is_a_residency():
-    residency = HostResidency(pin=False)
-    assert isinstance(residency, Residency)
-    home = residency.place(torch.arange(4.0))
-    stored = Stored(FlatChunk([("w", home)]), home, torch.device("meta"))
-    residency.fetch(stored).wait()
-    assert stored.on_device is not None
-    assert stored.on_device.device.type == "meta"
-    residency.release(stored)
-    assert stored.on_device is None
 
 
 def test_sizes():

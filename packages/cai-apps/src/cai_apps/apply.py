@@ -24,7 +24,7 @@ from cai_apps.models import meta_model, pretrained_directory
 from cai_apps.offloading import offload_model
 from cai_apps.residency import offloads
 from cai_apps.validate import mesh_spec, microbatches
-from cai_gemini import HostResidency, OffloadedOptimizer, offload_activations
+from cai_gemini import ChunkResidency, OffloadedOptimizer, offload_activations
 from cai_kernels.swap import KINDS, swap
 from cai_mesh import rng
 from cai_mesh.boxed import BoxedTensor
@@ -244,10 +244,11 @@ def _shard(
 ) -> tuple[torch.optim.Optimizer, GradSync]:
     copies = _copy_engines(config, mesh)
     if config.parallel.zero == 3:
-        residency = HostResidency() if config.memory.residency == "host" else None
+        residency = ChunkResidency("host") if config.memory.residency == "host" else None
         gather = Gather(copy_engines=copies)
         shard_module(model, mesh, precision=precision, residency=residency, gather=gather)
-        return _adamw(config, model), sharding_of(model)
+        optimizer = _adamw(config, model)
+        return residency.optimizer(optimizer) if residency is not None else optimizer, sharding_of(model)
     optimizer = shard_optimizer(
         _adamw(config, model),
         mesh,

@@ -2,10 +2,10 @@
 
 from cai_gemini.activations import ActivationOffload, offload_activations
 from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, ShardedEmbedding, lookahead
-from cai_gemini.host import HostResidency
 from cai_gemini.offload import Tiers, Tuning, offload
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.placement import Placement
+from cai_gemini.residency import ChunkResidency
 from cai_gemini.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationOffload",
     "CachedEmbedding",
-    "HostResidency",
+    "ChunkResidency",
     "OffloadedOptimizer",
     "Placement",
     "RowwiseAdagrad",

@@ -47,7 +47,8 @@ class Schedule:
 class Engine:
     """Chunks on one device, which are made with it; then it is started.
 
-    A pass is what lies between `begin` and `end`, usually a forward and a backward: that is what is traced.
+    A pass is what lies between `begin` and `end`, usually a forward and a backward: that is what is traced while
+    `recording`.
     """
 
     def __init__(self, device: torch.device):
@@ -59,7 +60,7 @@ class Engine:
         self._seen: list[Use] = []
         self._beside: list[int] = []
         self._also: list[frozenset[int]] = []
-        self._recording = True
+        self.recording = True
         self._surprised = False  # by a use the trace does not know
         self._moment, self._room = -1, list[int]()
         self._sending: deque[tuple[Copied, int]] = deque()
@@ -93,8 +94,8 @@ class Engine:
         self._beside.clear()
         self._also.clear()
         if self._surprised:
-            self._recording, self._surprised = True, False
-        if self._recording:  # at other times torch's statistics are the user's
+            self.recording, self._surprised = True, False
+        if self.recording:  # at other times torch's statistics are the user's
             self._clock.seconds()
             self._clock.beside()
 
@@ -104,7 +105,7 @@ class Engine:
         backward: in which direction; None where that is not known yet.
         """
         use = Use(chunk, bool(backward))
-        if self._recording:
+        if self.recording:
             self._clock.stop()
             if self._seen:
                 self._beside.append(self._clock.beside())
@@ -117,9 +118,16 @@ class Engine:
         for other in moves.bring:
             self.helds[other].bring()
 
+    def had_backward(self, chunk: int) -> None:
+        """The last use of a chunk was a backward: its gradient has come."""
+        if self.recording:
+            last = max((i for i, use in enumerate(self._seen) if use.chunk == chunk), default=None)
+            if last is not None:
+                self._seen[last] = Use(chunk, True)
+
     def computing(self, held: Held) -> None:
         """The use of a chunk begins to compute."""
-        if self._recording:
+        if self.recording:
             self._clock.start()
         if self.copies.recorder is not None:
             self.copies.recorder.used(held.name)
@@ -144,12 +152,12 @@ class Engine:
         self._passes += 1
         if self.copies.recorder is not None:
             self.copies.recorder.used(None)
-        if self._recording and self._seen:
+        if self.recording and self._seen:
             self._clock.stop()
             self._beside.append(self._clock.beside())
             seconds = tuple(self._clock.seconds())
             self.trace = Trace(tuple(self._seen), tuple(self._beside), seconds, tuple(self._also))
-            self._recording = not self.planned and self.steps + 1 < self._schedule.warmup
+            self.recording = not self.planned and self.steps + 1 < self._schedule.warmup
             if self.planned:
                 self._adopt(self.plan)
         self._retire(0)
@@ -201,7 +209,7 @@ class Engine:
         for i in sorted(self.plan.state):
             if self.helds[i].step is not None:
                 self.helds[i].move_to_device()
-        self.planned, self._recording = True, False
+        self.planned, self.recording = True, False
 
     def _adopt(self, plan: Plan) -> None:
         assert self.trace is not None
@@ -236,7 +244,7 @@ class Engine:
             held.begin_step(scale)
         if self.store is not None:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], scale)
-        self.steps += 1
+        self.steps += self.trace is not None  # a step without a pass is none
         self._passes = 0
 
     def _in_order(self) -> list[Held]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -9,7 +10,12 @@ import torch
 
 from cai_gemini.copies import Copied
 from cai_gemini.pinned import HostPool
+from cai_gemini.unit import Unit
 from cai_gemini.worker import Worker
+
+Axes = frozenset[str]
+Squares = dict[Axes, torch.Tensor]
+Parts = dict[Axes, list[tuple[int, int]]]
 
 
 @dataclass(eq=False)
@@ -19,13 +25,14 @@ class Gradient:
     Args:
         tensor: [n]; complete once settled.
         sent: its copy from the device.
-        square: the sum of its squares, while nobody else could have written to it.
+        squares: sums of its squares by the mesh axes along which ranks hold different elements, while nobody else could
+            have written to it.
         adding: the sum with a further backward's, under way.
     """
 
     tensor: torch.Tensor
     sent: Copied | None
-    square: torch.Tensor | None
+    squares: Squares | None
     adding: Future[None] | None = None
 
     def settled(self) -> torch.Tensor:
@@ -38,13 +45,13 @@ class Gradient:
         return self.tensor
 
     def add_here(self, more: torch.Tensor) -> None:
-        self.square = None
+        self.squares = None
         self.tensor = self.tensor.to(wide(more.dtype)).add_(more)
 
     def add_later(self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool) -> None:
         """Add what is on its way; gradients of several backwards are summed in float32 at least."""
         first, before = self.sent, self.adding
-        self.square = self.sent = None
+        self.squares = self.sent = None
 
         def add() -> None:
             if before is not None:
@@ -66,6 +73,31 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def square_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, in float32 at least, without a copy."""
-    return torch.linalg.vector_norm(tensor, dtype=wide(tensor.dtype)).square()
+def counted(unit: Unit, indices: Iterable[int]) -> Parts:
+    """Ranges of a unit's shard whose gradients count in the norm on this rank, by the axes along which they differ.
+
+    indices: the kept parameters wanted, in order. Ranges of neighbours are joined; padding between them is zero.
+    """
+    found: Parts = {}
+    before: tuple[int, Axes] | None = None
+    for i in indices:
+        low, high = unit.ranges[i]
+        for span in getattr(unit.kept[i], "cai_spans", ()):
+            if not span.owner or low == high:
+                continue
+            ranges = found.setdefault(span.axes, [])
+            if ranges and before == (i - 1, span.axes):
+                ranges[-1] = (ranges[-1][0], low + span.stop)
+            else:
+                ranges.append((low + span.start, low + span.stop))
+            before = (i, span.axes)
+    return found
+
+
+def sums_of_squares(gradient: torch.Tensor, parts: Parts) -> Squares:
+    """Sums of squares of the parts of [n] `gradient`, in float32 at least, where it is."""
+    dtype, found = wide(gradient.dtype), Squares()
+    for axes, ranges in parts.items():
+        norms = torch._foreach_norm([gradient[low:high] for low, high in ranges], 2, dtype=dtype)
+        found[axes] = norms[0].square() if len(norms) == 1 else torch.stack(norms).square().sum()
+    return found

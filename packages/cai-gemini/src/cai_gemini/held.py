@@ -12,7 +12,7 @@ from cai_gemini.chunk_step import ChunkStep, Groups
 from cai_gemini.copies import Copied, Copies
 from cai_gemini.disk_state import DiskState, Job
 from cai_gemini.disk_weights import DiskWeights, Staging
-from cai_gemini.gradient import Gradient, square_sum, wide
+from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
@@ -63,12 +63,13 @@ class Held:
         self.stays = self.wanted = False
         self._home = self._copies.host.take(unit.shard.numel(), unit.whole.dtype)
         self._home.copy_(unit.shard)
-        self._version = self._versions()
+        self._version, self._changes = self._versions(), 0
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
         self.buffer: GradBuffer | None = None
         self._gradients = gradients
+        self._parts: Parts | None = None  # of the gradient, that count in its norm
         self.gradient: Gradient | None = None
         self.touched: set[int] = set()  # parameters that have a gradient
         for index, param in enumerate(unit.kept):
@@ -146,19 +147,24 @@ class Held:
     def _refresh_home(self) -> None:
         """Take over master weights that somebody has written to (a checkpoint was loaded)."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            version = self._versions()
-            if self._version != version:
+            if self._version != self._versions():
                 if self.disk_weights is not None:
                     self.disk_weights.write(self.unit.shard)
                 else:
                     self._home.copy_(self.unit.shard)
-                self._version = version
+                self.adopt_version(changed=True)
 
     def show_writes(self) -> None:
         """Let weights that are on the device, and what is copied there, be master weights that somebody has written."""
         if self._version != self._versions():
             self._refresh_home()
             self._renew()
+
+    @property
+    def version(self) -> int:
+        """Another number whenever the weights have, or will have, got other values: by a step or somebody's write."""
+        under_way = self._stepping is not None and not self._stepping.done()
+        return self._changes + (0 if under_way else self._versions() - self._version)
 
     def _versions(self) -> int:
         """Grows with every write to the master weights."""
@@ -208,7 +214,7 @@ class Held:
             if self.on_device:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     self.unit.whole.copy_(self.unit.shard)
-                self._version = self._versions()
+                self.adopt_version(changed=True)
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
             else:
@@ -241,13 +247,13 @@ class Held:
         """
         self.touched.update(touched)
         if self.gradient is None:
-            square = square_sum(arrived)
+            squares = sums_of_squares(arrived, self._counted())
             if self.on_device:
-                self.gradient = Gradient(arrived, None, square)
+                self.gradient = Gradient(arrived, None, squares)
                 return None
             home = self._copies.host.take(arrived.numel(), arrived.dtype)
             sent = self._copies.to_host(home, arrived, name=self.name)
-            self.gradient = Gradient(home, sent, square)
+            self.gradient = Gradient(home, sent, squares)
             return sent
         if self.on_device:
             self.gradient.add_here(arrived)
@@ -263,7 +269,7 @@ class Held:
             return None
         low, high = self.unit.ranges[index]
         view = self.gradient.settled()[low:high]
-        self.gradient.square = None
+        self.gradient.squares = None
         self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
         return view
 
@@ -281,7 +287,7 @@ class Held:
             self.gradient = Gradient(zeros, None, None)
         low, high = self.unit.ranges[index]
         self.gradient.settled()[low:high].copy_(gradient.flatten())
-        self.gradient.square = None
+        self.gradient.squares = None
         self.touched.add(index)
 
     def drop_gradient(self) -> None:
@@ -292,17 +298,18 @@ class Held:
         self.touched.clear()
 
     @torch.no_grad()
-    def square(self) -> torch.Tensor | None:
-        """The gradient's sum of squares, in float32 at least, where it was taken: on the device after one backward."""
+    def squares(self) -> Squares:
+        """Sums of the gradient's squares by mesh axes, where they were taken: on the device after one backward."""
         if self.gradient is None or not self.touched:
-            return None
-        if self.gradient.square is not None and len(self.touched) == len(self.unit.kept):
-            return self.gradient.square
-        gradient = self.gradient.settled()
-        total = torch.zeros((), dtype=wide(gradient.dtype), device=gradient.device)
-        for i in sorted(self.touched):
-            total += square_sum(gradient[slice(*self.unit.ranges[i])])
-        return total
+            return {}
+        if self.gradient.squares is not None and len(self.touched) == len(self.unit.kept):
+            return self.gradient.squares
+        return sums_of_squares(self.gradient.settled(), counted(self.unit, sorted(self.touched)))
+
+    def _counted(self) -> Parts:
+        if self._parts is None:
+            self._parts = counted(self.unit, range(len(self.unit.kept)))
+        return self._parts
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -387,6 +394,7 @@ class Held:
             return None
         self.finish_step()
         taken = (self.gradient, self.step.groups(self.touched), self.step)
+        self._changes += 1
         self.gradient = None
         self.touched.clear()
         return taken
@@ -397,9 +405,11 @@ class Held:
         if self.stays:
             self._renew()
 
-    def adopt_version(self) -> None:
-        """The master weights are other tensors of the same values."""
-        self._version = self._versions()
+    def adopt_version(self, *, changed: bool = False) -> None:
+        """The master weights are other tensors of the same values; or (`changed`) their new values are taken over."""
+        now = self._versions()
+        self._changes += now - self._version if changed else 0
+        self._version = now
 
     # -- moving --------------------------------------------------------------------------------------------------
 
@@ -419,5 +429,5 @@ class Held:
         self._version = self._versions()
         self.step.move_state(device)
         if self.gradient is not None:
-            self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.square)
+            self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.squares)
         self.on_device = self.stays = True

@@ -117,7 +117,7 @@ def offload(
     parameters, parameters that cannot be flat, and memory too small: for one chunk at once, or after the first traced
     steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
-    tiers = _tiers(residency)
+    tiers = tiers_of(residency)
     _check(model, optimizer)
     where = torch.device(device) if device is not None else next(model.parameters()).device
     _check_values(model, where, materialize)
@@ -225,7 +225,8 @@ def _check_values(model: nn.Module, device: torch.device, materialize: Callable 
         )
 
 
-def _tiers(residency: str | Tiers) -> Tiers | None:
+def tiers_of(residency: str | Tiers) -> Tiers | None:
+    """The fractions a residency stands for; None for "auto". Raises `PlanError` for an unknown one."""
     if isinstance(residency, Tiers):
         return residency
     if residency != "auto" and residency not in RESIDENCIES:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.engine import Engine
@@ -14,18 +15,27 @@ from cai_gemini.placement import Placement
 from cai_gemini.timeline import Timeline
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
+from cai_mesh.norm import clip_factor, norm_of_squares
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """What `offload` returns beside the model.
+    """What `offload` returns beside the model, and `ChunkResidency.optimizer` for rows.
 
     `param_groups`, learning-rate schedulers and `zero_grad` work as on the optimizer it was made from. `step` returns
     once the chunks on the device are stepped; those on the host are stepped while the next forward runs, each awaited
     where it is used. Whatever reads a parameter, a gradient or the optimizer's state waits for what it reads.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, overlap: bool, device: torch.device):
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        overlap: bool,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+    ):
         self.inner, self._engine, self._overlap, self._device = inner, engine, overlap, device
+        self._mesh = mesh
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._patch_step_function()
@@ -35,23 +45,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients in the coming step so that their norm is at most `max_norm`; returns the norm before.
 
-        The norm is taken on the device as gradients leave it; they are scaled as they are stepped with.
-        `torch.nn.utils.clip_grad_norm_` works too, but reads and writes every gradient on the host.
+        The norm, for rows that of all ranks, is taken on the device as gradients leave it; they are scaled as they are
+        stepped with. `torch.nn.utils.clip_grad_norm_` (for rows `cai_mesh.clip_grad_norm_`) works too, but reads and
+        writes every gradient on the host.
         """
-        squares = [square for held in self._engine.helds if (square := held.square()) is not None]
-        dtype = torch.float64 if any(s.dtype == torch.float64 for s in squares) else torch.float32
-        total = torch.zeros((), dtype=dtype, device=self._device)
-        for square in squares:
-            total += square.to(total.device, non_blocking=True)
-        norm = total.sqrt()
-        self._scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        squares = (square for held in self._engine.helds for square in held.squares().items())
+        norm = norm_of_squares(squares, self._mesh, self._device)
+        self._scale = clip_factor(norm, max_norm)
         return norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step with the gradients, which are consumed. Raises what an earlier step in the background raised."""
+        """Step with the gradients, which are consumed. Raises what an earlier step in the background raised.
+
+        A loss scale that has found an overflow has the gradients dropped instead.
+        """
         if closure is not None:
             raise PlanError("an offloaded optimizer takes no closure", fix="run the backward before step()")
+        found_inf = getattr(self.inner, "found_inf", None)  # put there by a loss scale
+        if found_inf is not None and found_inf.item():
+            self.zero_grad()
+            return
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)
         if not self._overlap:

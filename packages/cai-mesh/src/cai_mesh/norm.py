@@ -63,13 +63,49 @@ def grad_norm(
                 _check_axes(axes, mesh)
                 if grad.numel():
                     parts[axes].append(grad)
-    device = next((g.device for grads in parts.values() for g in grads), None)
-    device = device or torch.device(mesh.device_type if mesh is not None else "cpu")
+    device = _device((g for grads in parts.values() for g in grads), mesh)
     double = any(g.dtype == torch.float64 for grads in parts.values() for g in grads)
     dtype = torch.float64 if double else torch.float32
     values = {axes: _local(grads, norm_type, dtype, device) for axes, grads in parts.items()}
     total = _combine(values, mesh, norm_type, device)
     return (total.sqrt() if norm_type == 2.0 else total).to(dtype)
+
+
+def norm_of_squares(
+    squares: Iterable[tuple[frozenset[str], torch.Tensor]], mesh: DeviceMesh | None, device: torch.device
+) -> torch.Tensor:
+    """`grad_norm` from sums of squares that were taken before, as gradients passed by. Collective over the mesh.
+
+    Args:
+        squares: (mesh axes along which the elements differ, the sum of their squares, 0-d on any device). What counts
+            on another rank (copies of tied parameters) is left out.
+        mesh: of all ranks; None: one process.
+        device: where the norm is put together; nothing waits for it.
+
+    Returns the norm, 0-d on `device`, in float64 where a sum is, else float32. Raises `MeshError` as `grad_norm`.
+    """
+    values: dict[frozenset[str], torch.Tensor] = {}
+    dtype = torch.float32
+    for axes, square in squares:
+        _check_axes(axes, mesh)
+        dtype = torch.promote_types(dtype, square.dtype)
+        here = square.to(device, torch.float64, non_blocking=True)
+        values[axes] = values[axes] + here if axes in values else here
+    return _combine(values, mesh, 2.0, device).sqrt().to(dtype)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """By what gradients of norm `norm` are multiplied so that it is at most `max_norm`; at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _device(grads: Iterable[torch.Tensor], mesh: DeviceMesh | None) -> torch.device:
+    """Where a norm is put together: with the first gradient, or where the ranks meet if that is in host memory."""
+    held = {g.device: None for g in grads}
+    away = [device for device in held if device.type != "cpu"]
+    if away or mesh is None:
+        return (away or [*held, torch.device("cpu")])[0]
+    return torch.device(mesh.device_type)
 
 
 def _check_axes(axes: frozenset[str], mesh: DeviceMesh | None) -> None:
@@ -140,10 +176,12 @@ def clip_grad_norm_(
             got=float(norm),
             fix="lower the learning rate or check the data",
         )
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [
-        p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in params if p.grad is not None
-    ]
-    if grads:
-        torch._foreach_mul_(grads, scale.to(grads[0].device))
+    scale = clip_factor(norm, max_norm)
+    grads: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for p in params:
+        if p.grad is not None:
+            grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            grads[grad.device].append(grad)
+    for device, held in grads.items():
+        torch._foreach_mul_(held, scale.to(device))
     return norm

@@ -6,10 +6,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from cai_mesh.flat import FlatChunk
+    from cai_mesh.units import FlatUnit
 
 
 @runtime_checkable
@@ -53,36 +56,50 @@ class ParameterSharding(Protocol):
 
 
 class Stored:
-    """A chunk-shaped or shard-shaped tensor that stays between uses.
+    """The rows of a chunk that one rank keeps between uses.
 
     Args:
-        chunk: of which chunk it is (a part).
-        home: the tensor that stays, in whatever memory its residency chose.
-        device: where it is used.
+        unit: whose shard they are.
+        device: where they are used.
+        gradients: dtype in which their gradients arrive; None for frozen ones.
+
+    Attributes:
+        on_device: [n], the rows on `device` in the dtype of the shard or of the whole chunk, from the `wait` of a
+            fetch until the release.
     """
 
-    def __init__(self, chunk: FlatChunk, home: torch.Tensor, device: torch.device):
-        self.chunk, self.home, self.device = chunk, home, device
-        self.on_device: torch.Tensor | None = home if home.device == device else None
+    def __init__(self, unit: FlatUnit, device: torch.device, gradients: torch.dtype | None):
+        self.unit, self.device, self.gradients = unit, device, gradients
+        self.on_device: torch.Tensor | None = None
 
 
 @runtime_checkable
 class Residency(Protocol):
-    """Which memory data lives in between uses."""
+    """Which memory a rank's rows, their gradients and what steps them live in."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The home of a tensor that is to stay: itself, or a copy in another memory, complete on return."""
+        """The home of new rows: the tensor itself, or a copy in another memory, complete on return."""
         ...
 
+    def adopt(self, stored: Sequence[Stored], mesh: DeviceMesh | None) -> None:
+        """All rows of a model, once they are placed, and the mesh over whose ranks the model lies. Called once."""
+
     def fetch(self, stored: Stored) -> CommHandle:
-        """Bring the data to its device; it is in `stored.on_device` after `wait`."""
+        """Bring rows to their device, with the values of the last step.
+
+        They are there for the stream on which `wait` is called, in `stored.on_device`, until they are released.
+        """
         ...
 
     def release(self, stored: Stored) -> None:
-        """The device copy is not in use any more and was not changed; its memory may be taken."""
+        """What was fetched has been read by all that the current stream has waited for; its memory may be taken."""
 
-    def evict(self, stored: Stored) -> None:
-        """Write a changed device copy back to its home and free it."""
+    def version(self, stored: Stored) -> int:
+        """Another number whenever the rows have, or will have, got other values: by a step or a checkpoint."""
+        ...
+
+    def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
+        """Add [n] `rows`, written by the current stream, to the kept parameters' gradients. They are given away."""
 
 
 class Done:
@@ -98,11 +115,22 @@ class OnDevice:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def adopt(self, stored: Sequence[Stored], mesh: DeviceMesh | None) -> None:
+        return None
+
     def fetch(self, stored: Stored) -> CommHandle:
+        stored.on_device = stored.unit.shard
         return Done()
 
     def release(self, stored: Stored) -> None:
-        return None
+        stored.on_device = None
 
-    def evict(self, stored: Stored) -> None:
-        return None
+    def version(self, stored: Stored) -> int:
+        return stored.unit.shard._version
+
+    def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
+        kept, rows = stored.unit.shard_gradient, rows.to(stored.unit.shard.dtype)
+        if kept is None:
+            stored.unit.set_shard_gradient(rows)
+        else:
+            kept.add_(rows)

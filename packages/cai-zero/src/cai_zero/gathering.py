@@ -54,14 +54,14 @@ class Part:
     Args:
         unit: its rows and its whole parameters.
         spec: how its gradients are reduced.
-        weights: where the rows are stored.
+        rows: where they are stored.
         buffer: where its gradients accumulate (None: frozen).
         residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
     """
 
     unit: FlatUnit
     spec: ReduceSpec
-    weights: Stored
+    rows: Stored
     buffer: GradBuffer | None
     residual: torch.Tensor | None = None
 
@@ -83,11 +83,6 @@ class Sharded:
     handles: list[CommHandle] | None = None
     versions: tuple[int, ...] = ()
     whole: bool = False
-
-    @property
-    def rows_versions(self) -> tuple[int, ...]:
-        """Changes with every write to the rows, by an optimizer's step or a checkpoint."""
-        return tuple(part.unit.shard._version for part in self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -137,23 +132,31 @@ class Gatherer:
         """Begin to gather a unit that is neither whole nor on its way."""
         if unit.whole or unit.handles is not None:
             return
-        unit.versions = unit.rows_versions
+        coming = [self._residency.fetch(part.rows) for part in unit.parts]
         for part in unit.parts:
             part.unit.allocate_storage()
         with self._stream.after_compute():
-            unit.handles = [self._gather(part) for part in unit.parts]
+            unit.handles = [self._gather(part, rows) for part, rows in zip(unit.parts, coming, strict=True)]
+        unit.versions = self._versions(unit)
         if self._stream.stream is not None:
             unit.handles = [self._stream.mark()]
 
     @torch.no_grad()
-    def _gather(self, part: Part) -> CommHandle:
+    def _gather(self, part: Part, coming: CommHandle) -> CommHandle:
         unit = part.unit
-        self._residency.fetch(part.weights).wait()
-        rows, asynchronous = part.weights.on_device, self._stream.stream is None
+        coming.wait()
+        rows, asynchronous = part.rows.on_device, self._stream.stream is None
         assert rows is not None
         return gather_weights(
             self._compression, unit.whole, rows, self._group, async_op=asynchronous, peer=self._peer
         )
+
+    def _versions(self, unit: Sharded) -> tuple[int, ...]:
+        return tuple(self._residency.version(part.rows) for part in unit.parts)
+
+    def is_stale(self, unit: Sharded) -> bool:
+        """Whether the rows have changed since they were gathered last."""
+        return unit.versions != self._versions(unit)
 
     def finish(self, unit: Sharded) -> None:
         """Return with the unit whole, gathering it now if nobody has begun to."""
@@ -164,7 +167,7 @@ class Gatherer:
             handle.wait()
         unit.handles = None
         for part in unit.parts:
-            self._residency.release(part.weights)
+            self._residency.release(part.rows)
             part.unit.swap_in()
         unit.whole = True
 
@@ -192,7 +195,7 @@ class Gatherer:
 
     def begin_forward(self) -> None:
         """A forward of the model starts. What was made whole before is dropped if the rows have changed since."""
-        if not self._begun or any(u.versions != u.rows_versions for u in [self.units[0], *self._prefetched]):
+        if not self._begun or any(self.is_stale(u) for u in [self.units[0], *self._prefetched]):
             self._reset()
             self.order.begin(backward=False)
         self._begun = False
@@ -202,7 +205,7 @@ class Gatherer:
         self._backward = self._begun = False
         self._in_backward.clear()
         for unit in self.units:
-            if unit.handles is not None or (unit.whole and unit.versions != unit.rows_versions):
+            if unit.handles is not None or (unit.whole and self.is_stale(unit)):
                 self.free(unit)
 
     def use(self, unit: Sharded, *, backward: bool) -> None:
@@ -213,7 +216,7 @@ class Gatherer:
             self.order.begin(backward=True)
         if backward:
             self._in_backward.add(unit)
-        elif unit.whole and unit.versions != unit.rows_versions:
+        elif unit.whole and self.is_stale(unit):
             self.free(unit)  # a forward that did not begin with the model's
         if not self._reached_prefetched(unit):  # the order may hold it once more, further on
             for passed in self.order.use(unit):

@@ -71,6 +71,8 @@ class ModuleSharding:
         self._reductions = Reductions(SideStream(self._device))
         self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
         root = self._units[model]
+        rows = [part.rows for unit in self._units.values() for part in unit.parts]
+        options.residency.adopt(rows, ranks.mesh)
         self._gatherer = Gatherer(
             [root, *(u for u in self._units.values() if u is not root)],
             second_group(ranks.shard),
@@ -135,7 +137,8 @@ class ModuleSharding:
             make_room = self._reductions.make_room
             buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
             direct_linears(self._root, unit.kept)
-        return Part(unit, spec, Stored(unit.chunk, unit.shard, self._device), buffer)
+        rows = Stored(unit, self._device, reduce if buffer is not None else None)
+        return Part(unit, spec, rows, buffer)
 
     # -- ParameterSharding ---------------------------------------------------------------------------------------
 
@@ -183,7 +186,7 @@ class ModuleSharding:
         self._gatherer.use(sharded, backward=backward)
 
     def _finish_if_started(self, unit: Sharded) -> None:
-        stale = unit.whole and unit.versions != unit.rows_versions
+        stale = unit.whole and self._gatherer.is_stale(unit)
         if stale:
             self._gatherer.free(unit)
         if not unit.whole and unit.handles is None and unit.parts:
@@ -303,12 +306,7 @@ class ModuleSharding:
                 if part.residual is None and self._ranks.shard is not None:
                     part.residual = compression.new_residual(full)
                 rows = reduce_chunk(full, self._ranks, part.spec, compression, part.residual)
-                rows = rows.to(part.unit.shard.dtype)
-                kept = part.unit.shard_gradient
-                if kept is None:
-                    part.unit.set_shard_gradient(self._options.residency.place(rows))
-                else:
-                    kept.add_(rows)
+                self._options.residency.keep_gradient(part.rows, rows)
             if self._ranks.size > 1:
                 self._reductions.started(part.buffer)
 
@@ -409,7 +407,8 @@ def shard_module(
         model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds it whole.
         mesh: see `cai_zero.ranks.data_ranks`. None: one process.
         precision: dtypes of gathered parameters, of the rows and of the reduction.
-        residency: which memory the rows and their gradients live in between uses. None: the device.
+        residency: which memory the rows, their gradients and the state of their optimizer live in between uses, such
+            as `cai_gemini.ChunkResidency`. None: the device.
         driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
         gather: when and how parameters are gathered.
         materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:

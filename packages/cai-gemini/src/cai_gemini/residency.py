@@ -1,0 +1,160 @@
+"""Which memory the rows of a sharded model live in: `offload`'s machinery, under whoever gathers whole parameters.
+
+Whoever shards (cai-zero, stage 3) gathers, frees and reduces whole chunks over ranks. What is decided here concerns
+one rank's rows alone: whose optimizer state stays on the device, whose rows stay there, which come from the host ahead
+of their gather, and which are stepped on the host while the next forward runs. So ranks need not agree on a plan, and
+tensor and pipeline parallelism beside it change nothing: a step is a sequence of fetches, whatever order they come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cai_gemini.budget import device_budget
+from cai_gemini.held import Held
+from cai_gemini.offload import Tiers, Tuning, schedule, take_over, tiers_of
+from cai_gemini.optimizer import OffloadedOptimizer
+from cai_gemini.rows import Arriving, RowEngine, RowUnit, check_device, check_host
+from cai_mesh.errors import PlanError
+from cai_mesh.protocols import CommHandle, Stored
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ChunkResidency:
+    """Keeps rows, gradients and optimizer state on device and host as one memory; a `cai_mesh.protocols.Residency`.
+
+        residency = ChunkResidency("auto", device_memory="40GB")
+        model = shard_module(model, mesh, residency=residency)
+        optimizer = residency.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    and the loop as it is, with `optimizer.clip_grad_norm_`. Two whole steps run with as little on the device as
+    possible and are traced, micro-batches and all; then what stays is decided, on every rank for itself.
+
+    Without `optimizer` any optimizer may step the parameters, which live on the host then; nothing is planned or done
+    in the background. That is for optimizers that are not elementwise.
+
+    Args:
+        residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", or `Tiers`.
+        device_memory: bytes that one rank may use, or such as "40GB" (10^9); whole parameters, which the plan leaves
+            room for, and activations included. Default: what torch may use of the device.
+        host_memory: bytes that one rank's rows may need there. Default: no limit.
+        tuning: details.
+
+    Raises `PlanError` for an unknown residency, a disk, and a device whose memory is not known; and later for memory
+    too small: for one chunk at once when the model is sharded, for its activations after the traced steps, each with
+    the smallest that works.
+    """
+
+    def __init__(
+        self,
+        residency: str | Tiers = "auto",
+        *,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        tuning: Tuning = Tuning(),  # noqa: B008 (frozen)
+    ):
+        self._tiers = tiers_of(residency)
+        if self._tiers is not None and self._tiers.disk:
+            raise PlanError(
+                "rows of a sharded model do not live on a disk",
+                got=repr(residency),
+                expected="'auto', 'host', 'device' or Tiers(...) without a disk",
+                fix="use offload on one device, or shard over more ranks",
+            )
+        self._device_memory, self._host_memory, self._tuning = device_memory, host_memory, tuning
+        self._stored: list[Stored] = []
+        self._index: dict[int, int] = {}
+        self._optimizer: OffloadedOptimizer | None = None
+
+    # -- Residency -----------------------------------------------------------------------------------------------
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, complete on return; the tensor itself when it is there already."""
+        return tensor.to("cpu")
+
+    def adopt(self, stored: Sequence[Stored], mesh: DeviceMesh | None) -> None:
+        """Take charge of a model's rows. Raises `PlanError` for a second model, and for too little device memory."""
+        if self._stored:
+            raise PlanError(
+                "this residency already has a model's rows", fix="make a ChunkResidency for every model"
+            )
+        device = stored[0].device
+        budget = device_budget(self._device_memory, device, needed=self._tiers is None)
+        check_device(stored, budget, self._device_memory)
+        self._stored, self._mesh, self._device = list(stored), mesh, device
+        self._index = {id(rows): i for i, rows in enumerate(stored)}
+        self._engine = RowEngine(device)
+        helds = [Held(RowUnit(rows), rows.gradients, self._engine) for rows in stored]
+        plan = schedule(self._tiers, helds, budget, device, self._tuning)
+        self._engine.start(helds, plan, self._tuning.observe)
+        self._engine.recording = False  # until there is an optimizer whose steps part the traces
+
+    def fetch(self, stored: Stored) -> CommHandle:
+        """Make room, begin to copy the rows to their device, and others ahead of their use."""
+        index = self._index[id(stored)]
+        held = self._engine.helds[index]
+        held.wanted = True
+        self._engine.prepare(index, backward=None)
+        self._engine.computing(held)
+        return Arriving(held)
+
+    def release(self, stored: Stored) -> None:
+        """The rows have been read; they leave when room is needed."""
+        held = self._engine.helds[self._index[id(stored)]]
+        held.wanted = False
+        held.forward_over()
+
+    def version(self, stored: Stored) -> int:
+        """Another number after every step and every write to the rows."""
+        return self._engine.helds[self._index[id(stored)]].version
+
+    def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
+        """Take [n] `rows`, written by the current stream: they stay, or leave for the host on a stream of their own."""
+        index = self._index[id(stored)]
+        held = self._engine.helds[index]
+        held.expect_gradient()
+        self._engine.sent(held, held.receive(rows, range(len(held.unit.kept))))
+        self._engine.had_backward(index)
+
+    # -- the optimizer -------------------------------------------------------------------------------------------
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer:
+        """What steps the rows where they are, those on the host in the background.
+
+        Args:
+            optimizer: any elementwise torch optimizer over the sharded model's parameters; its state comes along. Adam
+                and AdamW run torch's fused kernels.
+
+        Raises `PlanError` before the model is sharded, when called twice, for an optimizer that holds other parameters
+        or communicates, and for too little host memory.
+        """
+        if not self._stored:
+            raise PlanError("there are no rows to step yet", fix="pass the residency to shard_module first")
+        if self._optimizer is not None:
+            raise PlanError("these rows already have an optimizer", fix="give it all parameters, in groups")
+        kept = {id(p): p for rows in self._stored for p in rows.unit.kept}
+        if any(id(p) not in kept for group in optimizer.param_groups for p in group["params"]):
+            raise PlanError(
+                "the optimizer holds parameters the model does not have",
+                fix="build it on model.parameters() after shard_module",
+            )
+        if getattr(optimizer, "meshes", ()):
+            raise PlanError(
+                "an optimizer that communicates cannot step chunk by chunk",
+                got=type(optimizer).__name__,
+                expected="an elementwise one, such as torch.optim.AdamW",
+                fix="use it as it is, without residency.optimizer",
+            )
+        check_host(self._stored, 2 if "betas" in optimizer.defaults else 1, self._host_memory)
+        take_over(optimizer, self._engine.helds, kept)
+        self._engine.recording = True
+        self._engine.begin()
+        self._optimizer = OffloadedOptimizer(
+            optimizer, self._engine, self._tuning.overlap, self._device, self._mesh
+        )
+        return self._optimizer

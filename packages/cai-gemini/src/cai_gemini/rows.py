@@ -1,0 +1,121 @@
+"""Rows of a sharded model as chunks that an engine moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from cai_gemini.budget import parse_bytes
+from cai_gemini.engine import Engine
+from cai_gemini.held import Held
+from cai_gemini.policy import IN_FLIGHT
+from cai_mesh.errors import PlanError
+from cai_mesh.flat import FlatChunk
+from cai_mesh.protocols import Stored
+
+
+class RowUnit:
+    """One rank's rows of a chunk; a `cai_gemini.unit.Unit`.
+
+    Args:
+        stored: the rows. Their shard stays; a copy in the dtype of the whole chunk is `stored.on_device` while in use.
+    """
+
+    def __init__(self, stored: Stored):
+        self._stored, unit = stored, stored.unit
+        self.chunk: FlatChunk = unit.chunk
+        self.kept: Sequence[nn.Parameter] = unit.kept
+        self.ranges: Sequence[tuple[int, int]] = unit.ranges
+        self.whole = torch.empty(unit.shard.numel(), dtype=unit.whole.dtype, device=stored.device)
+        self.is_whole = False
+        self.free_storage()
+
+    @property
+    def shard(self) -> torch.Tensor:
+        return self._stored.unit.shard
+
+    def move_shard(self, shard: torch.Tensor) -> None:
+        self._stored.unit.move_shard(shard)
+
+    def allocate_storage(self) -> None:
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
+    def swap_in(self) -> None:
+        self._stored.on_device, self.is_whole = self.whole, True
+
+    def hide(self) -> None:
+        self._stored.on_device, self.is_whole = None, False
+
+    def free_storage(self) -> None:
+        self.hide()
+        self.whole.untyped_storage().resize_(0)
+
+
+class RowEngine(Engine):
+    """Its pass is a whole step: from one step of the optimizer to the next, whatever lies between."""
+
+    def step(self, scale: float | torch.Tensor) -> None:
+        self.end()
+        super().step(scale)
+        self.begin()
+
+
+class Arriving:
+    """The `CommHandle` of a fetch."""
+
+    def __init__(self, held: Held):
+        self._held = held
+
+    def wait(self) -> None:
+        """Wait on the host for the rows' step, if it is under way, and let the current stream wait for their copy."""
+        self._held.arrive()
+        self._held.use()
+
+
+def check_device(stored: Sequence[Stored], budget: int, asked: int | str | None) -> None:
+    """Raise `PlanError` where one whole chunk, its rows and gradients on their way do not fit."""
+    needs = {id(s): _bytes(s.unit.whole) + _row_bytes(s) for s in stored}
+    sending = sorted(
+        (s.unit.shard.numel() * s.gradients.itemsize for s in stored if s.gradients), reverse=True
+    )
+    least = max(needs.values()) + sum(sending[:IN_FLIGHT])
+    if least > budget:
+        largest = max(stored, key=lambda s: needs[id(s)])
+        raise PlanError(
+            "the device memory is too small for one layer at a time",
+            got=f"{budget:,} bytes" + (f" ({asked})" if isinstance(asked, str) else ""),
+            expected=f"more than {least:,} bytes, and room for activations",
+            cause=f"the chunk of {largest.unit.chunk.names[0]!r}, whole, and {IN_FLIGHT} gradients on their way",
+            fix="raise device_memory, shard over more ranks, or compute in a smaller dtype",
+        )
+
+
+def check_host(stored: Sequence[Stored], slots: int, host_memory: int | str | None) -> None:
+    """Raise `PlanError` where a rank's rows need more host memory than it may use.
+
+    slots: tensors of state a parameter.
+    """
+    if host_memory is None:
+        return
+    least = 0
+    for rows in stored:
+        least += _bytes(rows.unit.shard) * (1 if rows.gradients is None else 1 + slots) + _row_bytes(rows)
+        least += rows.unit.shard.numel() * (rows.gradients.itemsize if rows.gradients else 0)
+    if least > parse_bytes(host_memory):
+        raise PlanError(
+            "the host memory is too small for what may have to live there",
+            got=host_memory if isinstance(host_memory, str) else f"{host_memory:,} bytes",
+            expected=f"{least:,} bytes on this rank",
+            cause="gradients, weights to copy, master weights and optimizer state",
+            fix="raise host_memory, shard over more ranks, or train in a smaller dtype",
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _row_bytes(stored: Stored) -> int:
+    return stored.unit.shard.numel() * stored.unit.whole.element_size()
