@@ -21,7 +21,9 @@ def planned(residency: str | Tiers, budget: int = ROOMY) -> ChunkResidency:
     return ChunkResidency(residency, device_memory=budget, tuning=Tuning(rates=SLOW_HOST))
 
 
-def train(name: str, shape: tuple[int, ...], residency: str | Tiers, own_clip: bool, activations: bool = False):
+def train(
+    name: str, shape: tuple[int, ...], residency: str | Tiers, own_clip: bool, activations: bool = False
+):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     data, rows = mesh._flatten("data"), planned(residency)
     model = shard_module(twin.build(name), mesh, residency=rows)
@@ -34,7 +36,11 @@ def train(name: str, shape: tuple[int, ...], residency: str | Tiers, own_clip: b
             loss = twin.loss_of(model(input_ids=part, use_cache=False).logits, part) / 2
             loss.backward()
             losses.append(twin.mean_over(data.get_group(), loss))
-        clip = optimizer.clip_grad_norm_(twin.CLIP) if own_clip else clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
+        clip = (
+            optimizer.clip_grad_norm_(twin.CLIP)
+            if own_clip
+            else clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
+        )
         norms.append(float(clip))
         optimizer.step()
         optimizer.zero_grad()
@@ -46,7 +52,7 @@ def train(name: str, shape: tuple[int, ...], residency: str | Tiers, own_clip: b
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("name", list(twin.MODELS))
-@pytest.mark.parametrize("residency", ["auto","host","device",Tiers(0.6,0.3)],ids=str)
+@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.3)], ids=str)
 def test_equals_one_process(name: str, shape: tuple[int, ...], residency):
     losses, norms, final = twin.reference(name)
     for got in run_ranks(shape[0] * shape[1], train, name, shape, residency, True):
