@@ -45,7 +45,7 @@ class Placement:
             host += sizes.weights
             device += sizes.weights if held.stays else 0
             if held.step is None:
-                host += held.unit.chunk.numel * held.unit.shard.element_size()
+                host += held.unit.shard.numel() * held.unit.shard.element_size()
             elif held.on_device:
                 device += sizes.state + sizes.gradients
             else:
