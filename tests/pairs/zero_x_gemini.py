@@ -1,61 +1,445 @@
-"""Rows that cai-zero shards (stage 3) and cai-gemini keeps in device and host memory train as on one process."""
+"""Rows that cai-zero shards (stage 3) and cai-gemini keeps on device and host as planned train as on one process."""
 
 from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
 import twin
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_gemini import ChunkResidency, Tiers, Tuning, offload_activations
+from cai_gemini import ChunkResidency, OffloadedOptimizer, Tiers, Tuning, offload_activations
 from cai_gemini.simulate import Rates
-from cai_mesh import BoxedTensor, clip_grad_norm_
+from cai_mesh import BoxedTensor, checkpoint, clip_grad_norm_
+from cai_mesh.errors import PlanError
+from cai_mesh.layout import canonical_name
+from cai_mesh.protocols import Residency
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
-from cai_zero import shard_module
+from cai_pipeline import PipelineRunner, split
+from cai_tensor_parallel import parallelize
+from cai_zero import (
+    Gather,
+    LossScale,
+    MixedPrecision,
+    no_sync,
+    optimizer_state,
+    restore_groups,
+    shard_module,
+    sharding_of,
+)
+from cai_zero.optimizers import Lamb
 
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
-ROOMY = 10**7
+ROOMY, MIXED = 10**7, Tiers(0.6, 0.3)
 
 
-def planned(residency: str | Tiers, budget: int = ROOMY) -> ChunkResidency:
-    return ChunkResidency(residency, device_memory=budget, tuning=Tuning(rates=SLOW_HOST))
+def planned(residency: str | Tiers = MIXED, memory: int = ROOMY, **options) -> ChunkResidency:
+    return ChunkResidency(residency, device_memory=memory, tuning=Tuning(rates=SLOW_HOST, **options))
 
 
-def train(
-    name: str, shape: tuple[int, ...], residency: str | Tiers, own_clip: bool, activations: bool = False
-):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    data, rows = mesh._flatten("data"), planned(residency)
-    model = shard_module(twin.build(name), mesh, residency=rows)
-    away = offload_activations(model, keep=0, smallest=0) if activations else None
-    optimizer = rows.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+def adamw(params) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train the twin's model.
+
+    Args:
+        own: clip by the optimizer, on the device; else by `cai_mesh.clip_grad_norm_`.
+        plain: step with the optimizer itself, which knows of no residency.
+        keep: parameters stay whole from forward to backward.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    residency: str | Tiers
+    own: bool = True
+    plain: bool = False
+    activations: bool = False
+    keep: bool = False
+
+    def __str__(self) -> str:
+        marks = [name for name in ("own", "plain", "activations", "keep") if getattr(self, name)]
+        return "-".join([self.name, "x".join(map(str, self.shape)), str(self.residency), *marks])
+
+
+def train(case: Case):
+    mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    data, rows = mesh._flatten("data"), planned(case.residency)
+    gather = Gather(reshard_after_forward=not case.keep, prefetch_bytes=40_000)
+    model = shard_module(twin.build(case.name), mesh, residency=rows, gather=gather)
+    if case.activations:
+        offload_activations(model, keep=0, smallest=0)
+    plain = adamw(model.parameters())
+    optimizer = plain if case.plain else rows.optimizer(plain)
     losses, norms = [], []
     for step in range(twin.STEPS):
-        ids = twin.batch(step, data.get_local_rank(), data.size())
-        for part in ids.chunk(2):
-            loss = twin.loss_of(model(input_ids=part, use_cache=False).logits, part) / 2
-            loss.backward()
-            losses.append(twin.mean_over(data.get_group(), loss))
-        clip = (
-            optimizer.clip_grad_norm_(twin.CLIP)
-            if own_clip
-            else clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
-        )
-        norms.append(float(clip))
+        ids, loss = twin.batch(step, data.get_local_rank(), data.size()), 0.0
+        for i, part in enumerate(
+            ids.chunk(2)
+        ):  # gradients are reduced after every other backward of odd steps
+            with no_sync(model) if i == 0 and step % 2 else contextlib.nullcontext():
+                half = twin.loss_of(model(input_ids=part, use_cache=False).logits, part) / 2
+                half.backward()
+                loss += half.detach()
+        norms.append(float(clipped(case.own, optimizer, model, mesh)))
         optimizer.step()
         optimizer.zero_grad()
-    losses = [a + b for a, b in zip(losses[::2], losses[1::2], strict=True)]
-    assert away is None or away.host_bytes > 0
+        losses.append(twin.mean_over(data.get_group(), loss))
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return losses, norms, twin.whole(boxed), optimizer._engine.plan
+    assert rows._engine.planned is not case.plain
+    return losses, norms, twin.whole(boxed)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("name", list(twin.MODELS))
-@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.3)], ids=str)
-def test_equals_one_process(name: str, shape: tuple[int, ...], residency):
+def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
+    if own:
+        return optimizer.clip_grad_norm_(twin.CLIP)
+    return clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
+
+
+def assert_equals_one_process(name: str, results) -> None:
     losses, norms, final = twin.reference(name)
-    for got in run_ranks(shape[0] * shape[1], train, name, shape, residency, True):
+    for got in results:
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert got[1] == pytest.approx(norms, rel=1e-9)
         assert_same_as_one_device(got[2], final, tolerance=1e-8)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", (1, 2), "auto", activations=True),
+        Case("gpt2", (2, 2), MIXED),
+        Case("llama", (2, 2), "device", own=False, keep=True),
+        Case("gpt2", (1, 2), "host", own=False),
+        Case("llama", (1, 2), "host", own=False, plain=True),
+    ],
+    ids=str,
+)
+def test_equals_one_process(case: Case):
+    assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("residency", ["auto", "host", "device", MIXED, Tiers(1.0, 0.0)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("name", list(twin.MODELS))
+def test_every_mix_equals_one_process(name, shape, residency, own, keep):
+    case = Case(name, shape, residency, own=own, keep=keep)
+    assert_equals_one_process(name, run_ranks(shape[0] * shape[1], train, case))
+
+
+# -- beside tensor and pipeline parallelism ------------------------------------------------------------------------
+
+
+def train_tensor_parallel(name: str, residency: str | Tiers):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    data, rows = mesh["dp_shard"], planned(residency)
+    model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=rows)
+    optimizer = rows.optimizer(adamw(model.parameters()))
+    losses, norms = [], []
+    for step in range(twin.STEPS):
+        ids = twin.batch(step, data.get_local_rank(), 2)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(twin.mean_over(data.get_group(), loss))
+    assert rows._engine.planned
+    return losses, norms, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize(("name", "residency"), [("llama", MIXED), ("gpt2", "auto")], ids=str)
+def test_beside_tensor_parallelism(name, residency):
+    assert_equals_one_process(name, run_ranks(4, train_tensor_parallel, name, residency))
+
+
+def train_pipeline(name: str, residency: str | Tiers, schedule: str, driver: str):
+    mesh, microbatches = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), 4
+    data, rows = mesh["dp_shard"], planned(residency)
+    model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=rows)
+    optimizer = rows.optimizer(adamw(model.parameters()))
+    runner = PipelineRunner(
+        model,
+        mesh,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / microbatches,
+        grad_sync=sharding_of(model),
+        sharding=sharding_of(model),
+    )
+    losses, norms = [], []
+    for step in range(twin.STEPS):
+        parts = list(twin.batch(step, data.get_local_rank(), 2).chunk(microbatches))
+        loss = runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
+        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(twin.mean_over(data.get_group(), loss))
+    assert rows._engine.planned
+    boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    return losses, norms, twin.whole(boxed)
+
+
+@pytest.mark.parametrize(
+    ("name", "residency", "schedule", "driver"),
+    [("llama", "auto", "1f1b", "actions"), ("gpt2", MIXED, "gpipe", "hooks")],
+    ids=str,
+)
+def test_beside_a_pipeline(name, residency, schedule, driver):
+    """gpt2 ties its embeddings over the stages: they count once in the norm."""
+    assert_equals_one_process(name, run_ranks(4, train_pipeline, name, residency, schedule, driver))
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def leg(directory: str, residency: str | Tiers, first: int, last: int, fresh: bool):
+    """Steps `first` to `last` of the twin's run, from a checkpoint and to another; `fresh`: of a model just made."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
+    rows, model = planned(residency), twin.build("llama")
+    if not fresh:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+    shard_module(model, mesh, residency=rows)
+    optimizer = rows.optimizer(adamw(model.parameters()))
+    if not fresh:
+        restore_groups(optimizer, checkpoint.load(directory, whole_state(model, optimizer))["groups"])
+    losses = []
+    for step in range(first, last):
+        ids = twin.batch(step, mesh.get_local_rank(), mesh.size())
+        loss = twin.loss_of(model(input_ids=ids, use_cache=False).logits, ids)
+        loss.backward()
+        optimizer.clip_grad_norm_(twin.CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(twin.mean_over(mesh.get_group(), loss))
+    checkpoint.save(directory, whole_state(model, optimizer), step=last).wait()
+    return losses, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    held = optimizer_state(optimizer, model)
+    groups = held.pop("param_groups")
+    return {**{f"model.{n}": p for n, p in model.named_parameters()}, **held, "groups": groups}
+
+
+def test_a_checkpoint_goes_on_over_other_ranks_and_residencies(tmp_path):
+    losses, _, final = twin.reference("llama")
+    first = run_ranks(2, leg, str(tmp_path), MIXED, 0, 3, True)
+    then = run_ranks(4, leg, str(tmp_path), "auto", 3, 4, False)
+    for got in first:
+        assert got[0] == pytest.approx(losses[:3], rel=1e-9)
+    for got in then:
+        assert got[0] == pytest.approx(losses[3:], rel=1e-9)
+        assert_same_as_one_device(got[1], final, tolerance=1e-8)
+
+
+# -- beside rows that stay on the device, bit for bit --------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Blocks, the second frozen, the third used only now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(5)
+        )
+        self.head = nn.Linear(16, 9)
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, ids, skip=False):
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x) if i != 2 or not skip else x
+        return self.head(x)
+
+
+def net(residency: Residency | None, mesh=None, **options) -> nn.Module:
+    torch.manual_seed(0)
+    return shard_module(Net(), mesh, residency=residency, **options)
+
+
+def loss_of(model: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
+    ids = torch.randint(0, 9, (3, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+    return nn.functional.cross_entropy(model(ids, step % 3 == 1).float().flatten(0, 1), ids.flatten())
+
+
+def losses_of(model: nn.Module, optimizer, steps=range(5), rank: int = 0) -> list[float]:
+    found = []
+    for step in steps:
+        for part in range(2):
+            loss = loss_of(model, 2 * step + part, rank)
+            loss.backward()
+            found.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def bfloat16_steps(residency: str | Tiers | None):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    rows = None if residency is None else planned(residency)
+    model = net(rows, mesh, precision=MixedPrecision(compute=torch.bfloat16))
+    optimizer = adamw(model.parameters()) if rows is None else rows.optimizer(adamw(model.parameters()))
+    losses = losses_of(model, optimizer, rank=mesh.get_local_rank())
+    return losses, values(model)
+
+
+@pytest.mark.parametrize("residency", [MIXED, "auto"], ids=str)
+def test_bfloat16_is_that_of_rows_on_the_device_bit_for_bit(residency):
+    plain, ours = run_ranks(2, bfloat16_steps, None), run_ranks(2, bfloat16_steps, residency)
+    for (losses, final), (got, rows) in zip(plain, ours, strict=True):
+        assert got == losses
+        assert all(torch.equal(a, b) for a, b in zip(final, rows, strict=True))
+
+
+def pair(**options) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, OffloadedOptimizer]]:
+    """A model whose rows stay on the device, and one under a planned residency, of one process each."""
+    plain, rows = net(None), planned(**options)
+    model = net(rows)
+    return (plain, adamw(plain.parameters())), (model, rows.optimizer(adamw(model.parameters())))
+
+
+def assert_alike(a: nn.Module, b: nn.Module) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(values(a), values(b), strict=True))
+
+
+def test_evaluations_and_writes_between_steps():
+    """The trace of a step does not know of them; rows that were written to are gathered anew."""
+    (plain, theirs), (model, ours) = pair()
+    for step in range(6):
+        for m, opt in ((plain, theirs), (model, ours)):
+            losses = losses_of(m, opt, range(step, step + 1))
+            with torch.no_grad():
+                losses.append(float(loss_of(m, 77)))
+                m.layers[3][0].weight.mul_(0.5)
+                m.embed.weight.mul_(0.5)
+                losses.append(float(loss_of(m, 77)))
+            if m is plain:
+                expected = losses
+        assert losses == expected
+    assert_alike(plain, model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scale_skips_the_same_steps(fused):
+    def run(residency, fused):
+        model = net(residency)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused, foreach=False)
+        optimizer = inner if residency is None else residency.optimizer(inner)
+        scale = LossScale(None, initial=2.0**10, interval=2)
+        for step in range(6):
+            loss = loss_of(model, step) * (float("inf") if step in (1, 4) else 1.0)
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+        assert scale.skipped == 2
+        return model
+
+    assert_alike(run(planned(), fused), run(None, True))
+
+
+# -- memory, time, errors ------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_never_passed_and_memory_that_is_there_is_used():
+    plain = net(None)
+    expected = losses_of(plain, adamw(plain.parameters()))
+    states = []
+    for budget in (21_000, 50_000, 90_000):
+        rows = planned("auto", budget)
+        model = net(rows)
+        optimizer = rows.optimizer(adamw(model.parameters()))
+        ledger = rows._engine.ledger
+        ledger.limit = budget
+        assert losses_of(model, optimizer) == expected
+        assert ledger.peak <= budget
+        states.append(len(rows._engine.plan.state))
+    assert states[0] < states[1] < states[2]
+
+
+def test_what_lies_beside_the_rows_is_left_free():
+    rows = planned("auto", 100_000, observe=lambda: 60_000)
+    model = net(rows)
+    losses_of(model, rows.optimizer(adamw(model.parameters())))
+    assert rows._engine.ledger.peak <= 50_000
+    cramped = planned("auto", 100_000, observe=lambda: 105_000)
+    model = net(cramped)
+    optimizer = cramped.optimizer(adamw(model.parameters()))
+    with pytest.raises(PlanError, match=r"too small for one layer at a time(.|\n)*at least [\d,]+ bytes"):
+        losses_of(model, optimizer)
+
+
+def test_a_step_runs_until_its_rows_are_needed():
+    """`step` returns while a late chunk is not stepped; the forward waits for that chunk."""
+    (plain, theirs), (model, ours) = pair(residency="host")
+    assert losses_of(model, ours, range(3)) == losses_of(plain, theirs, range(3))
+    gate, late = threading.Event(), ours._engine.helds[-2]
+    run = late.step.run
+    late.step.run = lambda *args: (gate.wait(), run(*args))  # type: ignore[method-assign]
+    for m, opt in ((model, ours), (plain, theirs)):
+        loss_of(m, 0).backward()
+        opt.step()
+    assert late._stepping is not None and not late._stepping.done()
+    reached = []
+    model.layers[0].register_forward_pre_hook(lambda *_: reached.append("first"))
+    first = ours._engine.helds[0]
+    assert first.name.startswith(("embed", "layers.0"))
+    threading.Thread(target=lambda: (first.finish_step(), reached.append("open"), gate.set())).start()
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, 1), loss_of(plain, 1))
+    assert "open" in reached, "the forward used a chunk that was not stepped"
+    assert late._stepping is None
+
+
+def test_errors():
+    with pytest.raises(PlanError, match="unknown residency"):
+        ChunkResidency("tape")
+    for disk in ("nvme", Tiers(disk=0.5), Tiers(disk_weights=0.5)):
+        with pytest.raises(PlanError, match="do not live on a disk"):
+            ChunkResidency(disk)
+    with pytest.raises(PlanError, match="memory is not known"):
+        net(ChunkResidency("auto"))
+    with pytest.raises(
+        PlanError, match=r"one layer at a time(.|\n)*5KB(.|\n)*more than [\d,]+ bytes(.|\n)*layers"
+    ):
+        net(ChunkResidency("auto", device_memory="5KB"))
+    rows = planned("host")
+    assert isinstance(rows, Residency)
+    with pytest.raises(PlanError, match="no rows to step yet"):
+        rows.optimizer(adamw(Net().parameters()))
+    model = net(rows)
+    with pytest.raises(PlanError, match="already has a model's rows"):
+        net(rows)
+    with pytest.raises(PlanError, match="does not have"):
+        rows.optimizer(adamw(Net().parameters()))
+    meshed = Lamb(model.parameters())
+    meshed.meshes = ("a mesh",)
+    with pytest.raises(PlanError, match=r"communicates(.|\n)*Lamb"):
+        rows.optimizer(meshed)
+    rows.optimizer(adamw(model.parameters()))
+    with pytest.raises(PlanError, match="already have an optimizer"):
+        rows.optimizer(adamw(model.parameters()))
+    short = ChunkResidency("host", host_memory="10KB")
+    model = net(short)
+    with pytest.raises(
+        PlanError, match=r"host memory is too small(.|\n)*10KB(.|\n)*[\d,]+ bytes on this rank"
+    ):
+        short.optimizer(adamw(model.parameters()))

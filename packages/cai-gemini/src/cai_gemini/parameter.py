@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 
@@ -49,6 +50,10 @@ _ABOUT = {
 }
 
 
+_FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
+"""Steps of plain optimizers, which write to their first argument without counting a version."""
+
+
 class KeptParameter(nn.Parameter):
     """A flat parameter at home: its optimizer step may run in the background and its gradient lives in a chunk.
 
@@ -80,4 +85,7 @@ class KeptParameter(nn.Parameter):
                 for value in tree_leaves((args, kwargs)):
                     if isinstance(value, cls):
                         value.cai_keeper.settle()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _FUSED:
+                increment_version(args[0])
+            return result

@@ -59,7 +59,7 @@ class ChunkResidency:
         tuning: Tuning = Tuning(),  # noqa: B008 (frozen)
     ):
         self._tiers = tiers_of(residency)
-        if self._tiers is not None and self._tiers.disk:
+        if self._tiers is not None and (self._tiers.disk or self._tiers.disk_weights):
             raise PlanError(
                 "rows of a sharded model do not live on a disk",
                 got=repr(residency),
