@@ -7,7 +7,7 @@ is there, chunks needed next come ahead of their use, and those used furthest in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from cai_gemini.trace import Trace
@@ -67,11 +67,9 @@ class Moves:
 
 
 def room(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> list[int]:
-    """Bytes at every moment for the weights of chunks that do not stay and are not in use beside the current one."""
+    """Bytes for the weights of chunks that do not stay, at every moment."""
     resident = plan.resident(sizes)
-    pinned = [sum(sizes[c].weights for c in also if c not in plan.weights) for also in trace.also]
-    pinned = pinned or [0] * len(trace.beside)
-    return [budget - resident - sum(bytes_of) for bytes_of in zip(trace.beside, pinned, strict=True)]
+    return [budget - beside - resident for beside in trace.beside]
 
 
 def decide(
@@ -90,6 +88,11 @@ def decide(
 
     What is brought ahead fits until it is used, beside every chunk used before it.
     """
+
+    def needed(chunks: Iterable[int], when: int) -> int:
+        """Bytes of `chunks` and of all that is in use at a moment."""
+        return sum(sizes[c].weights for c in {*chunks, *trace.in_use(when)} - plan.weights)
+
     pinned = trace.in_use(moment)
     here = [c for c in present if c not in plan.weights and c not in pinned]
     distance = {c: _distance(trace, c, moment) for c in here}
@@ -103,13 +106,13 @@ def decide(
     for chunk, when in _upcoming(trace, moment, plan, AHEAD):
         if chunk in distance or (chunk in pinned and chunk in present):
             continue
-        sooner = sum(sizes[c].weights for c in held if distance[c] <= when)
-        if sooner + sizes[chunk].weights > min(room[moment : when + 1]):
+        sooner = [c for c in held if distance[c] <= when]
+        if any(needed([*sooner, chunk], later) > room[later] for later in range(moment, when + 1)):
             break
         distance[chunk] = when
         held = sorted(distance, key=lambda c: distance[c])
         bring.append(chunk)
-    free, total = [], sum(sizes[c].weights for c in held)
+    free, total = [], needed(held, moment)
     for chunk in reversed(held):
         if total <= room[moment]:
             break
@@ -149,10 +152,11 @@ def smallest_budget(trace: Trace, sizes: Sequence[Sizes], stays: Collection[int]
 
 
 def fits(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> bool:
-    """Whether every moment has room for the chunk it uses."""
+    """Whether every moment has room for the chunks it uses."""
     return all(
-        (0 if use.chunk in plan.weights else sizes[use.chunk].weights) <= left
-        for use, left in zip(trace.uses, room(trace, sizes, plan, budget), strict=True)
+        sum(sizes[c].weights for c in {trace.uses[moment].chunk, *trace.in_use(moment)} - plan.weights)
+        <= left
+        for moment, left in enumerate(room(trace, sizes, plan, budget))
     )
 
 

@@ -1,0 +1,231 @@
+"""`ChunkResidency` driven by hand, by fetches, gradients and steps, as whoever shards would; and its pure parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from offloaded import SLOW_HOST
+from torch import nn
+
+from cai_gemini import ChunkResidency, Tiers, Tuning
+from cai_gemini.gradient import counted, sums_of_squares
+from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
+from cai_gemini.states import State
+from cai_gemini.trace import Trace, Use
+from cai_mesh.norm import Span, attach_spans
+from cai_mesh.protocols import Residency, Stored
+from cai_mesh.units import FlatUnit, Share
+
+CPU, BLOCKS = torch.device("cpu"), 4
+
+
+def rows_of(residency: Residency, compute: torch.dtype = torch.float32) -> list[Stored]:
+    """The second half of every block's rows; the second block is frozen."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(20, 15) for _ in range(BLOCKS))
+    stored = []
+    for i, block in enumerate(blocks):
+        unit = FlatUnit(
+            block,
+            [(f"{i}.{n}", p.requires_grad_(i != 1)) for n, p in block.named_parameters()],
+            master=torch.float32,
+            compute=compute,
+            device=CPU,
+            share=Share(2, 1, frozenset({"dp_shard"})),
+            place=residency.place,
+        )
+        stored.append(Stored(unit, CPU, None if i == 1 else torch.float32))
+    residency.adopt(stored, None)
+    return stored
+
+
+def trained(stored: list[Stored]) -> list[nn.Parameter]:
+    return [p for rows in stored for p in rows.unit.kept if p.requires_grad]
+
+
+def use(residency: Residency, rows: Stored) -> torch.Tensor:
+    residency.fetch(rows).wait()
+    assert rows.on_device is not None
+    found = rows.on_device.clone()
+    residency.release(rows)
+    return found
+
+
+def step(residency: ChunkResidency, stored: list[Stored], optimizer, number: int) -> list[torch.Tensor]:
+    """Two forwards and backwards and a step; returns what was fetched."""
+    seen = []
+    for part in range(2):
+        seen += [use(residency, rows) for rows in stored]
+        for i, rows in reversed(list(enumerate(stored))):
+            seen.append(use(residency, rows))
+            if rows.gradients is not None:
+                residency.keep_gradient(rows, gradient(rows, number, part, i))
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+def planned(residency="auto", memory=10**6, **options) -> ChunkResidency:
+    return ChunkResidency(residency, device_memory=memory, tuning=Tuning(rates=SLOW_HOST, **options))
+
+
+@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4)], ids=str)
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def gradient(rows: Stored, number: int, part: int, index: int) -> torch.Tensor:
+    """Of a backward; padding is zero."""
+    generator = torch.Generator().manual_seed(100 * number + 10 * part + index)
+    grad = torch.zeros(rows.unit.shard.numel())
+    for low, high in rows.unit.ranges:
+        grad[low:high] = torch.randn(high - low, generator=generator)
+    return grad
+
+
+@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4)], ids=str)
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute):
+    """The twin steps copies of the parameters, with gradients added in the order in which they came: bit for bit."""
+    rows = planned(residency)
+    stored = rows_of(rows, compute)
+    twins = [[p.detach().clone() for p in one.unit.kept] for one in stored]
+    theirs = torch.optim.AdamW([t for i, ts in enumerate(twins) if i != 1 for t in ts], lr=1e-2, fused=True)
+    ours = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2, fused=True))
+    for number in range(5):
+        expected = [[t.to(compute) for t in ts] for ts in twins]
+        seen = step(rows, stored, ours, number)
+        for got, index in zip(seen, 2 * [*range(BLOCKS), *reversed(range(BLOCKS))], strict=True):
+            for (low, high), wanted in zip(stored[index].unit.ranges, expected[index], strict=True):
+                assert got.dtype == compute and torch.equal(got[low:high], wanted)
+        for i, (one, ts) in enumerate(zip(stored, twins, strict=True)):
+            total = gradient(one, number, 0, i) + gradient(one, number, 1, i)
+            for (low, high), twin in zip(one.unit.ranges, ts, strict=True):
+                twin.grad = total[low:high]
+        theirs.step()
+    assert rows._engine.planned
+    for one, ts in zip(stored, twins, strict=True):
+        assert all(torch.equal(p.detach(), twin) for p, twin in zip(one.unit.kept, ts, strict=True))
+
+
+def test_a_traced_step_is_whole():
+    """All micro-batches, with those uses as backwards that gradients followed, and nothing of the step before."""
+    rows = planned("host")
+    stored = rows_of(rows)
+    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    for number in range(2):
+        step(rows, stored, optimizer, number)
+    forward = [Use(i, False) for i in range(BLOCKS)]
+    backward = [Use(i, i != 1) for i in reversed(range(BLOCKS))]
+    assert rows._engine.trace.uses == tuple(2 * (forward + backward))
+
+
+def test_nothing_is_traced_without_an_optimizer():
+    rows = planned("host")
+    stored = rows_of(rows)
+    for _ in range(3):
+        for one in stored:
+            use(rows, one)
+    assert not rows._engine._seen
+
+
+def test_versions_tell_of_steps_and_writes():
+    rows = planned("host")
+    stored = rows_of(rows)
+    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    for number in range(3):
+        before = [rows.version(one) for one in stored]
+        step(rows, stored, optimizer, number)
+        after = [rows.version(one) for one in stored]
+        assert [a != b for a, b in zip(before, after, strict=True)] == [True, False, True, True]
+        optimizer.wait()
+        assert [rows.version(one) for one in stored] == after, "a step that ends is not another change"
+    with torch.no_grad():
+        stored[1].unit.kept[0].mul_(2)
+    written = rows.version(stored[1])
+    assert written != after[1]
+    assert torch.equal(use(rows, stored[1]), stored[1].unit.shard)
+    assert rows.version(stored[1]) == written, "what is taken over is not another change"
+
+
+def test_a_plain_optimizers_steps_are_seen():
+    """Torch's fused steps write without counting a version."""
+    rows = ChunkResidency("host")
+    stored = rows_of(rows)
+    optimizer = torch.optim.AdamW(trained(stored), lr=1e-2, fused=True)
+    first = [use(rows, one) for one in stored]
+    step(rows, stored, optimizer, 0)
+    assert not any(
+        torch.equal(use(rows, one), a) for one, a in zip(stored, first, strict=True) if one.gradients
+    )
+    assert all(torch.equal(use(rows, one), one.unit.shard) for one in stored)
+
+
+def test_rows_in_use_are_not_freed():
+    rows = planned("host", memory=10**5)
+    stored = rows_of(rows)
+    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    coming = [rows.fetch(one) for one in stored]
+    for handle in coming:
+        handle.wait()
+    assert all(one.on_device is not None for one in stored)
+    helds = rows._engine.helds
+    assert all(held.in_use for held in helds)
+    for one in stored:
+        rows.release(one)
+    step(rows, stored, optimizer, 0)
+    assert all(held.state is State.FREE for held in helds if held.trains)
+
+
+# -- the pure parts ------------------------------------------------------------------------------------------------
+
+
+def test_chunks_in_use_beside_the_current_one_count():
+    sizes = [Sizes(5, 0, 0), Sizes(3, 0, 0), Sizes(2, 0, 0)]
+    uses = (Use(0, False), Use(1, False), Use(2, False))
+    trace = Trace(uses, (0, 0, 0), (1.0,) * 3, (frozenset(), frozenset({0}), frozenset({0, 1})))
+    nothing = Plan(frozenset(), frozenset())
+    assert smallest_budget(trace, sizes) == 10
+    assert fits(trace, sizes, nothing, 10) and not fits(trace, sizes, nothing, 9)
+    kept = Plan(frozenset({0}), frozenset())
+    assert fits(trace, sizes, kept, 10) and not fits(trace, sizes, kept, 9), "what stays is not counted twice"
+    moves = decide(trace, 2, {0, 1}, sizes, nothing, room(trace, sizes, nothing, 10))
+    assert (moves.free, moves.bring) == ((), (2,))
+    assert decide(trace, 1, {0}, sizes, nothing, [10] * 3).bring == (1, 2)
+    assert decide(trace, 1, {0}, sizes, nothing, [10, 10, 9]).bring == (1,), "0 and 1 are in use when 2 comes"
+    assert decide(trace, 1, {0, 2}, sizes, nothing, [9] * 3).free == (2,)
+
+
+def test_a_use_is_found_again_after_a_detour():
+    order = [0, 1, 2, 3, 3, 2, 1, 0]
+    trace = Trace(tuple(Use(c, False) for c in order), (0,) * 8, (1.0,) * 8)
+    at, found = -1, []
+    for chunk in [0, 1, 2, 3, 3, 2, 1, 0]:
+        at = trace.follow(chunk, at)
+        found.append(at)
+    assert found == list(range(8))
+    at = 3  # a forward that has no backward, then a pass
+    for chunk in [0, 1, 2, 3]:
+        at = trace.follow(chunk, at)
+    assert at == 3
+    assert [trace.follow(c, at) for c in (3, 2)] == [4, 5]
+    assert trace.follow(7, 2) is None
+    assert trace.follow(3, -1) == 3
+
+
+def test_squares_are_summed_by_axes_and_owner():
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    unit = FlatUnit(
+        model, list(model.named_parameters()), master=torch.float32, compute=torch.float32, device=CPU
+    )
+    both, tp = frozenset({"dp_shard", "tp"}), frozenset({"tp"})
+    for i, param in enumerate(unit.kept):
+        attach_spans(param, [Span(0, param.numel(), both if i < 3 else tp, owner=i != 5)])
+    gradient = torch.randn(unit.shard.numel())
+    unit.chunk.clear_padding(gradient)
+    parts = counted(unit, range(6))
+    assert {axes: len(ranges) for axes, ranges in parts.items()} == {both: 1, tp: 1}
+    sums = sums_of_squares(gradient, parts)
+    pieces = [gradient[low:high].double().square().sum() for low, high in unit.ranges]
+    assert float(sums[both]) == pytest.approx(float(sum(pieces[:3])), rel=1e-5)
+    assert float(sums[tp]) == pytest.approx(float(sum(pieces[3:5])), rel=1e-5)
+    some = sums_of_squares(gradient, counted(unit, [0, 2, 4]))
+    assert float(some[both]) == pytest.approx(float(pieces[0] + pieces[2]), rel=1e-5)
