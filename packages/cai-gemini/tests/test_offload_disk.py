@@ -467,7 +467,7 @@ def test_the_loop_does_not_wait_for_reads(tmp_path):
     gate.set()
     for held in helds:
         held.arrive()
-        assert torch.equal(held.unit.whole.data, held.unit.shard) or held.disk._lent is None
+        assert torch.equal(held.unit.whole.data, held.unit.shard) or not held.disk.in_memory
 
 
 def test_errors(tmp_path, monkeypatch):

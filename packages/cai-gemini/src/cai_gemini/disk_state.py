@@ -65,6 +65,11 @@ class DiskState:
         """Of master weights and state, in the order in which a step takes their tensors."""
         return [self.master, *(slot.region for slot in self.slots.values())]
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is lent."""
+        return self._lent is not None
+
     def _nothing(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(1, dtype=dtype).expand(self.master.numel)
 
@@ -104,7 +109,7 @@ class DiskState:
             step.moments()  # there from the start, for every parameter
         return belonging({i: step.state_of(i) for i in range(len(self._held.unit.kept))}, self._held)
 
-    def _in_memory(self) -> list[torch.Tensor]:
+    def _everything(self) -> list[torch.Tensor]:
         """Everything that is lent, as it is now."""
         found = self._found()
         return [
@@ -116,7 +121,7 @@ class DiskState:
     def _changed(self) -> bool:
         assert self._lent is not None
         with torch._C.DisableTorchFunctionSubclass():
-            now = self._in_memory()
+            now = self._everything()
             return len(now) != len(self._lent) or any(
                 a is not b or a._version != version for a, (b, version) in zip(now, self._lent, strict=True)
             )
@@ -134,7 +139,7 @@ class DiskState:
             read.wait()
         self._put(buffers)
         with torch._C.DisableTorchFunctionSubclass():
-            self._lent = [(tensor, tensor._version) for tensor in self._in_memory()]
+            self._lent = [(tensor, tensor._version) for tensor in self._everything()]
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let these be master weights and state, in the order of `regions`."""

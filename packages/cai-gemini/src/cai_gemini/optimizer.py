@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.engine import Engine
+from cai_gemini.lending import (
+    GROUPS,
+    Lending,
+    boxed_slots,
+    check_groups,
+    restore_groups,
+    saved_groups,
+    state_to_load,
+    state_to_save,
+)
 from cai_gemini.placement import Placement
 from cai_gemini.timeline import Timeline
+from cai_mesh import checkpoint
 from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
 from cai_mesh.norm import clip_factor, norm_of_squares
@@ -40,6 +52,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._patch_step_function()
         self._scale: float | torch.Tensor = 1.0
+        self._lending = Lending()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -123,20 +136,48 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         another optimizer makes in its first step is not. Empty for a parameter that is not trained.
         """
         keeper = getattr(param, "cai_keeper", None)
-        if keeper is None or keeper.step is None:
+        if keeper is None:
             return {}
-        keeper.settle()
-        if has_two_moments(self.inner):
-            keeper.step.moments()
-        state = self.inner.state.get(param, {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return {
-                f"{name}.{slot}": BoxedTensor.like(param, value)
-                if value.shape == param.shape
-                else BoxedTensor.from_param(value)
-                for slot, value in state.items()
-                if isinstance(value, torch.Tensor)
-            }
+        if keeper.disk is None:
+            keeper.settle()
+        return boxed_slots(keeper, param.cai_index, name, self._lending)  # type: ignore[attr-defined]
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | os.PathLike[str], *, step: int, keep_last: int | None = None) -> Path:
+        """Write `directory/step-N` with master weights, state and hyperparameters, by `cai_mesh.checkpoint`.
+
+        Tensors are `model.NAME` and `optimizer.NAME.SLOT`, of the parameters' own names and shapes, so whatever loads
+        such a checkpoint loads this one. One chunk of the disk is in memory at a time. Buffers of the model are not in
+        it. Returns the committed directory; raises `CheckpointError` as `cai_mesh.checkpoint.save`.
+        """
+        state = {**state_to_save(self._engine.helds, self._lending), GROUPS: saved_groups(self.inner)}
+        try:
+            return checkpoint.save(directory, state, step=step, keep_last=keep_last).wait()
+        finally:
+            self._lending.close()
+
+    @torch.no_grad()
+    def load(self, directory: str | os.PathLike[str], *, verify: bool = True) -> None:
+        """Load what `save` wrote, of this model offloaded in any way: wherever a chunk lives now, there it goes.
+
+        Args:
+            directory: `step-N`, or a directory of them, of which the newest is taken.
+            verify: check sizes and digests of the files first.
+
+        Raises `CheckpointError` where there is none, it is damaged, or of another model or optimizer; nothing has been
+        changed then.
+        """
+        found = checkpoint.contents(directory)
+        groups = found.values.get(GROUPS) or []
+        check_groups(self.inner, groups, str(directory))
+        self._engine.finish()
+        state = state_to_load(self._engine.helds, found.tensors, self._lending)
+        try:
+            checkpoint.load(directory, state, verify=verify)
+        finally:
+            self._lending.close()
+        restore_groups(self.inner, groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Of the inner optimizer, after the last step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,12 +61,20 @@ class BoxedTensor:
         dtype: element type.
         pieces: (region of the global tensor, view of exactly that shape).
         owner: whether this rank writes what several ranks hold (False for a tied copy).
+        lend: for values that are not in memory: the views of `pieces` are on the meta device, and this returns the same
+            boxes with views of memory, which may be read and written until something else is lent.
     """
 
     global_shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[tuple[Box, torch.Tensor], ...]
     owner: bool = True
+    lend: Callable[[], BoxedTensor] | None = None
+
+    @property
+    def present(self) -> BoxedTensor:
+        """Boxes with values in memory: these, or what is lent."""
+        return self if self.lend is None else self.lend()
 
     @staticmethod
     def from_param(tensor: torch.Tensor) -> BoxedTensor:
@@ -102,7 +110,7 @@ class BoxedTensor:
         full = torch.zeros(self.global_shape, dtype=self.dtype)
         if full.is_floating_point():
             full.fill_(float("nan"))
-        mine = [(box, view.detach().cpu()) for box, view in self.pieces]
+        mine = [(box, view.detach().cpu()) for box, view in self.present.pieces]
         for held in all_gather_object(mine, group):
             for box, values in held:
                 full[box.slices()] = values

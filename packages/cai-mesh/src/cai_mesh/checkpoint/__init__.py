@@ -6,12 +6,14 @@ A checkpoint is a directory `step-N` with torch DCP's files (`.metadata`, `*.dis
 
 from cai_mesh.checkpoint.commit import Manifest, latest, steps, verify
 from cai_mesh.checkpoint.hf import load_hf, save_hf
-from cai_mesh.checkpoint.loading import load, newest_good
+from cai_mesh.checkpoint.loading import Contents, contents, load, newest_good
 from cai_mesh.checkpoint.saving import Saving, save
 
 __all__ = [
+    "Contents",
     "Manifest",
     "Saving",
+    "contents",
     "latest",
     "load",
     "load_hf",

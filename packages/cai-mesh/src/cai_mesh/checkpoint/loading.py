@@ -6,9 +6,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -66,6 +68,34 @@ def load(checkpoint: str | os.PathLike, state: Mapping[str, Any], *, verify: boo
     planner.set_up_planner(boxes, metadata)
     reader.read_data(planner.create_local_plan(), planner).wait()
     return json.loads((path / commit.VALUES).read_text())
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Args:
+        tensors: shape and dtype by name.
+        values: plain values by name.
+    """
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    values: dict[str, Any]
+
+
+def contents(checkpoint: str | os.PathLike) -> Contents:
+    """What a checkpoint, or the newest of a directory, holds, without its tensors' values.
+
+    Raises `CheckpointError` when there is none or its metadata is damaged.
+    """
+    path = _resolve(Path(checkpoint))
+    found = read_metadata(path).state_dict_metadata
+    tensors = {
+        name: (tuple(saved.size), saved.properties.dtype)
+        for name, saved in found.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    return Contents(tensors, json.loads((path / commit.VALUES).read_text()))
 
 
 def _resolve(path: Path) -> Path:

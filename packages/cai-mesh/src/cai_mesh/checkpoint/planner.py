@@ -76,8 +76,9 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        view = self._views[_key(write_item.index)].detach()
-        if view.is_cpu and view.untyped_storage().nbytes() == view.nbytes:
+        boxed = self._state[write_item.index.fqn]
+        view = _view(boxed, self._views, write_item.index).detach()
+        if boxed.lend is None and view.is_cpu and view.untyped_storage().nbytes() == view.nbytes:
             return view
         if self._copy is None or self._copy.nbytes != view.nbytes:
             self._forget_copy()
@@ -119,7 +120,7 @@ class BoxLoadPlanner(LoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is saved as an object", expected="a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._views[_key(read_item.dest_index)]
+        target = _view(self._state[read_item.dest_index.fqn], self._views, read_item.dest_index)
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)
         return target
@@ -138,6 +139,16 @@ def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 def _views(state: Boxes) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     return {(name, box.offset): view for name, boxed in state.items() for box, view in boxed.pieces}
+
+
+def _view(
+    boxed: BoxedTensor, views: Mapping[tuple[str, tuple[int, ...]], torch.Tensor], index: MetadataIndex
+) -> torch.Tensor:
+    """The values of one box: from `views`, or lent."""
+    key = _key(index)
+    if boxed.lend is None:
+        return views[key]
+    return next(view for box, view in boxed.lend().pieces if tuple(box.offset) == key[1])
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"

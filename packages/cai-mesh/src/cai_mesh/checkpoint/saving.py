@@ -180,11 +180,12 @@ def _staged(boxes: Mapping[str, BoxedTensor], plan: SavePlan) -> dict[str, Boxed
     mine = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
     staged = {}
     for name, boxed in boxes.items():
+        if not any((name, box.offset) in mine for box, _ in boxed.pieces):
+            continue
         pieces = tuple(
             (box, view.detach().to("cpu", copy=True))
-            for box, view in boxed.pieces
+            for box, view in boxed.present.pieces
             if (name, box.offset) in mine
         )
-        if pieces:
-            staged[name] = replace(boxed, pieces=pieces)
+        staged[name] = replace(boxed, pieces=pieces, lend=None)
     return staged
