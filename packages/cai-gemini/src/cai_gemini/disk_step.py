@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -25,14 +26,21 @@ def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | torch.T
     jobs = [(held, job) for held in helds if (job := held.step_on_disk(value)) is not None]
     done: list[Future[None]] = [Future() for _ in jobs]
     chunks = [held.disk_regions() for held, _ in jobs]
+    begun: list[float] = []
 
     def work(index: int, tensors: list[torch.Tensor]) -> None:
         jobs[index][1](tensors)
 
+    def wrote(index: int) -> None:
+        jobs[index][0].show_disk(begun.pop())
+        begun.append(time.perf_counter())
+        done[index].set_result(None)
+
     def run() -> None:
+        begun.append(time.perf_counter())
         unread = {held.disk_weights.own for held, _ in jobs if held.disk_weights is not None} - {None}
         try:
-            stream(store, chunks, work, unread=unread, wrote=lambda index: done[index].set_result(None))
+            stream(store, chunks, work, unread=unread, wrote=wrote)
         except BaseException as error:
             for future in done:
                 if not future.done():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cai_gemini.disk_plan import ChunkBytes, OnDisk, disk_bytes
 from cai_gemini.disk_weights import Staging
 from cai_gemini.engine import Engine
 from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
+from cai_gemini.rates import measure_disk
+from cai_gemini.simulate import DiskBytes, Rates
 from cai_mesh.errors import PlanError
 
 
@@ -34,6 +37,27 @@ def open_store(
             fix="free space there, name a larger disk, or keep more in host memory",
         )
     return store
+
+
+def rates_with_disk(store: NvmeStore | None, known: Rates) -> Rates:
+    """`known`, with what the disk of `store`, if there is one, was measured to do."""
+    if store is None:
+        return known
+    read, written = measure_disk(os.path.dirname(store.path))
+    return replace(known, disk_read=read, disk_write=written)
+
+
+def disk_traffic(helds: Sequence[Held]) -> dict[int, DiskBytes]:
+    """What chunks move from and to the disk, by index, as far as it is known before the first step."""
+    found: dict[int, DiskBytes] = {}
+    for index, held in enumerate(helds):
+        if held.disk is not None:
+            weights = held.sizes.weights if held.disk_weights is not None else 0
+            steps = held.step is not None
+            read = sum(region.nbytes for region in held.disk.regions) if steps else 0
+            written = sum(region.nbytes for region in held.disk_regions()) if steps else 0
+            found[index] = DiskBytes(read, written, weights)
+    return found
 
 
 def disk_user(engine: Engine, chunks: Sequence[ChunkBytes], on_disk: OnDisk) -> Callable[[int, Held], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,7 +16,8 @@ from cai_gemini.nvme import NvmeStore, Region
 
 BUFFERS = 2  # chunks between disk and device at once
 
-Order = tuple[Region, Callable[[torch.Tensor], Copied], "Future[Copied]"]
+Send = Callable[[torch.Tensor, float], Copied]
+Order = tuple[Region, Send, "Future[Copied]"]
 
 
 class Staging:
@@ -39,9 +41,10 @@ class Staging:
             False  # a thread that frees its buffer while the interpreter ends would take the process down
         )
 
-    def fetch(self, region: Region, send: Callable[[torch.Tensor], Copied], coming: Future[Copied]) -> None:
-        """Read `region` behind all earlier writes of it, then `send` it on; `coming` gets what that returns.
+    def fetch(self, region: Region, send: Send, coming: Future[Copied]) -> None:
+        """Read `region` behind all earlier writes of it, then `send` it on, with when the read began.
 
+        `coming` gets what that returns.
         What goes wrong is the future's exception.
         """
         self._orders.put((region, send, coming))
@@ -65,8 +68,9 @@ def _serve(orders: queue.SimpleQueue[Order | None], store: NvmeStore, nbytes: in
                 buffer = store.buffer(nbytes, torch.uint8)
             weights = buffer[: region.nbytes].view(region.dtype)
             leaving = None
+            begun = time.perf_counter()
             store.read(region, weights).wait()
-            leaving = send(weights)
+            leaving = send(weights, begun)
         except BaseException as error:
             buffer = None  # a request that is stuck may still write there
             coming.set_exception(error)
@@ -112,7 +116,9 @@ class DiskWeights:
     ) -> None:
         """Begin to bring the weights to `target` on the device, once its stream has passed `free`."""
 
-        def send(weights: torch.Tensor) -> Copied:
+        def send(weights: torch.Tensor, begun: float) -> Copied:
+            if copies.recorder is not None:
+                copies.recorder.span("disk", begun, time.perf_counter(), name)
             with torch.no_grad():
                 return copies.to_device(target, weights, free, name=name)
 

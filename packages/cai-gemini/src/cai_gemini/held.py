@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
@@ -377,6 +378,11 @@ class Held:
         assert self.disk is not None
         own = None if self.disk_weights is None else self.disk_weights.own
         return self.disk.regions + ([] if own is None else [own])
+
+    def show_disk(self, begun: float) -> None:
+        """On a timeline: from `begun`, of `time.perf_counter`, until now the disk was at work for this chunk."""
+        if self._copies.recorder is not None:
+            self._copies.recorder.span("disk", begun, time.perf_counter(), self.name)
 
     def _weights_among(self, tensors: list[torch.Tensor], groups: Groups) -> torch.Tensor:
         """Where a step puts new weights: at home, or among `tensors`, with the values of what is not stepped."""

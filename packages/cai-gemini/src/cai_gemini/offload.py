@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from cai_gemini.budget import Units, check_device, device_budget, kinds
 from cai_gemini.chunk_step import ChunkStep
 from cai_gemini.disk_plan import choose, chunk_bytes
-from cai_gemini.disk_use import disk_user, open_store
+from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
@@ -135,6 +135,8 @@ def offload(
     everything = [held for some in helds.values() for held in some]
     take_over(optimizer, everything, _homes(made))
     ModuleUses(engine, model, made, helds)
+    if tiers is None and tuning.rates is None:
+        tuning = replace(tuning, rates=rates_with_disk(engine.store, measure(where)))
     engine.start(everything, schedule(tiers, everything, budget, where, tuning), tuning.observe, helds[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
 
@@ -285,4 +287,6 @@ def _planner(
     if tiers is not None:
         return lambda trace, sizes, _passes: fractions(trace, sizes, tiers.weights, tiers.state)
     known, numel = rates or measure(device), [held.unit.shard.numel() for held in helds]
-    return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, Step(numel, passes))
+    return lambda trace, sizes, passes: best_plan(
+        trace, sizes, budget, known, Step(numel, passes, disk_traffic(helds))
+    )

@@ -18,12 +18,12 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     """A flat host tensor, [numel], that copies to and from `device` run at full speed with."""
     size = numel * dtype.itemsize
     if device.type != "cuda" or size < SMALL:
-        return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     memory = (ctypes.c_char * size)()
     address = ctypes.addressof(memory)
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, size, 0)) != 0:
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
     end = weakref.finalize(memory, _release, address, device)
     end.atexit = False
     return torch.frombuffer(memory, dtype=dtype)

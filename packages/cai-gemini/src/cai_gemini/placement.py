@@ -22,7 +22,7 @@ class Placement:
         state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
         device_bytes: of weights, gradients and state that stay on the device.
         host_bytes: of the weights that copies to the device are made from, and gradients and state that live there.
-        disk_bytes: of state on the disk.
+        disk_bytes: of weights and state on the disk.
     """
 
     planned: bool
@@ -42,10 +42,14 @@ class Placement:
         device = host = disk = 0
         for held in helds:
             sizes = held.sizes
-            host += sizes.weights
+            away = held.disk_weights is not None
+            host += 0 if away else sizes.weights
+            disk += sizes.weights if away and held.disk_weights.own is not None else 0
             device += sizes.weights if held.stays else 0
             if held.step is None:
-                host += held.unit.shard.numel() * held.unit.shard.element_size()
+                master = held.unit.shard.numel() * held.unit.shard.element_size()
+                host += 0 if held.disk is not None else master
+                disk += master if held.disk is not None else 0
             elif held.on_device:
                 device += sizes.state + sizes.gradients
             else:

@@ -1,11 +1,12 @@
-"""How long a step would take: compute, the two directions of the link and the host's steps as lanes.
+"""How long a step would take: compute, the two directions of the link, the host's steps and the disk as lanes.
 
 The model behind `auto`, and the floor that a measured step is held to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cai_gemini.policy import Plan, Sizes, decide, fits, room
@@ -25,6 +26,7 @@ class Rates:
         both: the sum of both directions when they run at once.
         host_step: host memory moved by the optimizer.
         device_step: device memory moved by the optimizer.
+        disk_read, disk_write: of the disk; infinite where it costs nothing.
     """
 
     to_device: float
@@ -32,6 +34,8 @@ class Rates:
     both: float
     host_step: float
     device_step: float
+    disk_read: float = math.inf
+    disk_write: float = math.inf
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Lanes:
     to_device: list[tuple[float, float, int]] = field(default_factory=list)
     to_host: list[tuple[float, float, int]] = field(default_factory=list)
     host: list[tuple[float, float, int]] = field(default_factory=list)
+    disk: list[tuple[float, float, int]] = field(default_factory=list)
 
     @property
     def end(self) -> float:
@@ -49,22 +54,37 @@ class Lanes:
 
 
 @dataclass(frozen=True)
+class DiskBytes:
+    """What a chunk moves from and to a disk.
+
+    Args:
+        read, written: by its optimizer step.
+        weights: read before each copy to the device.
+    """
+
+    read: int = 0
+    written: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True)
 class Step:
-    """Numbers of parameters by chunk, and backward passes a step."""
+    """Numbers of parameters by chunk, backward passes a step, and what chunks on a disk move there."""
 
     parameters: Sequence[int]
     passes: int = 1
+    disk: Mapping[int, DiskBytes] = field(default_factory=dict)
 
 
 def simulate(
     trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int, rates: Rates, step: Step
 ) -> tuple[float, Lanes]:
-    """Seconds of a step in the long run, and its lanes (of the second of two steps, starting at 0)."""
+    """Seconds of a step in the long run, and its lanes (of the last of a few steps, starting at 0)."""
     run = _Run(trace, sizes, plan, room(trace, sizes, plan, budget), rates, step)
-    first = run.one()
-    before = first
-    second = run.one()
-    return second - before, run.lanes
+    before = run.one()
+    if step.disk:  # what one step writes is in the way of the next one's reads, and that of its weights
+        before = run.one()
+    return run.one() - before, run.lanes
 
 
 class _Run:
@@ -79,7 +99,7 @@ class _Run:
         self._ready = dict.fromkeys(
             range(len(sizes)), 0.0
         )  # when a chunk's weights are on the host or device
-        self._compute = self._link_up = self._link_down = self._host = 0.0
+        self._compute = self._link_up = self._link_down = self._host = self._disk = 0.0
         self._start = 0.0
         self.lanes = Lanes()
 
@@ -110,8 +130,20 @@ class _Run:
     def _span(self, begin: float, end: float, chunk: int) -> tuple[float, float, int]:
         return begin - self._start, end - self._start, chunk
 
+    def _on_disk(self, after: float, seconds: float, chunk: int) -> float:
+        """Keep the disk busy; returns when it is done."""
+        if not seconds:
+            return after
+        begin = max(self._disk, after)
+        self._disk = begin + seconds
+        self.lanes.disk.append(self._span(begin, self._disk, chunk))
+        return self._disk
+
     def _bring(self, chunk: int) -> float:
-        begin = max(self._link_up, self._ready[chunk])
+        there, disk = self._ready[chunk], self._step.disk.get(chunk)
+        if disk is not None and disk.weights and chunk not in self._plan.state:
+            there = self._on_disk(there, disk.weights / self._rates.disk_read, chunk)
+        begin = max(self._link_up, there)
         self._link_up = begin + self._sizes[chunk].weights / self._up
         self.lanes.to_device.append(self._span(begin, self._link_up, chunk))
         return self._link_up
@@ -130,19 +162,42 @@ class _Run:
         for chunk in self._plan.state:
             self._ready[chunk] = self._compute
         self._host = max(self._host, known)
-        for chunk in dict.fromkeys(use.chunk for use in self._trace.uses):
-            if chunk in self._plan.state:
-                continue
-            begin = self._host
-            self._host += self._step.parameters[chunk] * HOST_BYTES / self._rates.host_step
-            self.lanes.host.append(self._span(begin, self._host, chunk))
-            self._ready[chunk] = self._host
-            if chunk in self._plan.weights:
-                self._ready[chunk] = self._bring(chunk)
+        order = [
+            chunk
+            for chunk in dict.fromkeys(use.chunk for use in self._trace.uses)
+            if chunk not in self._plan.state
+        ]
+        reading = {c: d for c in order if (d := self._step.disk.get(c)) is not None and d.read}
+        for chunk in order:
+            if chunk not in reading:
+                self._stepped(chunk, self._step_on_host(chunk, self._host))
+        self._update_disk(reading, known)
+
+    def _step_on_host(self, chunk: int, there: float) -> float:
+        begin = max(self._host, there)
+        self._host = begin + self._step.parameters[chunk] * HOST_BYTES / self._rates.host_step
+        self.lanes.host.append(self._span(begin, self._host, chunk))
+        return self._host
+
+    def _stepped(self, chunk: int, ready: float) -> None:
+        self._ready[chunk] = ready
+        if chunk in self._plan.weights:
+            self._ready[chunk] = self._bring(chunk)
+
+    def _update_disk(self, chunks: Mapping[int, DiskBytes], known: float) -> None:
+        """One chunk is read while the one before it is stepped and written."""
+        order, read = list(chunks), dict[int, float]()
+        for at, chunk in enumerate(order):
+            for ahead in order[at : at + 2]:
+                if ahead not in read:
+                    read[ahead] = self._on_disk(known, chunks[ahead].read / self._rates.disk_read, ahead)
+            ready = self._step_on_host(chunk, read[chunk])
+            written = self._on_disk(ready, chunks[chunk].written / self._rates.disk_write, chunk)
+            self._stepped(chunk, written if chunks[chunk].weights else ready)
 
 
 def floor(trace: Trace, sizes: Sequence[Sizes], plan: Plan, rates: Rates, step: Step) -> float:
-    """Seconds no step under `plan` can beat: the busiest of compute, link and host, each without a gap."""
+    """Seconds no step under `plan` can beat: the busiest of compute, link, host and disk, each without a gap."""
     moving = [c for c in range(len(sizes)) if c not in plan.state]
     compute = step.passes * sum(trace.seconds)
     compute += sum(step.parameters[c] for c in plan.state) * HOST_BYTES / rates.device_step
@@ -150,7 +205,9 @@ def floor(trace: Trace, sizes: Sequence[Sizes], plan: Plan, rates: Rates, step: 
     down = step.passes * sum(sizes[c].gradients for c in moving if _has_backward(trace, c))
     link = max(up / rates.to_device, down / rates.to_host, (up + down) / rates.both)
     host = sum(step.parameters[c] for c in moving) * HOST_BYTES / rates.host_step
-    return max(compute, link, host)
+    away = [step.disk[c] for c in moving if c in step.disk]
+    read, written = sum(d.read + d.weights for d in away), sum(d.written for d in away)
+    return max(compute, link, host, read / rates.disk_read + written / rates.disk_write)
 
 
 def _has_backward(trace: Trace, chunk: int) -> bool:

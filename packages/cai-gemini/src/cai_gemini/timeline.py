@@ -20,7 +20,7 @@ import torch
 from cai_gemini.simulate import Lanes
 from cai_gemini.states import Ledger
 
-LANES = ("compute", "to_device", "to_host", "host")
+LANES = ("compute", "to_device", "to_host", "host", "disk")
 Span = tuple[float, float, str]
 
 

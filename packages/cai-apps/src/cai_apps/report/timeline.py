@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = {"compute": "compute", "to_device": "to device", "to_host": "to host", "host": "host step"}
+DISK = {"disk": "disk"}  # a row where there is something in it
 NARROW = 0.04  # of the whole: a span below carries no name
 MANY = 24  # spans in a lane, above which none carries one
 
@@ -47,7 +48,8 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
-    for row, lane in enumerate(ROWS):
+    rows = ROWS | (DISK if timeline.lanes.get("disk") else {})
+    for row, lane in enumerate(rows):
         spans = timeline.lanes.get(lane, [])
         bars = [(begin, end - begin) for begin, end, _ in spans]
         axes.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}", edgecolor="white", linewidth=0.3)
@@ -55,8 +57,8 @@ def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
             if len(spans) <= MANY and end - begin > NARROW * timeline.end:
                 short = name.removesuffix(".weight")
                 axes.text((begin + end) / 2, row, short, ha="center", va="center", fontsize=6, clip_on=True)
-    axes.set_yticks(range(len(ROWS)), list(ROWS.values()))
-    axes.set_ylim(len(ROWS) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), list(rows.values()))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("seconds")
 
 

@@ -7,6 +7,8 @@ import mmap
 
 import torch
 
+from cai_gemini.pinned import host_memory
+
 
 def view_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor of any dtype, writable, without a copy.
@@ -36,11 +38,9 @@ def aligned(numel: int, dtype: torch.dtype, alignment: int, pin: bool) -> torch.
         pin: page-lock it, for copies to and from a GPU.
     """
     size = numel * dtype.itemsize
-    storage = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+    where = torch.device("cuda" if pin else "cpu")
+    storage = host_memory(size + alignment, torch.uint8, where)
     shift = -storage.data_ptr() % alignment
-    if shift:
-        storage = torch.empty(size + alignment, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        shift = -storage.data_ptr() % alignment
     return storage[shift : shift + size].view(dtype)
 
 
