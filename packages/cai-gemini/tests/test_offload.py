@@ -267,6 +267,10 @@ def test_learning_rates_follow_a_scheduler():
         return found
 
     assert run(model, ours) == run(twin, theirs)
+    for opt in (theirs, ours):
+        opt.load_state_dict(opt.state_dict())  # which makes new param groups
+        opt.schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    assert run(model, ours) == run(twin, theirs)
 
 
 def test_sizes():

@@ -188,7 +188,7 @@ def test_values_leave_memory_and_come_back_when_read(tmp_path):
     helds = on_disk(ours)
     assert len(helds) == 6  # every chunk, the frozen one too
     assert all(in_memory(held) <= 8 * (1 + 2 * len(held.unit.kept)) for held in helds)
-    assert all(held._home.numel() == 0 for held in helds)
+    assert all(held.home.weights.numel() == 0 for held in helds)
     twin, theirs = build()
     train(twin, theirs, steps=2)
     assert_equal(model, twin)  # reads all of them
@@ -223,7 +223,7 @@ def test_what_is_written_while_it_is_lent_goes_back(tmp_path, residency, compute
 def test_frozen_weights_are_never_written_again(tmp_path):
     model, ours = moved(*build(), tmp_path, compute=torch.bfloat16)
     frozen = [held for held in on_disk(ours) if held.step is None]
-    regions = [r for held in frozen for r in (held.disk.master, held.disk_weights.own)]
+    regions = [r for held in frozen for r in (held.disk.master, held.home.disk.own)]
     writes = [region._contents.last_write for region in regions]
     train(model, ours, steps=3)
     ours.state_dict(), [p.sum() for p in model.parameters()]
@@ -235,7 +235,7 @@ def test_frozen_weights_are_never_written_again(tmp_path):
 def test_float32_weights_are_on_the_disk_once(tmp_path):
     model, ours = moved(*build(), tmp_path)
     train(model, ours, steps=1)
-    assert all(held.disk_weights.own is None for held in on_disk(ours))
+    assert all(held.home.disk.own is None for held in on_disk(ours))
     chunks = chunk_bytes(units(build()[0]), None, build()[1])
     everything = frozenset(range(len(chunks)))
     trained = frozenset(i for i in everything if chunks[i].trains)
@@ -303,7 +303,7 @@ def test_auto_takes_the_disk_for_what_host_memory_lacks(tmp_path, monkeypatch):
         model, ours = moved(*build(), tmp_path, "auto", compute=torch.bfloat16, host_memory=memory)
         found = on_disk(ours)
         assert state <= len(found) <= max(state, 5)
-        assert sum(held.disk_weights is not None for held in found) == weights
+        assert sum(held.home.disk is not None for held in found) == weights
         assert train(model, ours) == expected
     with pytest.raises(PlanError, match=rf"host memory is too small(.|\n)*{least:,} bytes"):
         moved(*build(), tmp_path, "auto", compute=torch.bfloat16, host_memory=least - 1)
@@ -361,7 +361,7 @@ def test_host_memory_held_is_what_was_counted(tmp_path, monkeypatch, residency):
     helds = ours._engine.helds
     disk = OnDisk(
         frozenset(i for i, h in enumerate(helds) if h.disk is not None and h.step is not None),
-        frozenset(i for i, h in enumerate(helds) if h.disk_weights is not None),
+        frozenset(i for i, h in enumerate(helds) if h.home.disk is not None),
     )
     bound = host_bytes(sizes(), disk)
     apart = sum(c.master + c.state for i, c in enumerate(sizes()) if i not in disk.every)

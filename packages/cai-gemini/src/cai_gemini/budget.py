@@ -20,9 +20,9 @@ Units = Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]]
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of 10, "10GB" (10^9) or "10GiB" (2^30). Raises `PlanError` for anything else."""
-    if isinstance(size, int):
+    if isinstance(size, int) and size >= 0:
         return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if match is None or match[1].count(".") > 1:
         raise PlanError(
             "not a size", got=repr(size), expected="bytes, or a number with KB, MB, GB, TB, KiB ... TiB"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,16 @@ DEVICE_BLOCK = 2**24
 
 Group = dict[str, Any]
 Groups = list[tuple[Group, list[int]]]
+
+
+class Before(Protocol):
+    """Keeps what a step is about to change."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A tensor on the host."""
+
+    def keep_state(self, states: MutableMapping[Any, Any], key: Any) -> None:
+        """What an optimizer holds under `key`."""
 
 
 def has_two_moments(optimizer: torch.optim.Optimizer) -> bool:
@@ -45,11 +55,12 @@ class ChunkStep:
     def __init__(self, optimizer: torch.optim.Optimizer, unit: Unit):
         self._optimizer, self._unit = optimizer, unit
         own = {id(p): i for i, p in enumerate(unit.kept)}
-        self._groups: Groups = []
-        for group in optimizer.param_groups:
+        # places of groups, not groups: loading a state dict makes new ones
+        self._groups: list[tuple[int, list[int]]] = []
+        for place, group in enumerate(optimizer.param_groups):
             indices = [own[id(p)] for p in group["params"] if id(p) in own]
             if indices:
-                self._groups.append((group, sorted(indices)))
+                self._groups.append((place, sorted(indices)))
         self.fused = has_two_moments(optimizer)
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -62,7 +73,7 @@ class ChunkStep:
         found = sum(
             value.numel() * value.element_size()
             for param in self._unit.kept
-            for value in self._optimizer.state.get(param, {}).values()
+            for value in list(self._optimizer.state.get(param, {}).values())  # steps run in another thread
             if isinstance(value, torch.Tensor)
         )
         return elements + found
@@ -90,10 +101,16 @@ class ChunkStep:
         def now(value: Any) -> Any:
             return value.clone() if isinstance(value, torch.Tensor) else value
 
+        found = [(self._optimizer.param_groups[place], indices) for place, indices in self._groups]
         return [
             ({k: now(v) for k, v in group.items() if k != "params"}, [i for i in indices if i in touched])
-            for group, indices in self._groups
+            for group, indices in found
         ]
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether a step with a `Before` can be undone: the first of Adam makes moments for all parameters at once."""
+        return not self.fused or self._moments is not None
 
     @torch.no_grad()
     def run(
@@ -102,6 +119,7 @@ class ChunkStep:
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
+        before: Before | None = None,
     ) -> None:
         """Step with `gradient * scale` and write the new weights.
 
@@ -110,20 +128,25 @@ class ChunkStep:
             gradient: [n], as the unit's shard, where the state is, any float dtype.
             scale: of the gradient.
             weights: [n] in the dtype of computation; the new values go there.
+            before: is given master weights and state, piece by piece, before they change.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.fused:
-                self._run_fused(groups, gradient, scale, weights)
+                first, second = self._adam_state()
+                state = (self._unit.shard, first, second)
+                self.run_adam(groups, gradient, scale, weights, state, before)
             else:
-                self._run_any(groups, gradient, scale, weights)
+                self._run_any(groups, gradient, scale, weights, before)
+
+    @torch.no_grad()
+    def copy_others(self, groups: Groups, weights: torch.Tensor) -> None:
+        """Write the parameters that a step with `groups` leaves out to `weights`, [n], as they are."""
+        stepped = {i for _, indices in groups for i in indices}
+        for i, (low, high) in enumerate(self._unit.ranges):
+            if i not in stepped:
+                weights[low:high].copy_(self._unit.shard[low:high])
 
     # -- Adam ----------------------------------------------------------------------------------------------------
-
-    def _run_fused(
-        self, groups: Groups, gradient: torch.Tensor, scale: float | torch.Tensor, weights: torch.Tensor
-    ) -> None:
-        first, second = self._adam_state()
-        self.run_adam(groups, gradient, scale, weights, (self._unit.shard, first, second))
 
     @torch.no_grad()
     def run_adam(
@@ -133,6 +156,7 @@ class ChunkStep:
         scale: float | torch.Tensor,
         weights: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        before: Before | None = None,
     ) -> None:
         """Adam on `state`: master weights and both moments, flat, which need not be where the chunk's are."""
         master, first, second = state
@@ -143,11 +167,16 @@ class ChunkStep:
             # one by one: the kernel rounds the last few elements of a tensor in its own way
             for i in indices:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
+                if before is not None:
+                    before.keep(count)
                 count += 1
                 step = torch.full((), float(count), device=master.device)
                 low, high = self._unit.ranges[i]
                 for at in range(low, high, block):
                     part = slice(at, min(at + block, high))
+                    if before is not None:
+                        for tensor in state:
+                            before.keep(tensor[part])
                     grad = gradient[part]
                     if scratch is not None:
                         grad = scratch[: grad.numel()].copy_(grad).mul_(scale)
@@ -192,7 +221,12 @@ class ChunkStep:
     # -- any other -----------------------------------------------------------------------------------------------
 
     def _run_any(
-        self, groups: Groups, gradient: torch.Tensor, scale: float | torch.Tensor, weights: torch.Tensor
+        self,
+        groups: Groups,
+        gradient: torch.Tensor,
+        scale: float | torch.Tensor,
+        weights: torch.Tensor,
+        before: Before | None,
     ) -> None:
         unit = self._unit
         wide = gradient.to(unit.shard.dtype, copy=True).mul_(scale)
@@ -202,6 +236,10 @@ class ChunkStep:
             params = [unit.kept[i] for i in indices]
             for i, param in zip(indices, params, strict=True):
                 low, high = unit.ranges[i]
+                if before is not None:
+                    before.keep(param)
+                    before.keep_state(self._optimizer.state, param)
+                param.grad_dtype = wide.dtype  # type: ignore[attr-defined]  # that of its view for readers may differ
                 torch.Tensor.grad.__set__(param, wide[low:high])  # type: ignore[attr-defined]
             part.param_groups.append({**group, "params": params})
         inspect.unwrap(type(self._optimizer).step)(part)

@@ -97,6 +97,11 @@ def host_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
     return total + STREAMED * max(streamed, default=0) + BUFFERS * max(staged, default=0)
 
 
+def _stepped_there(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
+    """Bytes of what steps change in host memory, but for weights to copy."""
+    return sum(c.master + c.state for i, c in enumerate(chunks) if c.trains and i not in disk.every)
+
+
 def _streamed(chunk: ChunkBytes, weights: bool) -> int:
     """Of what a step reads and writes, with every tensor on pages of its own."""
     tensors = 1 + chunk.state // chunk.master
@@ -135,8 +140,11 @@ def choose(
     host_memory: int | str | None,
     *,
     disk: bool,
+    images: int = 0,
 ) -> OnDisk:
     """Which chunks use the disk: as asked by fractions, and more where host memory would not do, state first.
+
+    images: bytes for before-images of state in memory, which are no more than it.
 
     Raises `PlanError` where that is not possible, with what host memory would do.
     """
@@ -148,7 +156,7 @@ def choose(
     allowed = math.inf if host_memory is None else parse_bytes(host_memory)
     first = OnDisk(asked, also)
     for found in _more(chunks, first) if disk else [first]:
-        needed = host_bytes(chunks, found)
+        needed = host_bytes(chunks, found) + min(images, _stepped_there(chunks, found))
         if needed <= allowed:
             return found
         least = min(least, needed)
@@ -156,9 +164,12 @@ def choose(
         "the host memory is too small for what may have to live there",
         got=host_memory if isinstance(host_memory, str) else f"{host_memory:,} bytes",
         expected=f"{least:,} bytes",
-        cause="gradients, and chunks on their way from and to the disk"
-        if disk
-        else "gradients and weights to copy, master weights and optimizer state",
+        cause=(
+            "gradients, and chunks on their way from and to the disk"
+            if disk
+            else "gradients and weights to copy, master weights and optimizer state"
+        )
+        + (", before-images of steps taken early" if images else ""),
         fix="raise host_memory, or train in a smaller dtype" + ("" if disk else ", or pass nvme"),
     )
 

@@ -153,7 +153,7 @@ class DiskState:
                 for (name, _), slot, flat in zip(self.slots, self.slots.values(), self._flats, strict=True):
                     for i in slot.members:
                         held.step.put_state(i, {name: flat[slice(*held.unit.ranges[i])]})
-        held.adopt_version()
+        held.home.adopt()
 
     @torch.no_grad()
     def give_back(self) -> None:

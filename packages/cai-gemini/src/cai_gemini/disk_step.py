@@ -38,7 +38,7 @@ def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | torch.T
 
     def run() -> None:
         begun.append(time.perf_counter())
-        unread = {held.disk_weights.own for held, _ in jobs if held.disk_weights is not None} - {None}
+        unread = {held.home.disk.own for held, _ in jobs if held.home.disk is not None} - {None}
         try:
             stream(store, chunks, work, unread=unread, wrote=wrote)
         except BaseException as error:

@@ -52,7 +52,7 @@ def disk_traffic(helds: Sequence[Held]) -> dict[int, DiskBytes]:
     found: dict[int, DiskBytes] = {}
     for index, held in enumerate(helds):
         if held.disk is not None:
-            weights = held.sizes.weights if held.disk_weights is not None else 0
+            weights = held.sizes.weights if held.home.disk is not None else 0
             steps = held.step is not None
             read = sum(region.nbytes for region in held.disk.regions) if steps else 0
             written = sum(region.nbytes for region in held.disk_regions()) if steps else 0

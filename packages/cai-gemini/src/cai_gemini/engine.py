@@ -19,7 +19,20 @@ from cai_gemini.copies import Copied, Copies
 from cai_gemini.disk_step import step_on_disk
 from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
-from cai_gemini.policy import IN_FLIGHT, Moves, Plan, Sizes, decide, fits, room, smallest_budget
+from cai_gemini.policy import (
+    IN_FLIGHT,
+    NONE_EARLY,
+    Early,
+    Moves,
+    Plan,
+    Sizes,
+    decide,
+    early_steps,
+    fits,
+    room,
+    smallest_budget,
+)
+from cai_gemini.speculation import Tally
 from cai_gemini.states import Ledger, State
 from cai_gemini.timeline import Recorder, Timeline
 from cai_gemini.trace import Trace, Use
@@ -37,11 +50,13 @@ class Schedule:
         budget: bytes of device memory for everything.
         planner: from a trace, sizes and the number of backward passes a step to what stays.
         warmup: optimizer steps before it plans.
+        early: steps that may be taken during backward.
     """
 
     budget: int
     planner: Planner
     warmup: int = 2
+    early: Early = NONE_EARLY
 
 
 class Engine:
@@ -56,7 +71,8 @@ class Engine:
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
         self.planned = False
-        self.steps = self._passes = 0
+        self.steps = self._passes = self._usual = 0  # backwards in this step and in the one before
+        self.tally, self._early = Tally(), set[Held]()
         self._seen: list[Use] = []
         self._beside: list[int] = []
         self._also: list[frozenset[int]] = []
@@ -168,6 +184,8 @@ class Engine:
         """A gradient is on its way to the host (None: it stays)."""
         if copied is not None:
             self._sending.append((copied, held.sizes.gradients))
+        if held in self._early and self._passes + 1 == self._usual:
+            held.speculate(self.tally)
 
     def make_room(self) -> None:
         """Wait until one more gradient may be on the device."""
@@ -221,6 +239,11 @@ class Engine:
                 fix="keep less on the device, or use residency='auto'",
             )
         self.plan, self._room = plan, room(self.trace, self.sizes, plan, self._schedule.budget)
+        early = early_steps(self.trace, self.sizes, plan, self._schedule.early)
+        self._early = {self.helds[i] for i in early}
+        for held in self.helds:
+            if held not in self._early:
+                held.early.free()
 
     def _heaviest(self) -> str:
         assert self.trace is not None
@@ -245,6 +268,12 @@ class Engine:
         if self.store is not None:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], scale)
         self.steps += self.trace is not None  # a step without a pass is none
+        self._passes, self._usual = 0, self._passes
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient: no backward of this step counts."""
+        for held in self.helds:
+            held.drop_gradient()
         self._passes = 0
 
     def _in_order(self) -> list[Held]:

@@ -14,14 +14,18 @@ from cai_gemini.copies import Copied, Copies
 from cai_gemini.disk_state import DiskState, Job
 from cai_gemini.disk_weights import DiskWeights, Staging
 from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares
+from cai_gemini.home import Home
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
+from cai_gemini.speculation import ALIGNMENT, Image, Speculator, Tally
 from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.timeline import host_span
 from cai_gemini.unit import Unit
 from cai_gemini.worker import Worker
 from cai_mesh.gradients import GradBuffer
+
+Taken = tuple[Gradient, Groups, ChunkStep]
 
 
 class Shared(Protocol):
@@ -59,15 +63,13 @@ class Held:
         self._copies, self.worker, self._ledger = shared.copies, shared.worker, shared.ledger
         self._make_room = shared.make_room
         self.disk: DiskState | None = None
-        self.disk_weights: DiskWeights | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
         self.stays = self.wanted = False
-        self._home = self._copies.host.take(unit.shard.numel(), unit.whole.dtype)
-        self._home.copy_(unit.shard)
-        self._version, self._changes = self._versions(), 0
+        self.home = Home(unit, self._copies)
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
+        self.early = Speculator(self.home.renew)
         self.buffer: GradBuffer | None = None
         self._gradients = gradients
         self._parts: Parts | None = None  # of the gradient, that count in its norm
@@ -94,9 +96,7 @@ class Held:
         """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
         self.disk = DiskState(self, store)
         if staging is not None:
-            self.disk_weights = DiskWeights(self.name, self._home, self.disk.master, store, staging)
-            self._copies.host.give(self._home)
-            self._home = self._home.new_empty(0)
+            self.home.to_disk(DiskWeights(self.name, self.home.weights, self.disk.master, store, staging))
 
     @property
     def sizes(self) -> Sizes:
@@ -115,6 +115,7 @@ class Held:
 
     def bring(self) -> None:
         """Begin to bring the weights to the device; as soon as they are stepped, if they are being."""
+        self.early.roll_back()
         self._happens(Event.BRING)
         self._ledger.change("weights", self.sizes.weights)
         self.unit.allocate_storage()
@@ -128,14 +129,8 @@ class Held:
             try:
                 if stepped is not None:
                     stepped.result()
-                self._refresh_home()
-                if self.disk_weights is not None:
-                    self.disk_weights.fetch(self._copies, self.unit.whole.data, free, coming, self.name)
-                    return
-                with torch.no_grad():
-                    coming.set_result(
-                        self._copies.to_device(self.unit.whole.data, self._home, free, name=self.name)
-                    )
+                self.home.refresh()
+                self.home.send(free, coming, self.name)
             except BaseException as error:
                 coming.set_exception(error)
 
@@ -145,32 +140,16 @@ class Held:
         else:
             self._stepping.add_done_callback(copy)
 
-    def _refresh_home(self) -> None:
-        """Take over master weights that somebody has written to (a checkpoint was loaded)."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self._version != self._versions():
-                if self.disk_weights is not None:
-                    self.disk_weights.write(self.unit.shard)
-                else:
-                    self._home.copy_(self.unit.shard)
-                self.adopt_version(changed=True)
-
     def show_writes(self) -> None:
         """Let weights that are on the device, and what is copied there, be master weights that somebody has written."""
-        if self._version != self._versions():
-            self._refresh_home()
+        if self.home.is_old:
+            self.home.refresh()
             self._renew()
 
     @property
     def version(self) -> int:
         """Another number whenever the weights have, or will have, got other values: by a step or somebody's write."""
-        under_way = self._stepping is not None and not self._stepping.done()
-        return self._changes + (0 if under_way else self._versions() - self._version)
-
-    def _versions(self) -> int:
-        """Grows with every write to the master weights."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.unit.shard._version + sum(param._version for param in self.unit.kept)
+        return self.home.version(under_way=self._stepping is not None and not self._stepping.done())
 
     def arrive(self) -> None:
         """Return with the weights usable by the compute stream."""
@@ -182,8 +161,9 @@ class Held:
 
     def use(self) -> None:
         """Let the modules see the weights, which have arrived."""
+        self.early.roll_back()
         self.finish_step()
-        if self._version != self._versions() and self.state is not State.COMPUTE:
+        if self.home.is_old and self.state is not State.COMPUTE:
             self._renew()
             self.arrive()
         self._happens(Event.USE)
@@ -215,7 +195,7 @@ class Held:
             if self.on_device:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     self.unit.whole.copy_(self.unit.shard)
-                self.adopt_version(changed=True)
+                self.home.adopt(changed=True)
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
             else:
@@ -246,6 +226,7 @@ class Held:
         Args:
             arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
         """
+        self.early.roll_back()
         self.touched.update(touched)
         if self.gradient is None:
             squares = sums_of_squares(arrived, self._counted())
@@ -268,15 +249,17 @@ class Held:
         """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
         if index not in self.touched or self.gradient is None:
             return None
+        self.early.roll_back()
         low, high = self.unit.ranges[index]
         view = self.gradient.settled()[low:high]
-        self.gradient.squares = None
+        self.gradient.squares, self.gradient.lent = None, True
         self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
         return view
 
     @torch.no_grad()
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Put another gradient, or none, in place of parameter `index`'s."""
+        self.early.roll_back()
         if gradient is None:
             self.touched.discard(index)
             if not self.touched:
@@ -292,11 +275,20 @@ class Held:
         self.touched.add(index)
 
     def drop_gradient(self) -> None:
-        """Forget the gradient."""
+        """Forget the gradient, and what a backward that raised has left of one."""
+        self.early.roll_back()
         if self.gradient is not None:
             self._copies.host.give(self.gradient.settled())
         self.gradient = None
         self.touched.clear()
+        if self.buffer is None:
+            return
+        for param in self.buffer.params:
+            param.grad = None
+        if self.buffer.is_open:
+            self.buffer.close()
+            if not self.on_device:
+                self._ledger.change("gradients", -self.sizes.gradients)
 
     @torch.no_grad()
     def squares(self) -> Squares:
@@ -316,6 +308,7 @@ class Held:
 
     def settle(self) -> None:
         """Return once the master weights are in memory, as the last step has left them. Raises what it raised."""
+        self.early.roll_back()
         self.finish_writing()
         if self.disk is not None:
             self.disk.borrow()
@@ -335,24 +328,57 @@ class Held:
             writing.result()
 
     def begin_step(self, scale: float | torch.Tensor) -> None:
-        """Step with the gradient, which is consumed: at once on the device, in the background on the host."""
+        """Step with the gradient, which is consumed: at once on the device, in the background on the host.
+
+        A step taken early stands where it is the same.
+        """
+        early = self.early.take()
         taken = self._take_gradient()
         if taken is None:
             return
         gradient, groups, step = taken
         if self.on_device:
             step.run(groups, gradient.tensor, scale, self.unit.whole.data)
-            self._version = self._versions()
+            self.home.adopt()
             return
 
         def run() -> None:
-            ready, factor = gradient.settled(), float(scale)
-            with host_span(self._copies.recorder, self.name):
-                step.run(groups, ready, factor, self._home)
-            self._version = self._versions()
+            factor = float(scale)
+            if early is None or not early.stands(factor, groups):
+                self._step_home(taken, factor)
+            self.home.adopt()
             self._copies.host.give(gradient.tensor)
 
         self.stepped_by(self.worker.submit(run))
+
+    def _step_home(self, taken: Taken, scale: float, image: Image | None = None) -> None:
+        """Step master weights and write home, once no copy reads that any more."""
+        gradient, groups, step = taken
+        ready = gradient.settled()
+        self.home.wait_until_read()
+        self.home.refresh()
+        with host_span(self._copies.recorder, self.name):
+            step.run(groups, ready, scale, self.home.weights, image)
+
+    # -- early steps ---------------------------------------------------------------------------------------------
+
+    def speculate(self, tally: Tally) -> None:
+        """The gradient is thought to be complete: step with it in the background, so that it can be undone.
+
+        Whatever sees or changes weights, state or gradient before `begin_step` undoes it first.
+        """
+        gradient, step = self.gradient, self.step
+        if step is None or gradient is None or not self.touched or self.on_device or self.disk is not None:
+            return
+        self.finish_step()
+        if gradient.lent or not step.can_be_undone:
+            return
+
+        def run(groups: Groups, image: Image) -> None:
+            self._step_home((gradient, groups, step), 1.0, image)
+
+        nbytes = self.sizes.state + ALIGNMENT * len(self.unit.kept)
+        self.early.begin(step.groups(self.touched), nbytes, run, self.worker, tally)
 
     def step_on_disk(self, scale: float) -> Job | None:
         """What steps tensors that were read from `disk_regions`; None where there is no gradient."""
@@ -367,8 +393,9 @@ class Held:
 
         def run(tensors: list[torch.Tensor]) -> None:
             ready = gradient.settled()
+            partly = sum(len(indices) for _, indices in groups) < len(self.unit.kept)
             with host_span(self._copies.recorder, self.name):
-                disk.step(step, groups, (ready, scale), tensors, self._weights_among(tensors, groups))
+                disk.step(step, groups, (ready, scale), tensors, self.home.among(tensors, partly=partly))
             self._copies.host.give(gradient.tensor)
 
         return run
@@ -376,31 +403,20 @@ class Held:
     def disk_regions(self) -> list[Region]:
         """What a step reads and writes: master weights, state, and the weights where they are apart."""
         assert self.disk is not None
-        own = None if self.disk_weights is None else self.disk_weights.own
-        return self.disk.regions + ([] if own is None else [own])
+        return self.disk.regions + self.home.regions
 
     def show_disk(self, begun: float) -> None:
         """On a timeline: from `begun`, of `time.perf_counter`, until now the disk was at work for this chunk."""
         if self._copies.recorder is not None:
             self._copies.recorder.span("disk", begun, time.perf_counter(), self.name)
 
-    def _weights_among(self, tensors: list[torch.Tensor], groups: Groups) -> torch.Tensor:
-        """Where a step puts new weights: at home, or among `tensors`, with the values of what is not stepped."""
-        if self.disk_weights is None:
-            return self._home
-        if self.disk_weights.own is None:
-            return tensors[0]
-        if sum(len(indices) for _, indices in groups) < len(self.unit.kept):
-            tensors[-1].copy_(tensors[0])
-        return tensors[-1]
-
-    def _take_gradient(self) -> tuple[Gradient, Groups, ChunkStep] | None:
+    def _take_gradient(self) -> Taken | None:
         """The gradient, which is consumed, and what steps with it."""
         if self.step is None or self.gradient is None or not self.touched:
             return None
         self.finish_step()
         taken = (self.gradient, self.step.groups(self.touched), self.step)
-        self._changes += 1
+        self.home.changes += 1
         self.gradient = None
         self.touched.clear()
         return taken
@@ -411,12 +427,6 @@ class Held:
         if self.stays:
             self._renew()
 
-    def adopt_version(self, *, changed: bool = False) -> None:
-        """The master weights are other tensors of the same values; or (`changed`) their new values are taken over."""
-        now = self._versions()
-        self._changes += now - self._version if changed else 0
-        self._version = now
-
     # -- moving --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -426,13 +436,13 @@ class Held:
         self.settle()
         self.show_writes()
         self.arrive()
-        self.disk = self.disk_weights = None
+        self.disk = self.home.disk = None
         device = self._copies.device
         self._ledger.change("state", self.sizes.state)
         self._ledger.change("gradients", self.sizes.gradients)
         with torch._C.DisableTorchFunctionSubclass():
             self.unit.move_shard(self.unit.shard.to(device, copy=True))
-        self._version = self._versions()
+        self.home.adopt()
         self.step.move_state(device)
         if self.gradient is not None:
             self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.squares)

@@ -7,20 +7,20 @@ arXiv:2101.06840; chunks and a traced step as in PatrickStar, Fang et al., arXiv
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from cai_gemini.budget import Units, check_device, device_budget, kinds
+from cai_gemini.budget import Units, check_device, device_budget, kinds, parse_bytes
 from cai_gemini.chunk_step import ChunkStep
 from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.policy import fractions
+from cai_gemini.policy import Early, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
 from cai_gemini.uses import ModuleUses
@@ -70,12 +70,26 @@ class Tuning:
         warmup: optimizer steps before the plan.
         rates: of the link and the optimizer; None: measured at once.
         observe: bytes in use on the device at most since the last call; None: of torch's allocator.
+        speculate: host memory, in bytes or such as "4GB", for steps that the host takes during the last backward of a
+            step, before gradients are clipped, and that are undone bit for bit where they are (Lian et al.,
+            arXiv:2509.21271). Pays where clipping is rare.
+
+    Raises `PlanError` for what is no size.
     """
 
     overlap: bool = True
     warmup: int = 2
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
+    speculate: int | str = 0
+
+    def __post_init__(self) -> None:
+        _ = self.images
+
+    @property
+    def images(self) -> int:
+        """Bytes of host memory for steps that may be undone."""
+        return parse_bytes(self.speculate)
 
 
 def offload(
@@ -122,23 +136,30 @@ def offload(
     where = torch.device(device) if device is not None else next(model.parameters()).device
     _check_values(model, where, materialize)
     budget = device_budget(device_memory, where, needed=tiers is None)
-    found = units(model)
-    check_parameters((pair for params in found.values() for pair in params), meta=True)
-    check_no_gradients(model.parameters())
+    found = _units(model)
     check_device(found, model, compute, budget, device_memory)
     chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
+    on_disk = choose(
+        chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, images=tuning.images
+    )
     engine = Engine(where)
     engine.store = open_store(nvme, chunks, on_disk)
-    _move_buffers(model, where)
     made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
     everything = [held for some in helds.values() for held in some]
     take_over(optimizer, everything, _homes(made))
     ModuleUses(engine, model, made, helds)
-    if tiers is None and tuning.rates is None:
-        tuning = replace(tuning, rates=rates_with_disk(engine.store, measure(where)))
-    engine.start(everything, schedule(tiers, everything, budget, where, tuning), tuning.observe, helds[model])
+    tuning = _measured(tuning, engine) if tiers is None else tuning
+    plans = schedule(tiers, everything, budget, where, tuning, early_chunks(everything, helds[model]))
+    engine.start(everything, plans, tuning.observe, helds[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
+
+
+def _units(model: nn.Module) -> Units:
+    """The parameters of every unit, all of which can be moved."""
+    found = units(model)
+    check_parameters((pair for params in found.values() for pair in params), meta=True)
+    check_no_gradients(model.parameters())
+    return found
 
 
 def _chunks(
@@ -153,6 +174,7 @@ def _chunks(
     made: dict[nn.Module, list[FlatUnit]] = {}
     helds: dict[nn.Module, list[Held]] = {}
     index = 0
+    _move_buffers(model, engine.copies.device)
     for module, params in found.items():
         made[module], helds[module] = [], []
         for members in kinds(params):
@@ -199,6 +221,13 @@ def _held(unit: FlatUnit, engine: Engine) -> Held:
     room = held.expect_gradient
     held.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
     return held
+
+
+def _measured(tuning: Tuning, engine: Engine) -> Tuning:
+    """With rates of this machine, unless they were given."""
+    if tuning.rates is not None:
+        return tuning
+    return replace(tuning, rates=rates_with_disk(engine.store, measure(engine.copies.device)))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -275,18 +304,37 @@ def _like(value: object, home: nn.Parameter) -> bool:
 
 
 def schedule(
-    tiers: Tiers | None, helds: Sequence[Held], budget: int, device: torch.device, tuning: Tuning
+    tiers: Tiers | None,
+    helds: Sequence[Held],
+    budget: int,
+    device: torch.device,
+    tuning: Tuning,
+    able: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
-    return Schedule(budget, _planner(tiers, helds, budget, device, tuning.rates), tuning.warmup)
+    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now.
+
+    able: chunks that may be stepped during backward.
+    """
+    early = Early(tuning.images, able)
+    step = Step(
+        [held.unit.shard.numel() if held.trains else 0 for held in helds],
+        disk=disk_traffic(helds),
+        early=early,
+    )
+    return Schedule(budget, _planner(tiers, step, budget, device, tuning.rates), tuning.warmup, early)
+
+
+def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[int]:
+    """Those that may be stepped during backward: not on a disk, nor `around` the blocks, whose gradients are last."""
+    return frozenset(
+        i for i, h in enumerate(helds) if h.step is not None and h.disk is None and h not in around
+    )
 
 
 def _planner(
-    tiers: Tiers | None, helds: Sequence[Held], budget: int, device: torch.device, rates: Rates | None
+    tiers: Tiers | None, step: Step, budget: int, device: torch.device, rates: Rates | None
 ) -> Planner:
     if tiers is not None:
         return lambda trace, sizes, _passes: fractions(trace, sizes, tiers.weights, tiers.state)
-    known, numel = rates or measure(device), [held.unit.shard.numel() for held in helds]
-    return lambda trace, sizes, passes: best_plan(
-        trace, sizes, budget, known, Step(numel, passes, disk_traffic(helds))
-    )
+    known = rates or measure(device)
+    return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, replace(step, passes=passes))

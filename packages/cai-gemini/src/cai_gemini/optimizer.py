@@ -23,6 +23,7 @@ from cai_gemini.lending import (
     state_to_save,
 )
 from cai_gemini.placement import Placement
+from cai_gemini.speculation import Speculation
 from cai_gemini.timeline import Timeline
 from cai_mesh import checkpoint
 from cai_mesh.boxed import BoxedTensor
@@ -91,8 +92,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient."""
         self._scale = 1.0
-        for held in self._engine.helds:
-            held.drop_gradient()
+        self._engine.drop_gradients()
 
     # -- a look at it --------------------------------------------------------------------------------------------
 
@@ -110,6 +110,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def placement(self) -> Placement:
         """What stays where from now on: as planned after the first steps; before, little is on the device."""
         return Placement.of(self._engine.helds, planned=self._engine.planned)
+
+    @property
+    def speculation(self) -> Speculation:
+        """What became of the steps of chunks taken during backward so far. Waits for the last step."""
+        self._engine.finish()
+        return self._engine.tally.read()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 

@@ -42,9 +42,9 @@ class Placement:
         device = host = disk = 0
         for held in helds:
             sizes = held.sizes
-            away = held.disk_weights is not None
+            away = held.home.disk is not None
             host += 0 if away else sizes.weights
-            disk += sizes.weights if away and held.disk_weights.own is not None else 0
+            disk += sizes.weights if away and held.home.disk.own is not None else 0
             device += sizes.weights if held.stays else 0
             if held.step is None:
                 master = held.unit.shard.numel() * held.unit.shard.element_size()

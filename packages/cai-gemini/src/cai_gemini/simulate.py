@@ -9,12 +9,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cai_gemini.policy import Plan, Sizes, decide, fits, room
+from cai_gemini.policy import NONE_EARLY, Early, Plan, Sizes, decide, early_steps, fits, room
 from cai_gemini.trace import Trace
 
 HOST_BYTES = (
     28  # a parameter: master weights and two moments read and written, gradient read, weights written
 )
+
+IMAGE_BYTES = 12  # a parameter, written beside them where a step may be undone
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,19 @@ class DiskBytes:
 
 @dataclass(frozen=True)
 class Step:
-    """Numbers of parameters by chunk, backward passes a step, and what chunks on a disk move there."""
+    """What a step is made of.
+
+    Args:
+        parameters: their number by chunk.
+        passes: backward passes a step.
+        disk: what chunks on a disk move there.
+        early: steps that may be taken during the last backward; all of them are thought to stand.
+    """
 
     parameters: Sequence[int]
     passes: int = 1
     disk: Mapping[int, DiskBytes] = field(default_factory=dict)
+    early: Early = NONE_EARLY
 
 
 def simulate(
@@ -101,12 +111,15 @@ class _Run:
         )  # when a chunk's weights are on the host or device
         self._compute = self._link_up = self._link_down = self._host = self._disk = 0.0
         self._start = 0.0
+        self._early = early_steps(trace, sizes, plan, step.early)
+        self._arrived: dict[int, float] = {}  # chunks to be stepped early, and when their gradients come
         self.lanes = Lanes()
 
     def one(self) -> float:
         """Run a step; returns when its last pass has been computed."""
         self._start, self.lanes = self._compute, Lanes()
         for _ in range(self._step.passes):
+            self._arrived.clear()
             self._pass()
         end = self._compute
         self._update(max(end, self._link_down))
@@ -152,16 +165,27 @@ class _Run:
         begin = max(self._link_down, self._compute)
         self._link_down = begin + self._sizes[chunk].gradients / self._down
         self.lanes.to_host.append(self._span(begin, self._link_down, chunk))
+        if chunk in self._early:
+            self._arrived[chunk] = self._link_down
+
+    def _step_early(self, end: float, known: float) -> dict[int, float]:
+        """The chunks whose step begins before the backward's end, and when it is known to stand."""
+        begun = dict[int, float]()
+        for chunk, arrived in self._arrived.items():
+            if max(self._host, arrived) < end:
+                stepped = self._step_on_host(chunk, arrived, HOST_BYTES + IMAGE_BYTES)
+                begun[chunk] = max(stepped, known)
+        return begun
 
     def _update(self, known: float) -> None:
         """The optimizer, once the norm is known: on the device at once, on the host in the order of use."""
+        done = self._step_early(self._compute, known)
         device = (
             sum(self._step.parameters[c] for c in self._plan.state) * HOST_BYTES / self._rates.device_step
         )
         self._compute += device
         for chunk in self._plan.state:
             self._ready[chunk] = self._compute
-        self._host = max(self._host, known)
         order = [
             chunk
             for chunk in dict.fromkeys(use.chunk for use in self._trace.uses)
@@ -169,13 +193,15 @@ class _Run:
         ]
         reading = {c: d for c in order if (d := self._step.disk.get(c)) is not None and d.read}
         for chunk in order:
-            if chunk not in reading:
-                self._stepped(chunk, self._step_on_host(chunk, self._host))
+            if chunk in done:
+                self._stepped(chunk, done[chunk])
+            elif chunk not in reading:
+                self._stepped(chunk, self._step_on_host(chunk, known))
         self._update_disk(reading, known)
 
-    def _step_on_host(self, chunk: int, there: float) -> float:
+    def _step_on_host(self, chunk: int, there: float, nbytes: int = HOST_BYTES) -> float:
         begin = max(self._host, there)
-        self._host = begin + self._step.parameters[chunk] * HOST_BYTES / self._rates.host_step
+        self._host = begin + self._step.parameters[chunk] * nbytes / self._rates.host_step
         self.lanes.host.append(self._span(begin, self._host, chunk))
         return self._host
 
