@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cai_mesh.errors import CaiError
+
+if TYPE_CHECKING:
+    from cai_gemini.nvme import NvmeStore
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "datasets")
-COPY_BYTES = 256 * 2**20
 DISK_BYTES = 64 * 2**20
+REQUESTS = 4
+"""Tensors of DISK_BYTES under way at once in the test of a directory for `memory.nvme`."""
 
 Rows = list[tuple[str, str]]
 
@@ -55,9 +64,37 @@ def backends() -> Rows:
     ]
 
 
+def memory() -> Rows:
+    """What a model that is larger than its device has on the host: how much, how much may be locked, how fast."""
+    import torch
+
+    from cai_gemini.rates import measure
+
+    available = next((line.split()[1] for line in _meminfo() if line.startswith("MemAvailable")), None)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    rate = measure(torch.device("cpu")).host_step
+    return [
+        ("available", "unknown" if available is None else f"{int(available) / 2**20:.1f} GiB of host memory"),
+        (
+            "may be locked",
+            "all" if locked == resource.RLIM_INFINITY else f"{locked / 2**20:.0f} MiB (ulimit -l)",
+        ),
+        ("AdamW", f"{rate / 1e9:.1f} GB/s with {torch.get_num_threads()} threads"),
+    ]
+
+
+def _meminfo() -> list[str]:
+    try:
+        return Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
 def links() -> Rows:
     """Which GPUs reach each other's memory directly, and how fast each exchanges data with the host."""
     import torch
+
+    from cai_gemini.rates import measure
 
     count = torch.cuda.device_count()
     if count == 0:
@@ -66,21 +103,13 @@ def links() -> Rows:
     for index in range(count):
         peers = [j for j in range(count) if j != index and torch.cuda.can_device_access_peer(index, j)]
         reach = f"reaches {len(peers)} of {count - 1} peers directly, " if count > 1 else ""
-        rows.append((f"cuda:{index}", f"{reach}pinned host to device {_host_to_device(index):.1f} GB/s"))
+        with torch.cuda.device(index):
+            rates = measure(torch.device("cuda", index))
+        speeds = (
+            f"{rates.to_device / 1e9:.1f} GB/s, back {rates.to_host / 1e9:.1f}, both {rates.both / 1e9:.1f}"
+        )
+        rows.append((f"cuda:{index}", f"{reach}pinned host to device {speeds}"))
     return rows
-
-
-def _host_to_device(index: int) -> float:
-    import torch
-
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
-    device.copy_(host)
-    torch.cuda.synchronize(index)
-    start = time.perf_counter()
-    device.copy_(host)
-    torch.cuda.synchronize(index)
-    return COPY_BYTES / (time.perf_counter() - start) / 1e9
 
 
 def kernels() -> Rows:
@@ -116,10 +145,44 @@ def disk(directory: Path) -> Rows:
     return [(str(directory), f"{free / 2**30:.0f} GiB free, {speed}")]
 
 
+def nvme(directory: Path) -> Rows:
+    """How a directory would do as `memory.nvme`: what holds it, and the speed of large requests."""
+    from cai_gemini.nvme import NvmeStore
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is memory is said below
+            store = NvmeStore(directory)
+        with store:
+            writes, reads = _disk_rates(store)
+            how = "past the page cache" if store.direct else "through the page cache"
+            speed = f"{how}, writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s"
+            kind = "memory, no disk" if store.in_memory else str(store.file_system)
+    except CaiError as error:
+        said = "; ".join(line.strip() for line in str(error).splitlines())
+        return [(str(directory), f"does not do as memory.nvme: {said}")]
+    return [(str(directory), f"{kind}, {speed}")]
+
+
+def _disk_rates(store: NvmeStore) -> tuple[float, float]:
+    import torch
+
+    regions = [store.reserve(f"test {i}", DISK_BYTES, torch.uint8) for i in range(REQUESTS)]
+    tensors = [store.buffer(DISK_BYTES, torch.uint8).random_() for _ in regions]
+    found = []
+    for request in (store.write, store.read):
+        start = time.perf_counter()
+        for handle in [request(region, tensor) for region, tensor in zip(regions, tensors, strict=True)]:
+            handle.wait()
+        found.append(REQUESTS * DISK_BYTES / (time.perf_counter() - start))
+    return found[0], found[1]
+
+
 SECTIONS: dict[str, Callable[[], Rows]] = {
     "versions": versions,
     "devices": devices,
     "backends": backends,
+    "memory": memory,
     "links": links,
     "kernels": kernels,
     "disk": lambda: disk(Path.cwd()),

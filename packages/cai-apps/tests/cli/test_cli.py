@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -134,3 +135,16 @@ def test_report_of_a_run(capsys, tmp_path):
     assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     ).replace("https://matplotlib.org", "")
+
+
+def test_doctor_tells_of_memory_and_tests_a_directory(capsys, tmp_path):
+    code, out, _ = run(capsys, "doctor", "--nvme", str(tmp_path))
+    assert code == 0
+    assert re.search(r"available +[\d.]+ GiB of host memory", out)
+    assert re.search(r"may be locked +(all|\d+ MiB)", out)
+    assert re.search(r"AdamW +[\d.]+ GB/s", out)
+    assert re.search(rf"{tmp_path} .*writes [\d.]+ GB/s, reads [\d.]+ GB/s", out)
+    assert not list(tmp_path.iterdir())
+    code, out, _ = run(capsys, "doctor", "--nvme", str(tmp_path / "gone"))
+    assert code == 0
+    assert f"{tmp_path / 'gone'} does not do as memory.nvme" in out

@@ -1,22 +1,30 @@
-"""cai doctor"""
+"""cai doctor [--nvme DIRECTORY]"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from cai_apps.cli.arguments import parse
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Show what this machine offers: versions, devices, backends, links, kernels, disk."""
+    """Show what this machine offers: versions, devices, backends, memory, links, kernels, disk."""
+
+    nvme: Path | None = None
+    """A directory to test as memory.nvme: 256 MB are written and read."""
 
 
 def run(arguments: list[str]) -> int:
-    parse(Arguments, arguments, command="doctor")
-    from cai_apps.doctor import SECTIONS
+    options = parse(Arguments, arguments, command="doctor")
+    from cai_apps.doctor import SECTIONS, nvme
 
-    for title, rows in SECTIONS.items():
+    sections = dict(SECTIONS)
+    if options.nvme is not None:
+        directory = options.nvme.expanduser()
+        sections["nvme"] = lambda: nvme(directory)
+    for title, rows in sections.items():
         print(title)
         for name, value in rows():
             print(f"  {name:<16}{value}")
