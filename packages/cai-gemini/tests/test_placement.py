@@ -37,7 +37,10 @@ def test_bytes_on_the_device_are_those_of_the_ledger(residency):
 
 
 def test_bytes_on_the_host(tmp_path):
-    """In float32: 4 for the copy that goes to the device, 4 of gradient, 12 of state; 8 where nothing is trained."""
+    """In float32: 4 for the copy that goes to the device, 4 of gradient, 12 of state; 8 where nothing is trained.
+
+    On a disk master weights serve as the copy, unless that has another dtype; gradients stay.
+    """
     _, opt = offload(*build(), residency="host", device="cpu")
     trained, frozen = (
         sum(held.unit.chunk.numel for held in opt._engine.helds if (held.step is not None) is trains)
@@ -45,8 +48,15 @@ def test_bytes_on_the_host(tmp_path):
     )
     assert opt.placement().host_bytes == 20 * trained + 8 * frozen
     assert opt.placement().disk_bytes == 0
-    _, opt = offload(*build(), residency="nvme", nvme=tmp_path, device="cpu")
-    assert opt.placement().host_bytes == 8 * (trained + frozen)
+    on_disk = {"residency": "nvme", "nvme": tmp_path, "device": "cpu"}
+    _, opt = offload(*build(), **on_disk)
+    assert opt.placement().host_bytes == 4 * trained
+    assert opt.placement().disk_bytes == 12 * trained + 4 * frozen
+    _, opt = offload(*build(), **on_disk, compute=torch.bfloat16)
+    assert opt.placement().host_bytes == 2 * trained
+    assert opt.placement().disk_bytes == 12 * trained + 4 * frozen + 2 * (trained + frozen)
+    _, opt = offload(*build(), residency=Tiers(disk=1.0), nvme=tmp_path, device="cpu")
+    assert opt.placement().host_bytes == 8 * trained + 8 * frozen
     assert (opt.placement().disk_bytes, opt.placement().state_on_disk) == (12 * trained, 5)
     assert "5 on the disk" in str(opt.placement())
 

@@ -27,5 +27,5 @@ def run(arguments: list[str]) -> int:
     for title, rows in sections.items():
         print(title)
         for name, value in rows():
-            print(f"  {name:<16}{value}")
+            print(f"  {name:<15} {value}")
     return 0
