@@ -13,7 +13,7 @@ from cai_apps.models import load_model_config
 from cai_apps.planner.plan import plan
 from cai_apps.validate import resolve
 from cai_mesh.build import coordinate
-from cai_mesh.testing import run_ranks
+from cai_mesh.testing import RankError, run_ranks
 
 LAYOUTS = {
     "one rank": (1, {"parallel.zero": 0}),
@@ -72,3 +72,28 @@ def test_model_state_is_within_3_percent(ranks, changes):
     planned = [stage.state.total for stage in plan(config).stages]
     for stage, measured in run_ranks(ranks, measure, config):
         assert measured == pytest.approx(planned[stage], rel=0.03)
+
+
+def placed(config):
+    """Bytes on the host before anything is planned."""
+    model_config = load_model_config(config.model.name)
+    session = apply(resolve(config, model_config, 1), model_config, device=torch.device("cpu"))
+    return session.optimizer.placement().host_bytes
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_host_bytes_of_an_offloaded_model_are_exact(compute):
+    changes = {"precision.compute": compute, "memory.residency": "host", "memory.device_memory": None}
+    config = recipes.load("llama-tiny-offload", changes)
+    assert run_ranks(1, placed, config) == [plan(config).offload.host]
+
+
+def test_the_smallest_device_memory_is_where_training_begins_to_refuse():
+    planned = plan(recipes.load("llama-tiny-offload"))
+    least = planned.offload.smallest - planned.stages[0].activations
+    fits, short = (
+        recipes.load("llama-tiny-offload", {"memory.device_memory": nbytes}) for nbytes in (least, least - 1)
+    )
+    run_ranks(1, placed, fits)
+    with pytest.raises(RankError, match="too small for one layer at a time"):
+        run_ranks(1, placed, short)

@@ -8,7 +8,7 @@ from cai_apps import recipes
 from cai_apps.cli.plan import render
 from cai_apps.planner.memory import gathered, model_state, most_in_flight
 from cai_apps.planner.plan import plan
-from cai_mesh.errors import ConfigError, MeshError
+from cai_mesh.errors import ConfigError, MeshError, PlanError
 from cai_pipeline import program
 
 
@@ -108,3 +108,48 @@ def test_rendered_plan_has_the_mesh_and_a_row_per_stage(tiny):
     assert "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2  (8 ranks)" in text
     assert "869,504 parameters" in text
     assert len([line for line in text.splitlines() if line.endswith("MiB")]) == 2
+
+
+def test_activations_on_the_host_leave_three_inputs_on_the_device():
+    block_input = 4 * 128 * 128 * 4  # sequences, tokens, width, bytes
+    here = recipes.load("llama-tiny-offload", {"memory.activations": "device"})
+    kept, away = (plan(config).stages[0].activations for config in (here, recipes.load("llama-tiny-offload")))
+    assert kept - away == (4 - 3) * block_input
+
+
+def test_needs_of_an_8_billion_model_on_one_gpu():
+    """16 bytes a parameter on the host, and a block with its gradients and the two largest on the device."""
+    config = recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "22GB"})
+    planned = plan(config)
+    assert planned.offload.host == pytest.approx(16 * planned.parameters, rel=1e-4)
+    embedding = 128256 * 4096
+    assert planned.offload.smallest - planned.stages[0].activations == pytest.approx(
+        2 * 3 * embedding, rel=1e-3
+    )
+    text = render(planned, "llama-8b")
+    assert "20.49 GiB may be used; works from about" in text
+    assert "host      at most 119." in text
+
+
+def test_a_disk_takes_what_the_host_lacks():
+    changes = {"memory.residency": "auto", "memory.device_memory": "22GB", "memory.host_memory": "60GB"}
+    with pytest.raises(PlanError, match="host memory is too small"):
+        plan(recipes.load("llama-8b", changes))
+    planned = plan(recipes.load("llama-8b", {**changes, "memory.nvme": "/fast"}))
+    assert planned.offload.host <= 60e9
+    assert planned.offload.host + planned.offload.disk > 16 * planned.parameters
+    assert "GiB in /fast" in render(planned, "llama-8b")
+
+
+def test_too_little_device_memory():
+    with pytest.raises(PlanError, match="too small for one layer at a time"):
+        plan(recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "2GB"}))
+    tight = recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "4GB"})
+    assert "likely too small" in render(plan(tight), "llama-8b")
+
+
+def test_one_rank_is_told_what_offload_would_do(tiny):
+    assert plan(tiny).offload is None
+    assert "with memory.residency auto: works from about" in render(
+        plan(recipes.load("llama-1b")), "llama-1b"
+    )

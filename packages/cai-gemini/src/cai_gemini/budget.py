@@ -58,14 +58,11 @@ def _fraction(device: torch.device) -> float:
     return 1.0 if known is None else known(device)
 
 
-def check_device(
-    found: Units,
-    model: nn.Module,
-    compute: torch.dtype | None,
-    budget: int,
-    asked: int | str | None,
-) -> None:
-    """The model's own parameters, one block and gradients on their way must fit whatever the plan."""
+def least_device(found: Units, model: nn.Module, compute: torch.dtype | None) -> tuple[int, nn.Module]:
+    """Device bytes that the model's own parameters, one block and gradients on their way take whatever the plan.
+
+    Returns them and the largest block. Activations come on top.
+    """
 
     def size(params: Sequence[tuple[str, nn.Parameter]]) -> int:
         return sum(FlatChunk(kind).numel * (compute or kind[0][1].dtype).itemsize for kind in kinds(params))
@@ -73,8 +70,19 @@ def check_device(
     blocks = {m: size(params) for m, params in found.items() if m is not model}
     sending = sorted((size(params) for params in found.values()), reverse=True)[:IN_FLIGHT]
     least = size(found[model]) + max(blocks.values(), default=0) + sum(sending)
+    return least, max(blocks or {model: 0}, key=lambda m: blocks.get(m, 0))
+
+
+def check_device(
+    found: Units,
+    model: nn.Module,
+    compute: torch.dtype | None,
+    budget: int,
+    asked: int | str | None,
+) -> None:
+    """Raise `PlanError` where `least_device` does not fit."""
+    least, largest = least_device(found, model, compute)
     if least > budget:
-        largest = max(blocks or {model: 0}, key=lambda m: blocks.get(m, 0))
         name = next(n for n, m in model.named_modules() if m is largest)
         raise PlanError(
             "the device memory is too small for one layer at a time",

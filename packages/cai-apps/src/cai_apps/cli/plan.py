@@ -62,8 +62,27 @@ def render(plan: Plan, label: str) -> str:
             "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. gathered: what ZeRO-3",
             "holds whole at once. activations: estimate of what is kept for backward at the fullest moment.",
             "Communication buffers and the allocator's slack come on top.",
+            *_offload(plan),
         ]
     )
+
+
+def _offload(plan: Plan) -> list[str]:
+    """What one rank needs where its training state may be on the host, or would need if it were."""
+    needs, memory = plan.offload, plan.config.memory
+    if needs is None:
+        return []
+    works = f"works from about {size(needs.smallest)} of device memory, all stays there from {size(needs.everything)}"
+    if memory.residency == "device":
+        return ["", f"with memory.residency auto: {works}, and takes at most {size(needs.host)} on the host"]
+    given = "all of the device" if needs.device is None else size(needs.device)
+    lines = [f"device    {given} may be used; {works}"]
+    if needs.device is not None and needs.device < needs.smallest:
+        lines.append("          memory.device_memory is likely too small: take smaller batches, or recompute")
+    lines.append(f"host      at most {size(needs.host)}")
+    if needs.disk:
+        lines.append(f"disk      {size(needs.disk)} in {memory.nvme}")
+    return ["", f"memory.residency {memory.residency}:", *lines]
 
 
 def _table(stages: tuple[StagePlan, ...]) -> list[str]:

@@ -9,6 +9,7 @@ from cai_apps.config import Config
 from cai_apps.models import load_model_config, meta_model
 from cai_apps.planner.activations import REST, saved_bytes
 from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_state, most_in_flight
+from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_apps.validate import mesh_spec, resolve
 from cai_mesh.axes import AXES
@@ -18,6 +19,9 @@ from cai_tensor_parallel import parallelize
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+AWAY = 3
+"""Inputs of blocks on the device where they wait on the host: those of the last block, and two on their way."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Plan:
     """Elements of the whole model."""
     axes: dict[str, int]
     stages: tuple[StagePlan, ...]
+    offload: OffloadNeeds | None
+    """What the run takes on one rank with `memory.residency` other than device; None on several ranks."""
 
 
 def plan(config: Config, *, ranks: int | None = None) -> Plan:
@@ -69,7 +75,8 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     )
     whole = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
     spec = mesh_spec(config)
-    return Plan(config, ranks, whole, {axis: spec.sizes()[axis] for axis in AXES}, stages)
+    needs = offload_needs(config, model_config, stages[0].activations) if ranks == 1 else None
+    return Plan(config, ranks, whole, {axis: spec.sizes()[axis] for axis in AXES}, stages, needs)
 
 
 def _stage(config: Config, model_config: PretrainedConfig, stage: int, saved: dict[str, int]) -> StagePlan:
@@ -93,11 +100,15 @@ def _stage(config: Config, model_config: PretrainedConfig, stage: int, saved: di
 
 
 def _activations(config: Config, width: int, kept: dict[str, int], in_flight: int) -> int:
-    """With full recompute a block keeps its input, and one block at a time has all it would keep without."""
+    """With full recompute a block keeps its input, and one block at a time has all it would keep without.
+
+    Inputs that wait on the host are on the device for the last block, and on their way from and to it.
+    """
     if config.memory.recompute == "none":
         return in_flight * sum(kept.values())
     tokens = config.train.microbatch_size * config.data.sequence_length
     block_input = tokens * width * COMPUTE_BYTES[config.precision.compute]
     rest = kept.get(REST, 0)
     inside = [held for name, held in kept.items() if name != REST]
-    return in_flight * (len(inside) * block_input + rest) + max(inside)
+    inputs = min(len(inside), AWAY) if config.memory.activations == "host" else in_flight * len(inside)
+    return inputs * block_input + in_flight * rest + max(inside)

@@ -1,0 +1,66 @@
+"""What `cai_gemini.offload` will need of device, host and disk for a run on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cai_apps.config import Config
+from cai_apps.models import meta_model
+from cai_apps.planner.memory import COMPUTE_BYTES, MASTER_BYTES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class OffloadNeeds:
+    """Bytes of a run on one rank whose training state may be anywhere."""
+
+    smallest: int
+    """Device memory it works from: a block at a time, gradients on their way, activations. An estimate for these."""
+    everything: int
+    """Device memory from which on everything stays there."""
+    device: int | None
+    """What it may use of the device (`memory.device_memory`); None: all of it."""
+    host: int
+    """Host memory it takes at most, with little on the device."""
+    disk: int
+    """Bytes in files."""
+
+
+def offload_needs(config: Config, model_config: PretrainedConfig, activations: int) -> OffloadNeeds:
+    """Of a resolved config.
+
+    Args:
+        activations: bytes on the device that one microbatch keeps for backward.
+
+    Raises:
+        PlanError: `memory.host_memory` or `memory.device_memory` cannot do, as `train` would say.
+    """
+    import torch
+
+    from cai_gemini.budget import check_device, least_device, parse_bytes
+    from cai_gemini.disk_plan import choose, chunk_bytes, disk_bytes, host_bytes
+    from cai_gemini.offload import RESIDENCIES, Tiers
+    from cai_mesh.units import units
+
+    memory, model = config.memory, meta_model(model_config)
+    types = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    compute, master = (types[table[config.precision.compute]] for table in (COMPUTE_BYTES, MASTER_BYTES))
+    for param in model.parameters():
+        param.data = param.data.to(master)  # a meta tensor: only its dtype
+    found = units(model)
+    chunks = chunk_bytes(found, compute, torch.optim.AdamW(model.parameters()))
+    asked = RESIDENCIES.get(memory.residency, Tiers()) if memory.residency != "device" else Tiers()
+    on_disk = choose(chunks, asked.disk, asked.disk_weights, memory.host_memory, disk=memory.nvme is not None)
+    device = None if memory.device_memory is None else parse_bytes(memory.device_memory)
+    if device is not None:
+        check_device(found, model, compute, device, memory.device_memory)
+    return OffloadNeeds(
+        smallest=least_device(found, model, compute)[0] + activations,
+        everything=sum(c.weights + c.trains * (c.weights + c.master + c.state) for c in chunks) + activations,
+        device=device,
+        host=host_bytes(chunks, on_disk),
+        disk=disk_bytes(chunks, on_disk),
+    )
