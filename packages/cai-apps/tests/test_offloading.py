@@ -19,6 +19,7 @@ from layouts import (
 from cai_apps.apply import apply
 from cai_apps.materialize import InitialValues, materialize
 from cai_apps.models import meta_model
+from cai_gemini.activations import BlockForward
 from cai_mesh import checkpoint
 from cai_mesh.testing import run_ranks
 
@@ -140,6 +141,18 @@ def test_clipped_it_differs_in_the_last_bits_of_the_norm_alone():
     assert loose[-1] != pytest.approx(expected[-1], rel=1e-6)
 
 
+def inputs_leave(config):
+    """Whether blocks send their inputs away when they are called."""
+    session = session_with("llama", config)
+    return [isinstance(layer.forward, BlockForward) for layer in session.model.model.layers]
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_inputs_of_blocks_wait_where_they_are_told_to(where):
+    options = {**BUDGETS["recomputed"], "activations": where}
+    assert run_ranks(1, inputs_leave, config_of(**options))[0] == [where == "host"] * 4
+
+
 def first_half(config, directory):
     session = session_with("gpt2", config)
     train_steps(session, ALONE, 0, HALF)
@@ -193,9 +206,41 @@ def test_pretrained_weights_are_read_into_host_memory(model, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_checkpoint_goes_on_on_several_ranks_and_comes_back(tmp_path):
+MANY = {
+    "data2": Case(data=2, zero=3),
+    "data2-tensor2": Case(data=2, tensor=2, zero=3),
+    "data2-pipeline2": Case(data=2, pipeline=2, zero=3),
+}
+
+
+def on_ranks(model, config, case):
+    """Losses, what stays where, parameters and state, of every rank together."""
+    session = session_with(model, config)
+    losses, _ = train_steps(session, case, 0, STEPS)
+    return losses, session.optimizer.placement(), stored(session)
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory"), [("data2", "auto"), ("data2-tensor2", "host"), ("data2-pipeline2", "recomputed")]
+)
+def test_on_several_ranks_it_is_the_same_run(layout, memory):
+    case, options = MANY[layout], BUDGETS[memory] | {"device_memory": "500kB"}
+    _, losses, after = run_ranks(1, run, "llama", config_of("fp64", clip=0.1))[0]
+    config = config_of("fp64", clip=0.1, case=case, size=1, **options)
+    found, placed, again = run_ranks(case.world, on_ranks, "llama", config, case)[0]
+    assert found == pytest.approx(losses, abs=1e-9)
+    assert again.keys() == after.keys()
+    assert all(torch.allclose(again[n], after[n], rtol=0, atol=1e-8) for n in after)
+    assert placed.planned
+    assert placed.host_bytes > 0
+
+
+@pytest.mark.parametrize("memory", ["device", "auto"])
+def test_a_checkpoint_goes_on_on_several_ranks(memory, tmp_path):
+    options = {"device": {}, **BUDGETS}
     _, losses, after = run_ranks(1, run, "gpt2", config_of("fp64"))[0]
     run_ranks(1, first_half, config_of("fp64", **BUDGETS["auto"]), str(tmp_path))
-    resumed, again = run_ranks(2, second_half, config_of("fp64", case=PAIR), str(tmp_path), PAIR)[0]
+    config = config_of("fp64", case=PAIR, **options[memory])
+    resumed, again = run_ranks(2, second_half, config, str(tmp_path), PAIR)[0]
     assert resumed == pytest.approx(losses[HALF:], abs=1e-9)
     assert all(torch.allclose(again[n], after[n], rtol=0, atol=1e-9) for n in after)

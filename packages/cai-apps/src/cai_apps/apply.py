@@ -244,7 +244,7 @@ def _shard(
 ) -> tuple[torch.optim.Optimizer, GradSync]:
     copies = _copy_engines(config, mesh)
     if config.parallel.zero == 3:
-        residency = ChunkResidency("host") if config.memory.residency == "host" else None
+        residency = _residency(config)
         gather = Gather(copy_engines=copies)
         shard_module(model, mesh, precision=precision, residency=residency, gather=gather)
         optimizer = _adamw(config, model)
@@ -259,6 +259,16 @@ def _shard(
         copy_engines=copies,
     )
     return optimizer, optimizer
+
+
+def _residency(config: Config) -> ChunkResidency | None:
+    """Where the rows of ZeRO-3 live on several ranks; None: on the device."""
+    memory = config.memory
+    if memory.residency == "device":
+        return None
+    return ChunkResidency(
+        memory.residency, device_memory=memory.device_memory, host_memory=memory.host_memory
+    )
 
 
 def _copy_engines(config: Config, mesh: DeviceMesh) -> bool:

@@ -71,13 +71,13 @@ class Parallel:
 class Memory:
     residency: Literal["device", "host", "auto", "nvme"] = "device"
     """Where parameters, gradients and optimizer state live between uses. auto: as much on the device as makes steps
-    short, planned from traced steps; nvme: optimizer state in files. host works on several ranks too, with ZeRO-3."""
+    short, planned from traced steps; host: there; nvme: in files, on one rank. On several ranks with ZeRO-3."""
     device_memory: int | str | None = None
-    """What may be used of a device, in bytes or as "22GB" (10^9) or "22GiB"; None: all of it."""
+    """What a rank may use of its device, in bytes or as "22GB" (10^9) or "22GiB"; None: all of it."""
     host_memory: int | str | None = None
-    """What may be used of host memory for training state; more goes to `nvme` or is refused. None: no limit."""
+    """What a rank may use of host memory for training state; more goes to `nvme` or is refused. None: no limit."""
     nvme: str | None = None
-    """Directory on a disk for optimizer state that has no room in host memory."""
+    """Directory on a disk for optimizer state and weights that have no room in host memory."""
     recompute: Literal["none", "full"] = "none"
     """full: keep only each layer's input and run its forward again in backward."""
     activations: Literal["device", "host"] = "device"

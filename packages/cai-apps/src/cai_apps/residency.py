@@ -39,24 +39,22 @@ def check_memory(config: Config, ranks: int) -> None:
         )
     for name in ("device_memory", "host_memory"):
         _check_size(f"memory.{name}", getattr(memory, name))
-    if ranks > 1:
-        _check_many_ranks(config, ranks, given)
+    if ranks > 1 and memory.residency != "device":
+        _check_many_ranks(config, ranks)
 
 
-def _check_many_ranks(config: Config, ranks: int, given: list[str]) -> None:
-    residency = config.memory.residency
-    if residency in ("auto", "nvme"):
+def _check_many_ranks(config: Config, ranks: int) -> None:
+    memory = config.memory
+    if memory.nvme is not None:
         raise ConfigError(
-            f'memory.residency = "{residency}" works on one rank',
+            "memory.nvme works on one rank",
             got=f"{ranks} ranks",
-            expected='memory.residency = "host" with parallel.zero = 3',
-            fix="set it to host and parallel.zero to 3, or train on one rank",
+            expected='memory.residency = "auto" or "host" without a disk',
+            fix="leave memory.nvme out and shard over more ranks, or train on one",
         )
-    if residency == "host" and given:
-        raise ConfigError(f"{given[0]} works on one rank", got=f"{ranks} ranks", fix="leave it out")
-    if residency == "host" and config.parallel.zero != 3:
+    if config.parallel.zero != 3:
         raise ConfigError(
-            'memory.residency = "host" on several ranks needs parameters in shards',
+            f'memory.residency = "{memory.residency}" on several ranks needs parameters in shards',
             got=f"parallel.zero = {config.parallel.zero}, {ranks} ranks",
             expected="parallel.zero = 3",
             fix="set parallel.zero to 3",
