@@ -201,3 +201,32 @@ def test_what_makes_no_stream_is_refused(tmp_path):
         stream(store, [[]], lambda index, tensors: None)
         with NvmeStore(tmp_path, block_bytes=BLOCK) as other, pytest.raises(NvmeError, match="another store"):
             stream(other, [[region]], mix)
+
+
+def test_what_is_not_read_and_when_a_chunk_may_be_read_again(tmp_path):
+    """A region that `work` fills is never read; once `wrote` is called, reads see what `work` left."""
+    with NvmeStore(tmp_path, block_bytes=BLOCK, threads=3) as store:
+        values = [put(store, f"p{i}", torch.full((3000,), float(i))) for i in range(5)]
+        fresh = [
+            store.reserve(f"fresh {i}", 3000, torch.bfloat16) for i in range(5)
+        ]  # reading them would raise
+        seen, reads = [], {}
+
+        def work(index, tensors):
+            tensors[0].add_(10)
+            tensors[1].fill_(index)
+
+        def wrote(index):
+            seen.append(index)
+            reads[index] = [torch.empty(3000), torch.empty(3000, dtype=torch.bfloat16)]
+            regions = (values[index], fresh[index])
+            handles.extend(store.read(r, out) for r, out in zip(regions, reads[index], strict=True))
+
+        handles = []
+        stream(store, list(zip(values, fresh, strict=True)), work, unread=set(fresh), wrote=wrote)
+        for handle in handles:
+            handle.wait()
+        assert seen == list(range(5))
+        for index, (value, filled) in reads.items():
+            assert value.eq(index + 10).all()
+            assert filled.eq(index).all()
