@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offloaded import Net, adamw, assert_equal, build, groups, train
+from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
 from test_offload_disk import OPTIMIZERS, in_memory, moved, on_disk
 
-from cai_gemini import Tiers
+from cai_gemini import Tiers, Tuning, offload
 from cai_gemini.disk_state import DiskState
 from cai_mesh import checkpoint
 from cai_mesh.errors import CheckpointError
@@ -148,3 +148,33 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
         ours.load(tmp_path / "saved")
     train(twin, theirs, steps=1)
     assert train(model, ours, 2) == train(twin, theirs, 2)
+
+
+def test_between_a_backward_and_its_step_it_is_what_the_last_step_left(tmp_path):
+    """Also where the host has stepped ahead of being asked to."""
+
+    def backward(net):
+        ids = torch.arange(6).view(2, 3)
+        net(ids, False).square().mean().backward()
+
+    twin, theirs = build()
+    model, ours = offload(
+        *build(), residency="host", device_memory="80KB", tuning=Tuning(rates=SLOW_HOST, speculate="1MB")
+    )
+    for net, opt in ((twin, theirs), (model, ours)):
+        train(net, opt, steps=3, micro=1)
+        backward(net)
+    for held in ours._engine.helds:
+        held.worker.submit(lambda: None).result()
+    path = ours.save(tmp_path / "saved", step=3)
+    other, resumed = made(tmp_path, "nvme")
+    resumed.load(path)
+    assert_equal(other, twin)
+    expected = theirs.state_dict()["state"]
+    got = resumed.state_dict()["state"]
+    for index, state in expected.items():
+        for slot, value in state.items():
+            assert torch.equal(value.flatten(), got[index][slot].flatten()), (index, slot)
+    for opt in (theirs, ours):
+        opt.step()
+    assert_equal(model, twin)

@@ -61,7 +61,10 @@ def boxed_slots(held: Held, index: int, name: str, lending: Lending) -> dict[str
     step = held.step
     if step is None:
         return {}
-    held.finish_step()
+    if held.disk is None:
+        held.settle()  # counters, which are not lent, are the last step's
+    else:
+        held.finish_writing()
     if step.fused:
         step.moments()
     found, param = {}, held.unit.kept[index]
