@@ -145,9 +145,12 @@ def _backward(
         if db_ptr is not None:
             db += dy
         if dx_ptr is not None:
-            # the weight again for every row, from the cache: kept, it would take too many registers
+            # The weight again for every row: kept, it would take too many registers. Loads within a branch are not
+            # fetched ahead to shared memory, past the L1 cache; so this one does not load the L2 cache with every row.
             if w_ptr is not None:
-                w = _read(w_ptr + at, live, EVEN)
+                w = tl.zeros((1, BLOCK), dtype=tl.float32)
+                if rows > 0:
+                    w = _read(w_ptr + at, live, EVEN)
                 dy *= w + 1.0 if KIND == "gemma" else w
             dx = dy - x * (tl.sum(dy * x, 1) / columns)[:, None]
             if KIND == "layer":
@@ -315,7 +318,7 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     each, block, warps = _tile(rows, columns, 2048)
     even = block == columns and rows % each == 0
     inputs = (dy, x, weight, *statistics, dsum)
-    held = each * block * sum(t.element_size() for t in (dy, x, weight, dsum) if t is not None)
+    held = each * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
     resident, registers, ahead = _residency(kind, even, block, warps, held, shared_memory(x.device))
     programs = min(triton.cdiv(rows, each), waves(x.device, resident))
     apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows

@@ -7,6 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
+def exp(x):
+    """e^x in float32 in two instructions; `tl.exp` takes five, to keep results below 2^-126, which are 0 here."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def again(value):
+    """In float32; of bfloat16 by its bits, lest the compiler keeps an earlier widened copy in twice the registers."""
+    if value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
     """total + a @ b in float32, multiplied as `launch.dot_precision` says."""
     if PRECISION == "widened":

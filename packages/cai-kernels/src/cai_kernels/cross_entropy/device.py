@@ -1,13 +1,15 @@
 """What the kernels of cross-entropy share: one row scanned, its loss, the gradient of a tile of it.
 
 A row is scanned with the online softmax (Milakov and Gimelshein, arXiv:1805.02867), each lane with a maximum and a sum
-of its own, so that nothing crosses threads before the row ends.
+of its own, so that nothing crosses threads before the row ends, and one correction for 16 bytes of logits.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from cai_kernels.tiles import exp
 
 PLAIN, LOGIT_SUM, ENTROPY = 0, 1, 2  # what a scan keeps beside maximum and sum of exponentials
 
@@ -31,34 +33,61 @@ def row_offset(row, shape):
 
 
 @triton.jit
+def _merge(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr, CAP: tl.constexpr):
+    """The lanes' (maximum, sum, auxiliary) with a tile of logits added; -inf where not `inside` (None: all are)."""
+    top, total, extra = state
+    if CAP:
+        capped = softcap * _tanh(x / softcap)
+        x = capped if inside is None else tl.where(inside, capped, -float("inf"))
+    higher = tl.maximum(top, tl.max(x, AXIS))
+    below = x - tl.expand_dims(higher, AXIS)
+    e = exp(below)
+    factor = exp(top - higher)
+    if AUX == _ENTROPY:
+        before = tl.where(total > 0.0, extra + total * (top - higher), 0.0)
+        extra = factor * before + tl.sum(tl.where(e > 0.0, e * below, 0.0), AXIS)
+    if AUX == _LOGIT_SUM:
+        extra += tl.sum(x if inside is None else tl.where(inside, x, 0.0), AXIS)
+    return higher, total * factor + tl.sum(e, AXIS), extra
+
+
+@triton.jit
 def scan_row(
-    x_ptr, columns, softcap, AUX: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    x_ptr,
+    columns,
+    softcap,
+    AUX: tl.constexpr,
+    CAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """(maximum, sum of exp(x - maximum), auxiliary) of one row of `columns` logits.
 
     The auxiliary is the sum of the logits (LOGIT_SUM) or the sum of exp(x - maximum) * (x - maximum) (ENTROPY).
+    ALIGNED: rows begin at multiples of 16 bytes, and a lane takes 16 bytes at once; else neighbours go to other lanes.
     """
-    at = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), _LOWEST, dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    extra = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
-        inside = start + at < columns
-        x = tl.load(x_ptr + start + at, mask=inside, other=-float("inf")).to(tl.float32)
-        if CAP:
-            x = tl.where(inside, softcap * _tanh(x / softcap), -float("inf"))
-        above = x - top
-        grew = above > 0.0
-        e = tl.exp(-tl.abs(above))
-        if AUX == _ENTROPY:
-            seen = tl.where(e > 0.0, e * above, 0.0)
-            extra = tl.where(grew, tl.where(e > 0.0, e * (extra - total * above), 0.0), extra + seen)
-        if AUX == _LOGIT_SUM:
-            extra += tl.where(inside, x, 0.0)
-        total = tl.where(grew, total * e + 1.0, total + e)
-        top = tl.maximum(top, x)
+    EACH: tl.constexpr = min(128 // x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK)
+    LANES: tl.constexpr = BLOCK // EACH
+    if ALIGNED:
+        AXIS: tl.constexpr = 1
+        at = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    else:
+        AXIS: tl.constexpr = 0
+        at = tl.arange(0, EACH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    top = tl.full((LANES,), _LOWEST, dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    extra = tl.zeros((LANES,), dtype=tl.float32)
+    whole = columns // BLOCK * BLOCK
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        x = tl.load(x_ptr + start + at).to(tl.float32)
+        top, total, extra = _merge((top, total, extra), x, None, softcap, AXIS, AUX, CAP)
+    if whole < columns:
+        inside = whole + at < columns
+        x = tl.load(x_ptr + whole + at, mask=inside, other=-float("inf")).to(tl.float32)
+        top, total, extra = _merge((top, total, extra), x, inside, softcap, AXIS, AUX, CAP)
     maximum = tl.max(top, 0)
-    factor = tl.exp(top - maximum)
+    factor = exp(top - maximum)
     if AUX == _ENTROPY:
         extra = tl.where(total > 0.0, factor * (extra + total * (top - maximum)), 0.0)
     return maximum, tl.sum(total * factor, 0), tl.sum(extra, 0)
@@ -75,24 +104,34 @@ def target_logit(x_ptr, target, columns, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def slopes(x, at, target, row, terms, AUX: tl.constexpr, CAP: tl.constexpr):
-    """The gradient of a tile of logits `x` at columns `at`.
+def place_of(target, columns):
+    """A target among these columns as a 32-bit place, or -1: what every value of a row is compared with."""
+    return tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
+
+
+@triton.jit
+def slopes(x, at, place, row, terms, AUX: tl.constexpr, CAP: tl.constexpr):
+    """The gradient of a tile of logits `x` at columns `at`; `place` is the target's, see `place_of`.
 
     row is (maximum, sum of exponentials, auxiliary, upstream of the loss, upstream of the entropy), terms
-    (label smoothing, smoothing over the size of the vocabulary, z-loss, softcap).
+    (label smoothing, smoothing over the size of the vocabulary, z-loss or None, softcap).
     """
     top, total, extra, upstream, of_entropy = row
     smoothing, share, z_loss, softcap = terms
-    logsum = tl.log(total)
+    inverse = 1.0 / total
     bent = x
     if CAP:
         bent = _tanh(x / softcap)
         x = softcap * bent
-    p = tl.exp(x - top) * (1.0 / total)
-    g = upstream * (p * (1.0 + 2.0 * z_loss * (top + logsum)) - share)
-    g = tl.where(at == target, g - upstream * (1.0 - smoothing), g)
+    e = exp(x - top)
+    weight = upstream * inverse
+    if z_loss is not None:
+        weight *= 1.0 + 2.0 * z_loss * (top + tl.log(total))
+    g = e * weight - upstream * share
+    g = tl.where(at == place, g - upstream * (1.0 - smoothing), g)
     if AUX == _ENTROPY:
-        surprise = x - top - extra / total  # log p + entropy
+        p = e * inverse
+        surprise = x - top - extra * inverse  # log p + entropy
         g -= tl.where(p > 0.0, of_entropy * p * surprise, 0.0)
     if CAP:
         g *= 1.0 - bent * bent

@@ -10,6 +10,7 @@ from cai_kernels.cross_entropy.device import (
     ENTROPY,
     LOGIT_SUM,
     PLAIN,
+    place_of,
     row_loss,
     row_offset,
     scan_row,
@@ -37,6 +38,7 @@ def _scan(
     shape,
     scalars,
     AUX: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -47,7 +49,7 @@ def _scan(
     target = tl.load(target_ptr + row).to(tl.int64)
     x_ptr += row_offset(row, shape)
     reads = tl.where(target == ignored, 0, columns)
-    top, total, extra = scan_row(x_ptr, reads, softcap, AUX, CAP, BLOCK, STAGES)
+    top, total, extra = scan_row(x_ptr, reads, softcap, AUX, CAP, ALIGNED, BLOCK, STAGES)
     aimed = target_logit(x_ptr, target - first, reads, softcap, CAP)
     tl.store(stats_ptr + row, top)
     tl.store(stats_ptr + rows + row, total)
@@ -137,12 +139,13 @@ def _gradient(
         of_entropy = tl.where(target == ignored, 0.0, tl.load(dentropy_ptr + row))
         reads = tl.where(of_entropy != 0.0, columns, reads)
     at = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
-    top = tl.load(stats_ptr + row)
-    total = tl.load(stats_ptr + rows + row)
-    extra = tl.load(stats_ptr + 3 * rows + row)
+    # of a row that is not read nothing but zeros may come
+    top = tl.where(reads > 0, tl.load(stats_ptr + row), 0.0)
+    total = tl.where(reads > 0, tl.load(stats_ptr + rows + row), 1.0)
+    extra = tl.where(reads > 0, tl.load(stats_ptr + 3 * rows + row), 0.0)
     x = tl.load(x_ptr + row_offset(row, x_shape) + at, mask=at < reads, other=0.0).to(tl.float32)
-    g = slopes(x, at, target - first, (top, total, extra, factor, of_entropy), terms, AUX, CAP)
-    g = tl.where(at < reads, g, 0.0)
+    place = place_of(target - first, columns)
+    g = slopes(x, at, place, (top, total, extra, factor, of_entropy), terms, AUX, CAP)
     tl.store(dx_ptr + row_offset(row, dx_shape) + at, g.to(dx_ptr.dtype.element_ty), mask=at < columns)
 
 
@@ -151,9 +154,17 @@ def _shape(x: torch.Tensor) -> tuple[int, int, int]:
     return (x.shape[-2], x.stride(0) if x.dim() == 3 else 0, x.stride(-2))
 
 
-def _scan_sizes(columns: int) -> dict[str, int]:
-    block = min(power_of_2(columns), 4096)
-    return {"BLOCK": block, "STAGES": 3, "num_warps": max(min(block // 512, 8), 1)}
+def aligned(logits: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    lengths = (*logits.stride()[:-1], logits.storage_offset())
+    return all(n * logits.element_size() % 16 == 0 for n in lengths)
+
+
+def _scan_sizes(logits: torch.Tensor) -> dict[str, int]:
+    block = min(power_of_2(logits.shape[-1]), 4096)
+    return {
+        "ALIGNED": aligned(logits), "BLOCK": block, "STAGES": 3, "num_warps": max(min(block // 512, 8), 1),
+    }  # fmt: skip
 
 
 def scan(
@@ -168,7 +179,7 @@ def scan(
     if rows:
         scalars = (softcap or None, first, ignored)
         launch = _scan[(rows,)]  # pyright: ignore[reportIndexIssue]
-        sizes = _scan_sizes(logits.shape[-1])
+        sizes = _scan_sizes(logits)
         launch(logits, target, stats, rows, logits.shape[-1], _shape(logits), scalars, AUX=aux, **sizes)
     return stats
 
@@ -190,7 +201,7 @@ def write_gradient(
     block = min(power_of_2(columns), 4096)
     launch = _gradient[(rows * triton.cdiv(columns, block),)]  # pyright: ignore[reportIndexIssue]
     shapes = (rows, columns, _shape(logits), _shape(out))
-    terms = (*options[:3], options[3] or None)
+    terms = (*options[:2], options[2] or None, options[3] or None)
     warps = max(min(block // 512, 8), 1)
     launch(
         upstream, logits, target, stats, out, shapes, scalars, terms, AUX=aux, BLOCK=block, num_warps=warps

@@ -29,7 +29,8 @@ def dropout_add(
     Args:
         x, residual: one shape, dtype and device, float32, bfloat16 or float16 (the reference takes float64 too), any
             strides.
-        p: the share of x that is dropped, 0 to 1; what is kept is divided by 1 - p.
+        p: the share of x that is dropped, 0 to 1, in the kernel to the nearest 1/65536; what is kept is divided by
+            1 - p.
         training: False is plain `residual + x`.
         seed: an integer, or a tensor of one int64 on x's device, which may be drawn or counted up without a wait of the
             host. None draws one from torch's generator on x's device.

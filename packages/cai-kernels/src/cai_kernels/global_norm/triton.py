@@ -28,35 +28,40 @@ def _power(x, p, KIND: tl.constexpr):
 def _powers(
     table_ptr, like_ptr, partial_ptr, shape, p, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sums of |x|^p, or the largest |x|, over every P-th block of all tensors; nan if there is one.
+    """Sums of |x|^p, or the largest |x|, over a P-th of the blocks of all tensors; nan if there is one.
 
     The table [3, count]: addresses, numbers of values, and the number of blocks before each tensor.
     """
     count, blocks, halvings = shape
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    wrong = tl.zeros((BLOCK,), dtype=tl.int32)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        low, high = tl.program_id(0) * 0, tl.program_id(0) * 0 + count - 1
-        for _ in range(halvings):
-            middle = (low + high + 1) // 2
-            reached = tl.load(table_ptr + 2 * count + middle) <= block
-            low = tl.where(reached, middle, low)
-            high = tl.where(reached, high, middle - 1)
+    total = tl.zeros((BLOCK // 8,), dtype=tl.float32)
+    wrong = tl.zeros((BLOCK // 8,), dtype=tl.int32)
+    each = tl.cdiv(blocks, tl.num_programs(0))
+    first = tl.program_id(0) * each
+    low, high = first * 0, first * 0 + count - 1
+    for _ in range(halvings):
+        middle = (low + high + 1) // 2
+        reached = tl.load(table_ptr + 2 * count + middle) <= first
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    for block in range(first, tl.minimum(first + each, blocks)):
+        # a tensor has at least one block, so the next block is at most one tensor on
+        following = tl.load(table_ptr + 2 * count + low + 1, mask=low + 1 < count, other=blocks)
+        low += (following <= block).to(tl.int32)
         start = (block - tl.load(table_ptr + 2 * count + low)) * BLOCK
         size = tl.load(table_ptr + count + low)
         tensor_ptr = tl.load(table_ptr + low).to(like_ptr.dtype)
         if ALIGNED:
             tensor_ptr = tl.multiple_of(tensor_ptr, 16)
-        at = start + tl.arange(0, BLOCK)
+        at = start + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if start + BLOCK <= size:
             x = tl.load(tensor_ptr + at).to(tl.float32)
         else:
             x = tl.load(tensor_ptr + at, mask=at < size, other=0.0).to(tl.float32)
         if KIND == "largest":
-            wrong = wrong | (x != x).to(tl.int32)
-            total = tl.maximum(total, tl.abs(x))
+            wrong = wrong | tl.max((x != x).to(tl.int32), 1)
+            total = tl.maximum(total, tl.max(tl.abs(x), 1))
         else:
-            total += _power(x, p, KIND)
+            total += tl.sum(_power(x, p, KIND), 1)
     if KIND == "largest":
         value = tl.where(tl.max(wrong, 0) > 0, float("nan"), tl.max(total, 0))
     else:

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from cai_kernels.cross_entropy import triton as kernels
-from cai_kernels.cross_entropy.device import LOGIT_SUM, PLAIN, row_loss, scan_row, slopes, target_logit
+from cai_kernels.cross_entropy.device import (
+    LOGIT_SUM,
+    PLAIN,
+    place_of,
+    row_loss,
+    scan_row,
+    slopes,
+    target_logit,
+)
 from cai_kernels.launch import power_of_2, waves
 
 
@@ -25,6 +33,7 @@ def _loss_and_gradient(
     ignored,
     terms,
     AUX: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -39,16 +48,19 @@ def _loss_and_gradient(
         target = tl.load(target_ptr + row).to(tl.int64)
         reads = tl.where(target == ignored, 0, columns)
         aimed = target_logit(base, target, reads, softcap, CAP)  # before the scan, whose end is a barrier
-        top, total, extra = scan_row(base, reads, softcap, AUX, CAP, BLOCK, STAGES)
-        loss, z = row_loss(top, total, aimed, extra, columns, smoothing, z_loss)
+        top, total, extra = scan_row(base, reads, softcap, AUX, CAP, ALIGNED, BLOCK, STAGES)
+        weight = 0.0 if z_loss is None else z_loss
+        loss, z = row_loss(top, total, aimed, extra, columns, smoothing, weight)
         loss = tl.where((target >= 0) & (target < columns), loss, float("nan"))
         tl.store(out_ptr + row, tl.where(target == ignored, 0.0, loss))
         tl.store(out_ptr + apart + row, tl.where(target == ignored, 0.0, z))
-        values = (top, total, extra, scale, scale)
+        # of a row that is not read nothing but zeros may come
+        upstream = tl.where(reads > 0, scale, 0.0)
+        values = (tl.where(reads > 0, top, 0.0), tl.where(reads > 0, total, 1.0), extra, upstream, upstream)
+        place = place_of(target, columns)
         for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
             x = tl.load(base + start + at, mask=start + at < reads, other=0.0).to(tl.float32)
-            g = slopes(x, start + at, target, values, terms, AUX, CAP)
-            g = tl.where(start + at < reads, g, 0.0)
+            g = slopes(x, start + at, place, values, terms, AUX, CAP)
             tl.store(base + start + at, g.to(x_ptr.dtype.element_ty), mask=start + at < columns)
 
 
@@ -113,8 +125,9 @@ def loss_and_gradient(
         out,
         (rows, columns, out.stride(0)),
         ignore_index,
-        (smoothing, smoothing / columns, z_loss, softcap or None),
+        (smoothing, smoothing / columns, z_loss or None, softcap or None),
         AUX=LOGIT_SUM if smoothing else PLAIN,
+        ALIGNED=kernels.aligned(logits),
         BLOCK=block,
         STAGES=3,
         num_warps=max(min(block // 512, 16), 1),

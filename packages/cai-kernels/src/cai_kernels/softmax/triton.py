@@ -14,6 +14,7 @@ import triton.language as tl
 from cai_kernels.column_sums import column_sums
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.ops import define
+from cai_kernels.tiles import again, exp
 
 NARROW, WIDE_BLOCK = 16384, 4096
 ACROSS = 1024  # columns in a tile of a bias gradient
@@ -21,9 +22,17 @@ ACROSS = 1024  # columns in a tile of a bias gradient
 
 @triton.jit
 def _place(index, sizes):
-    """Coordinates in [.., n1, n2, n3] of a running index."""
+    """Coordinates in [.., n1, n2, n3] of an index below 2^31: divisions of 64 bits cost as much as a row."""
     n1, n2, n3 = sizes
-    return index // n3 // n2 // n1, index // n3 // n2 % n1, index // n3 % n2, index % n3
+    index = index.to(tl.int32)
+    last, rest = index % n3, index // n3
+    third, rest = rest % n2, rest // n2
+    return (
+        (rest // n1).to(tl.int64),
+        (rest % n1).to(tl.int64),
+        third.to(tl.int64),
+        last.to(tl.int64),
+    )
 
 
 @triton.jit
@@ -65,7 +74,7 @@ def _forward(
     inside = (row < rows) & (at < columns)
     z = _logits(tensors, strides, row, at, inside, shape, scale, CAUSAL)
     highest = tl.max(z, 1)[:, None]
-    e = tl.exp(z - tl.where(highest == float("-inf"), 0.0, highest))
+    e = exp(z - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(e, 1)[:, None]
     y = e * (1.0 / tl.where(total == 0.0, 1.0, total))
     tl.store(y_ptr + row * columns + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -82,16 +91,16 @@ def _forward_wide(tensors, y_ptr, strides, shape, scale, CAUSAL: tl.constexpr, B
         z = _logits(tensors, strides, row, at, at < columns, shape, scale, CAUSAL)
         higher = tl.maximum(highest, z)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - base) + tl.exp(z - base)
+        total = total * exp(highest - base) + exp(z - base)
         highest = higher
     top = tl.max(highest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    whole = tl.sum(total * tl.exp(highest - top), 0)
+    whole = tl.sum(total * exp(highest - top), 0)
     inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         z = _logits(tensors, strides, row, at, at < columns, shape, scale, CAUSAL)
-        y = tl.exp(z - top) * inverse
+        y = exp(z - top) * inverse
         tl.store(y_ptr + row * columns + at, y.to(y_ptr.dtype.element_ty), mask=at < columns)
 
 
@@ -102,13 +111,13 @@ def _backward(tensors, outputs, rows, columns, scale, ROWS: tl.constexpr, BLOCK:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (at < columns)
-    y = tl.load(y_ptr + row[:, None] * columns + at, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row[:, None] * columns + at, mask=inside, other=0.0).to(tl.float32)
-    dot = tl.sum(y * dy, 1)
+    y = tl.load(y_ptr + row[:, None] * columns + at, mask=inside, other=0.0)
+    dy = tl.load(dy_ptr + row[:, None] * columns + at, mask=inside, other=0.0)
+    dot = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
     if dot_ptr is not None:
         tl.store(dot_ptr + row, dot, mask=row < rows)
     if dx_ptr is not None:
-        dx = y * (dy - dot[:, None]) * scale
+        dx = again(y) * (again(dy) - dot[:, None]) * scale
         tl.store(dx_ptr + row[:, None] * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -224,7 +233,10 @@ def _softmax_backward(
     else:
         each, block, warps = _tile(rows, columns)
         launch = _backward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
-        launch((y, dy), outputs, rows, columns, scale, ROWS=each, BLOCK=block, num_warps=warps)
+        # two programs a multiprocessor hold a row of 16384 in 16 bits each, so that one stores while the other loads
+        narrow = block == NARROW and y.element_size() == 2 and dy.element_size() == 2
+        sizes = {"ROWS": each, "BLOCK": block, "num_warps": warps, "maxnreg": 64 if narrow else None}
+        launch((y, dy), outputs, rows, columns, scale, **sizes)
     if first is not None:
         dfirst = _sum_for(first, first_dtype, y, dy, dot)
     if second is not None:
