@@ -230,7 +230,7 @@ class Largest(TorchDispatchMode):
 def test_memory_is_bounded_and_only_what_is_wanted_is_computed(wanted, products):
     x, weight, target = inputs(64, 8, 500)
     arguments = (x, weight, None, target, -100)
-    how = [4, 0, 0, 0, 0]
+    how = [4, 0, 0, 0, 0, 0]
     with Largest() as seen:
         chunked._linear_loss_fused(*arguments, True, [0.0, 0.0, 0.0], wanted, how)
     assert seen.products == 16 * products
@@ -370,7 +370,7 @@ def test_the_ops_are_clean_for_the_compiler():
 
     x, weight, target = inputs()
     a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    numbers, how = [0.1, 0.0, 0.0], [4, 1, 0, 0, 1]
+    numbers, how = [0.1, 0.0, 0.0], [4, 1, 0, 0, 1, 0]
     fused = (a, w, None, target, -100, True, numbers, 3, how)
     torch.library.opcheck(autograd.linear_loss_fused, fused)
     torch.library.opcheck(autograd.linear_scan, (a, w, None, target, -100, [0.0, 0.0, 0.0], 2, how))

@@ -33,7 +33,7 @@ def row_offset(row, shape):
 
 
 @triton.jit
-def _merge(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr, CAP: tl.constexpr):
+def merge_tile(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr, CAP: tl.constexpr):
     """The lanes' (maximum, sum, auxiliary) with a tile of logits added; -inf where not `inside` (None: all are)."""
     top, total, extra = state
     if CAP:
@@ -49,6 +49,24 @@ def _merge(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr, CAP
     if AUX == _LOGIT_SUM:
         extra += tl.sum(x if inside is None else tl.where(inside, x, 0.0), AXIS)
     return higher, total * factor + tl.sum(e, AXIS), extra
+
+
+@triton.jit
+def start_scan(LANES: tl.constexpr):
+    """(maximum, sum of exponentials, auxiliary) of lanes that have seen nothing."""
+    nothing = tl.zeros((LANES,), dtype=tl.float32)
+    return tl.full((LANES,), _LOWEST, dtype=tl.float32), nothing, nothing
+
+
+@triton.jit
+def end_scan(state, AUX: tl.constexpr):
+    """One (maximum, sum of exponentials, auxiliary) of the lanes'."""
+    top, total, extra = state
+    maximum = tl.max(top, 0)
+    factor = exp(top - maximum)
+    if AUX == _ENTROPY:
+        extra = tl.where(total > 0.0, factor * (extra + total * (top - maximum)), 0.0)
+    return maximum, tl.sum(total * factor, 0), tl.sum(extra, 0)
 
 
 @triton.jit
@@ -75,22 +93,16 @@ def scan_row(
     else:
         AXIS: tl.constexpr = 0
         at = tl.arange(0, EACH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    top = tl.full((LANES,), _LOWEST, dtype=tl.float32)
-    total = tl.zeros((LANES,), dtype=tl.float32)
-    extra = tl.zeros((LANES,), dtype=tl.float32)
+    state = start_scan(LANES)
     whole = columns // BLOCK * BLOCK
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         x = tl.load(x_ptr + start + at).to(tl.float32)
-        top, total, extra = _merge((top, total, extra), x, None, softcap, AXIS, AUX, CAP)
+        state = merge_tile(state, x, None, softcap, AXIS, AUX, CAP)
     if whole < columns:
         inside = whole + at < columns
         x = tl.load(x_ptr + whole + at, mask=inside, other=-float("inf")).to(tl.float32)
-        top, total, extra = _merge((top, total, extra), x, inside, softcap, AXIS, AUX, CAP)
-    maximum = tl.max(top, 0)
-    factor = exp(top - maximum)
-    if AUX == _ENTROPY:
-        extra = tl.where(total > 0.0, factor * (extra + total * (top - maximum)), 0.0)
-    return maximum, tl.sum(total * factor, 0), tl.sum(extra, 0)
+        state = merge_tile(state, x, inside, softcap, AXIS, AUX, CAP)
+    return end_scan(state, AUX)
 
 
 @triton.jit

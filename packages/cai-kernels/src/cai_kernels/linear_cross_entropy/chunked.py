@@ -3,7 +3,8 @@
 A chunk is one matrix product into a buffer that is used again, one pass that makes the logits their gradient in place,
 and one product each for the gradients of x and weight; the weight's is accumulated in float32. Numbers are (label
 smoothing, z-loss, softcap, 0 for none), `how` is (rows of a chunk, 1 for Triton, 1 to accumulate in the
-weight's dtype, 1 for a weight gradient as wide as it was accumulated, 1 inside a compiled graph),
+weight's dtype, 1 for a weight gradient as wide as it was accumulated, 1 inside a compiled graph, 1 to keep the logits
+of all tokens, see `kept`),
 `wanted` adds up X, W and B.
 """
 
@@ -52,9 +53,8 @@ def _logits(
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def add_product(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, fresh: bool) -> None:
-    """total [V, D] = dy[n, V]ᵀ @ x[n, D], added unless `fresh`; a float32 total of narrower factors rounds nothing."""
-    left = dy.t()
+def accumulate(total: torch.Tensor, left: torch.Tensor, x: torch.Tensor, fresh: bool) -> None:
+    """total = left @ x, added unless `fresh`; a float32 total of narrower factors rounds nothing."""
     if total.dtype == x.dtype:
         torch.mm(left, x, out=total) if fresh else total.addmm_(left, x)
     elif total.is_cuda and total.dtype == torch.float32:
@@ -71,7 +71,7 @@ def _new_gradients(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: int, how: list[int]
 ) -> Gradients:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted & X else x.new_empty(0)
-    dtype = weight.dtype if how[2] else _wide(weight.dtype)
+    dtype = weight.dtype if how[2] or how[5] else _wide(weight.dtype)
     dw = weight.new_empty(weight.shape if wanted & W else (0,), dtype=dtype)
     db = weight.new_empty(weight.shape[:1] if wanted & B else (0,), dtype=_wide(weight.dtype))
     return dx, dw, db
@@ -86,7 +86,7 @@ def _spread(
     if wanted & X:
         torch.mm(logits, weight, out=dx[start : start + n])
     if wanted & W:
-        add_product(dw, logits, x, fresh=start == 0)
+        accumulate(dw, logits.t(), x, fresh=start == 0)
     if wanted & B:
         total = logits.sum(0, dtype=db.dtype)
         db.copy_(total) if start == 0 else db.add_(total)
@@ -107,6 +107,8 @@ def _linear_loss_fused(
 
     float16 leaves the factor 1/tokens of a mean to the backward: its logits' gradients would vanish under it.
     """
+    from cai_kernels.linear_cross_entropy import kept
+
     form, tokens, late = form_of(bool(how[1])), target.numel(), x.dtype == torch.float16
     out = torch.zeros(2, tokens, dtype=_wide(x.dtype), device=x.device)
     scale = torch.ones((), dtype=out.dtype, device=x.device)
@@ -117,6 +119,11 @@ def _linear_loss_fused(
     if not tokens:
         for gradient in gradients:
             gradient.zero_()
+    if how[5]:
+        inputs = (x, weight, bias, target)
+        kept.loss_and_gradients(inputs, inside, out, ignore_index, numbers, gradients, wanted)
+        loss, z = (out.sum(1) * scale).unbind(0)
+        return loss.clone(), z.clone(), *gradients, missing
     buffer = x.new_empty(min(how[0], tokens), weight.shape[0])
     for start in range(0, tokens, how[0]):
         here = slice(start, start + how[0])
@@ -258,7 +265,7 @@ def _linear_add_weight_grad(
         form.write_gradient(
             logits, target[here], stats[:, here], upstream[:, here], ignore_index, numbers, aux
         )
-        add_product(out, logits, x[here], fresh=False)
+        accumulate(out, logits.t(), x[here], fresh=False)
 
 
 linear_scan_backward = define(_linear_scan_backward, _empty_scan_backward)

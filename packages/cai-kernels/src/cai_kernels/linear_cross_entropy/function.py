@@ -99,7 +99,7 @@ def prepare(
     traced = torch.compiler.is_compiling()  # which cannot read grad_dtype
     wide = not (low or traced) and weight.is_leaf and getattr(weight, "grad_dtype", None) == torch.float32
     rows = chunk_rows(target.numel(), weight.shape[0], x.element_size(), chunk_bytes)
-    how = [rows, int(form == "triton"), int(low), int(wide), int(traced)]
+    how = [rows, int(form == "triton"), int(low), int(wide), int(traced), 0]
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     return Rows((flat, weight, bias, target.reshape(-1).contiguous()), wanted, how)
 
@@ -146,10 +146,13 @@ def linear_cross_entropy(
     check_options(reduction, label_smoothing, z_loss, softcap)
     low = chosen.accumulate == "weight"
     rows = prepare(x, weight, bias, target, backend=chosen.backend, chunk_bytes=chosen.chunk_bytes, low=low)
-    from cai_kernels.linear_cross_entropy import autograd
+    from cai_kernels.linear_cross_entropy import autograd, kept
 
     numbers = [float(label_smoothing), float(z_loss), float(softcap or 0.0)]
     if form == "fused" and rows.wanted:
+        _, triton, _, wide, *_ = rows.how
+        summed = bool(rows.wanted & W and triton) and not (low or wide)
+        rows.how[5] = int(summed and kept.pays(target.numel(), rows.inputs[1]))
         loss, z, *_ = autograd.linear_loss_fused(
             *rows.inputs, ignore_index, reduction == "mean", numbers, rows.wanted, rows.how
         )

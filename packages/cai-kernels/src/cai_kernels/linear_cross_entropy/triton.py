@@ -14,13 +14,17 @@ from cai_kernels.cross_entropy import triton as kernels
 from cai_kernels.cross_entropy.device import (
     LOGIT_SUM,
     PLAIN,
+    end_scan,
+    merge_tile,
     place_of,
     row_loss,
     scan_row,
     slopes,
+    start_scan,
     target_logit,
 )
 from cai_kernels.launch import power_of_2, waves
+from cai_kernels.linear_cross_entropy.kept import Plan
 
 
 @triton.jit
@@ -62,6 +66,68 @@ def _loss_and_gradient(
             x = tl.load(base + start + at, mask=start + at < reads, other=0.0).to(tl.float32)
             g = slopes(x, start + at, place, values, terms, AUX, CAP)
             tl.store(base + start + at, g.to(x_ptr.dtype.element_ty), mask=start + at < columns)
+
+
+@triton.jit
+def _offset(row, column, places, SLICE: tl.constexpr):
+    """Of a logit from the beginning of the gradient that holds slices of logits; see `kept`."""
+    first, apart, split, gap, width = places
+    inside = first + (column // SLICE) * apart + row * SLICE + column % SLICE
+    return tl.where(column < split, inside, gap + row * width + column - split)
+
+
+@triton.jit
+def _loss_and_gradient_kept(
+    base_ptr,
+    rows_ptrs,
+    shape,
+    places,
+    ignored,
+    terms,
+    AUX: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As `_loss_and_gradient`, of logits in slices whose rows begin at multiples of 16 bytes."""
+    target_ptr, scale_ptr, out_ptr = rows_ptrs
+    rows, columns, apart = shape
+    smoothing, _, z_loss, softcap = terms
+    CAP: tl.constexpr = softcap is not None
+    EACH: tl.constexpr = min(128 // base_ptr.dtype.element_ty.primitive_bitwidth, BLOCK)
+    scale = tl.load(scale_ptr)
+    lane = tl.arange(0, BLOCK // EACH)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        target = tl.load(target_ptr + row).to(tl.int64)
+        reads = tl.where(target == ignored, 0, columns)
+        place = place_of(target, reads)
+        aimed_ptr = base_ptr + _offset(row, tl.maximum(place, 0), places, SLICE)
+        aimed = target_logit(
+            aimed_ptr, tl.minimum(place, 0), 1, softcap, CAP
+        )  # before the scan ends in a barrier
+        state = start_scan(BLOCK // EACH)
+        whole = reads // BLOCK * BLOCK
+        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+            x = tl.load(base_ptr + _offset(row, start, places, SLICE) + lane).to(tl.float32)
+            state = merge_tile(state, x, None, softcap, 1, AUX, CAP)
+        if whole < reads:
+            inside = whole + lane < reads
+            x = tl.load(
+                base_ptr + _offset(row, whole, places, SLICE) + lane, mask=inside, other=-float("inf")
+            )
+            state = merge_tile(state, x.to(tl.float32), inside, softcap, 1, AUX, CAP)
+        top, total, extra = end_scan(state, AUX)
+        loss, z = row_loss(top, total, aimed, extra, columns, smoothing, 0.0 if z_loss is None else z_loss)
+        loss = tl.where((target >= 0) & (target < columns), loss, float("nan"))
+        tl.store(out_ptr + row, tl.where(target == ignored, 0.0, loss))
+        tl.store(out_ptr + apart + row, tl.where(target == ignored, 0.0, z))
+        upstream = tl.where(reads > 0, scale, 0.0)
+        values = (tl.where(reads > 0, top, 0.0), tl.where(reads > 0, total, 1.0), extra, upstream, upstream)
+        for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
+            at = base_ptr + _offset(row, start, places, SLICE) + lane
+            x = tl.load(at, mask=start + lane < reads, other=0.0).to(tl.float32)
+            g = slopes(x, start + lane, place, values, terms, AUX, CAP)
+            tl.store(at, g.to(base_ptr.dtype.element_ty), mask=start + lane < columns)
 
 
 @triton.jit
@@ -128,6 +194,40 @@ def loss_and_gradient(
         (smoothing, smoothing / columns, z_loss or None, softcap or None),
         AUX=LOGIT_SUM if smoothing else PLAIN,
         ALIGNED=kernels.aligned(logits),
+        BLOCK=block,
+        STAGES=3,
+        num_warps=max(min(block // 512, 16), 1),
+    )
+
+
+def loss_and_gradient_kept(
+    held: torch.Tensor,
+    rest: torch.Tensor,
+    plan: Plan,
+    of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ignore_index: int,
+    numbers: list[float],
+) -> None:
+    """`loss_and_gradient` of the logits of all tokens: slices of them in `held`, the last columns in rest [T, columns].
+
+    of_rows: target [T], the factor of gradients, and where losses and z-losses go, [2, T].
+    """
+    rows = rest.shape[0]
+    split = plan.slices * plan.columns
+    columns = split + rest.shape[1]
+    smoothing, z_loss, softcap = numbers
+    gap = (rest.data_ptr() - held.data_ptr()) // held.element_size()
+    block = min(plan.columns, 8192)
+    launch = _loss_and_gradient_kept[(min(rows, waves(rest.device)),)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        held,
+        of_rows,
+        (rows, columns, of_rows[2].stride(0)),
+        (plan.first, rows * plan.columns, split, gap, rest.shape[1]),
+        ignore_index,
+        (smoothing, smoothing / columns, z_loss or None, softcap or None),
+        AUX=LOGIT_SUM if smoothing else PLAIN,
+        SLICE=plan.columns,
         BLOCK=block,
         STAGES=3,
         num_warps=max(min(block // 512, 16), 1),
