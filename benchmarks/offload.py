@@ -5,8 +5,8 @@
 The allocator is capped with `torch.cuda.set_per_process_memory_fraction`. A LLaMA shape of about the asked size with
 random weights, sequence 2048, every block recomputed, AdamW with clipping 1.0, bfloat16 compute, float32 masters. Every
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model.
-Tokens a second are of the median step; peaks are torch's allocated bytes and the process's resident set. `--machine`
-measures the link and the host's AdamW first, and the floor of the step is written beside ours.
+Tokens a second are of the median step; peaks are torch's allocated bytes and the process's resident set. The link and
+the host's AdamW are measured beside ours, and the floor of a step that follows from them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,20 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
     return step
 
 
+def build_environment() -> None:
+    """For DeepSpeed's host AdamW, which is compiled on first use, with the headers of torch's wheels."""
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+    os.environ.setdefault("MAX_JOBS", "8")
+    homes = [home for home in ("/usr/local/cuda-13.0", "/usr/local/cuda") if os.path.isdir(f"{home}/bin")]
+    if homes:
+        os.environ.setdefault("CUDA_HOME", homes[0])
+    headers = Path(torch.__file__).parent.parent / "nvidia" / "cu13" / "include"
+    if headers.is_dir() and not Path(os.environ.get("CUDA_HOME", "/"), "include", "cublas_v2.h").exists():
+        os.environ["CPATH"] = os.pathsep.join(filter(None, [str(headers), os.environ.get("CPATH")]))
+
+
 def deepspeed(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
+    build_environment()
     import deepspeed as ds
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -137,6 +150,7 @@ def deepspeed(options: argparse.Namespace, device: torch.device, facts: dict) ->
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": 10**8,
+        "allgather_bucket_size": 10**8,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     }
     if stage == 3:
@@ -304,11 +318,11 @@ def main() -> None:
         rows.append(row := apart(form, options))
         shown = {k: v for k, v in row.items() if k not in ("steps_s", "losses", "swapped")}
         print(json.dumps(shown), flush=True)
-    if options.out:
-        record = {"command": " ".join(sys.argv), "versions": versions(), "rows": rows}
-        if torch.cuda.is_available():
-            record["device"] = torch.cuda.get_device_name()
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        if options.out:
+            record = {"command": " ".join(sys.argv), "versions": versions(), "rows": rows}
+            if torch.cuda.is_available():
+                record["device"] = torch.cuda.get_device_name()
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def apart(form: str, options: argparse.Namespace) -> dict:
@@ -332,7 +346,10 @@ def apart(form: str, options: argparse.Namespace) -> dict:
         return {"form": form, "error": f"no result in {options.timeout:.0f} s"}
     found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if not found:
-        return {"form": form, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:400]}
+        return {
+            "form": form,
+            "error": " | ".join(done.stderr.strip().splitlines()[-4:])[-800:] or "no output",
+        }
     return json.loads(found[-1][4:])
 
 

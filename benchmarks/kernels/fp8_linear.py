@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from cai_kernels import WeightCache, fp8_linear
 
 
-def form(scaling: Literal["tensor", "row", "block"], cached: bool) -> Callable:
+def form(scaling: Literal["tensor", "row", "block"], cached: bool = True, fast: bool = True) -> Callable:
     cache = WeightCache() if cached else None
-    return lambda x, weight: fp8_linear(x, weight, scaling=scaling, weight_cache=cache)
+    return lambda x, weight: fp8_linear(x, weight, scaling=scaling, weight_cache=cache, fast_accumulate=fast)
 
 
 def cases(tiny: bool) -> Iterator[Case]:
@@ -34,13 +34,14 @@ def cases(tiny: bool) -> Iterator[Case]:
             "fp8_linear",
             f"{tokens}x{inner}x{outer}",
             make,
-            ours=form("tensor", True),
+            ours=form("tensor"),
             eager=F.linear,
             forward_flops=2 * tokens * inner * outer,
             backward_flops=4 * tokens * inner * outer,
             others={
-                "uncached": form("tensor", False),
-                "row": form("row", True),
-                "block": form("block", True),
+                "uncached": form("tensor", cached=False),
+                "slow sums": form("tensor", fast=False),
+                "row": form("row"),
+                "block": form("block"),
             },
         )

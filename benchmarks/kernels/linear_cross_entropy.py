@@ -1,14 +1,20 @@
-"""The head of a language model and its loss; `weight` sums the weight's gradient in the weight's dtype."""
+"""The head of a language model and its loss.
+
+`chunks` sums the weight's gradient over chunks of tokens in a float32 buffer, whichever form costs less memory;
+`weight` sums in the weight's dtype; sizes are of chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from case import Case
 from torch.nn import functional as F
 
 from cai_kernels import linear_cross_entropy
+from cai_kernels.linear_cross_entropy import kept
 
 
 def eager(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -17,6 +23,18 @@ def eager(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.
 
 def coarse(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return linear_cross_entropy(x, weight, target, accumulate="weight")
+
+
+def chunks(size: int = 512 << 20) -> Callable:
+    def call(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(kept, "pays", lambda *_: False):
+            return linear_cross_entropy(x, weight, target, chunk_bytes=size)
+
+    return call
+
+
+def coarse_small(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return linear_cross_entropy(x, weight, target, accumulate="weight", chunk_bytes=256 << 20)
 
 
 def liger():
@@ -45,5 +63,10 @@ def cases(tiny: bool) -> Iterator[Case]:
             liger=liger,
             forward_flops=2 * tokens * width * vocab,
             backward_flops=4 * tokens * width * vocab,
-            others={"weight": coarse},
+            others={
+                "weight": coarse,
+                "weight 256 MiB": coarse_small,
+                "chunks": chunks(),
+                "chunks 1 GiB": chunks(1 << 30),
+            },
         )

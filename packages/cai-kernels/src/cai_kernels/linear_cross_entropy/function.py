@@ -131,9 +131,12 @@ def linear_cross_entropy(
             backward only scales them, and may run once where the weight's gradient keeps the dtype it was
             accumulated in. "split" keeps four numbers a token and computes the logits again in backward, four
             products. "auto" (the default) is "fused", but "split" for reduction "none".
-            accumulate: "float32" (the default) sums the weight's gradient over chunks in float32, for a weight of
-            16 bits a buffer of 4 bytes a parameter beside the gradient; outside compiled graphs a weight whose
-            `grad_dtype` is float32 gets that buffer as its gradient. "weight" sums in the weight's dtype, without it.
+            accumulate: "float32" (the default) sums the weight's gradient in float32: over chunks, for a weight of
+            16 bits in a buffer of 4 bytes a parameter beside the gradient; or, on Triton, for a large bfloat16 weight
+            where it takes less memory, in one product over all tokens, whose logits wait in the gradient's own memory
+            and a buffer for what does not fit (`chunk_bytes` bounds neither; backward may run once). Outside
+            compiled graphs a weight whose `grad_dtype` is float32 gets the sum over chunks as its gradient. "weight"
+            adds chunks in the weight's dtype, with no such buffer.
             chunk_bytes: of the logits of a chunk, by default 512 MiB.
             backend: "auto" (Triton on CUDA, else the same in plain torch), "triton" or "reference".
 

@@ -72,8 +72,11 @@ def _loss_and_gradient(
 def _offset(row, column, places, SLICE: tl.constexpr):
     """Of a logit from the beginning of the gradient that holds slices of logits; see `kept`."""
     first, apart, split, gap, width = places
-    inside = first + (column // SLICE) * apart + row * SLICE + column % SLICE
-    return tl.where(column < split, inside, gap + row * width + column - split)
+    slices = (
+        column // SLICE
+    )  # and no remainder: Triton 3.6 forgets what one is a multiple of, and reads 2 bytes at once
+    inside = first + slices * apart + row * SLICE + (column - slices * SLICE)
+    return tl.where(column < split, inside, gap + row * width + (column - split))
 
 
 @triton.jit
