@@ -23,7 +23,7 @@ def _kept(seed_ptr, program, p, BLOCK: tl.constexpr):
     ab = tl.join(tl.join(a & 0xFFFF, (a >> 16) & 0xFFFF), tl.join(b & 0xFFFF, (b >> 16) & 0xFFFF))
     cd = tl.join(tl.join(c & 0xFFFF, (c >> 16) & 0xFFFF), tl.join(d & 0xFFFF, (d >> 16) & 0xFFFF))
     drawn = tl.reshape(tl.join(ab, cd), (BLOCK,)).to(tl.int32)
-    return tl.where(drawn >= (tl.to_tensor(p) * 65536.0 + 0.5).to(tl.int32), 1.0 / (1.0 - p), 0.0)
+    return tl.where(drawn >= (tl.full((), 65536.0, tl.float32) * p + 0.5).to(tl.int32), 1.0 / (1.0 - p), 0.0)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ ACROSS = 1024  # columns in a tile of a bias gradient
 def _place(index, sizes):
     """Coordinates in [.., n1, n2, n3] of an index below 2^31: divisions of 64 bits cost as much as a row."""
     n1, n2, n3 = sizes
-    index = tl.to_tensor(index).to(tl.int32)
+    index = (tl.full((), 0, tl.int32) + index).to(tl.int32)
     last, rest = index % n3, index // n3
     third, rest = rest % n2, rest // n2
     return (
