@@ -132,5 +132,7 @@ def test_a_timeline_shows_the_disk(tmp_path):
     train(model, ours, steps=1)
     found = ours.timeline()
     named = {name for _, _, name in found.lanes["disk"]}
-    assert named >= {held.name for held in on_disk(ours) if held.step is not None}
+    trained = {held.name for held in on_disk(ours) if held.step is not None}
+    assert named >= trained
+    assert len(found.lanes["disk"]) > len(trained), "steps, and weights that were brought"
     assert all(0 <= begin <= end <= found.end for begin, end, _ in found.lanes["disk"])

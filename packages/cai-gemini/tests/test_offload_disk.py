@@ -224,6 +224,27 @@ def test_what_is_written_while_it_is_lent_goes_back(tmp_path, residency, compute
     assert_equal(model, twin)
 
 
+@pytest.mark.parametrize("residency", ["device", Tiers(0.6, 0.4), Tiers(0.6, 0.4, disk=0.6)], ids=str)
+def test_what_is_written_right_before_the_plan_is_seen(tmp_path, residency):
+    """By a chunk that is on the device, is not stepped, and whose state moves there."""
+
+    def halve(net, opt):
+        with torch.no_grad():
+            for param in net.parameters():
+                param.mul_(0.5)
+        for param in net.layers[0].parameters():
+            param.grad = None
+
+    def run(net, opt):
+        return train(net, opt, steps=2, clip=halve) + train(net, opt, steps=2)
+
+    twin, theirs = build()
+    model, ours = moved(*build(), tmp_path, residency)
+    assert run(model, ours) == run(twin, theirs)
+    assert ours._engine.helds[0].on_device
+    assert_equal(model, twin)
+
+
 def test_frozen_weights_are_never_written_again(tmp_path):
     model, ours = moved(*build(), tmp_path, compute=torch.bfloat16)
     frozen = [held for held in on_disk(ours) if held.step is None]
