@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from offloaded import SLOW_HOST
@@ -143,6 +145,21 @@ def test_versions_tell_of_steps_and_writes():
     assert written != after[1]
     assert torch.equal(use(rows, stored[1]), stored[1].unit.shard)
     assert rows.version(stored[1]) == written, "what is taken over is not another change"
+
+
+def test_a_version_is_that_of_the_step_while_the_step_writes():
+    rows = planned("host")
+    stored = rows_of(rows)
+    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    chunk_step, written, gate = rows._engine.helds[0].step, threading.Event(), threading.Event()
+    run = chunk_step.run
+    chunk_step.run = lambda *args: (run(*args), written.set(), gate.wait())  # type: ignore[method-assign]
+    step(rows, stored, optimizer, 0)
+    written.wait()
+    during = rows.version(stored[0])
+    gate.set()
+    optimizer.wait()
+    assert rows.version(stored[0]) == during
 
 
 def test_a_plain_optimizers_steps_are_seen():
