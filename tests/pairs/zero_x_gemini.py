@@ -202,17 +202,19 @@ def test_beside_a_pipeline(name, residency, schedule, driver):
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def leg(directory: str, residency: str | Tiers, first: int, last: int, fresh: bool):
-    """Steps `first` to `last` of the twin's run, from a checkpoint and to another; `fresh`: of a model just made."""
+def leg(directory: str, residency: str | Tiers, first: int, last: int, own: bool):
+    """Steps `first` to `last` of the twin's run, from a checkpoint and to another; `own`: of the optimizer's making."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
     rows, model = planned(residency), twin.build("llama")
-    if not fresh:
+    if first:
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
     shard_module(model, mesh, residency=rows)
     optimizer = rows.optimizer(adamw(model.parameters()))
-    if not fresh:
+    if first and own:
+        optimizer.load(directory)
+    elif first:
         restore_groups(optimizer, checkpoint.load(directory, whole_state(model, optimizer))["groups"])
     losses = []
     for step in range(first, last):
@@ -223,7 +225,10 @@ def leg(directory: str, residency: str | Tiers, first: int, last: int, fresh: bo
         optimizer.step()
         optimizer.zero_grad()
         losses.append(twin.mean_over(mesh.get_group(), loss))
-    checkpoint.save(directory, whole_state(model, optimizer), step=last).wait()
+    if own:
+        optimizer.save(directory, step=last)
+    else:
+        checkpoint.save(directory, whole_state(model, optimizer), step=last).wait()
     return losses, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
@@ -233,10 +238,11 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {**{f"model.{n}": p for n, p in model.named_parameters()}, **held, "groups": groups}
 
 
-def test_a_checkpoint_goes_on_over_other_ranks_and_residencies(tmp_path):
+@pytest.mark.parametrize("own", [False, True])
+def test_a_checkpoint_goes_on_over_other_ranks_and_residencies(tmp_path, own):
     losses, _, final = twin.reference("llama")
-    first = run_ranks(2, leg, str(tmp_path), MIXED, 0, 3, True)
-    then = run_ranks(4, leg, str(tmp_path), "auto", 3, 4, False)
+    first = run_ranks(2, leg, str(tmp_path), MIXED, 0, 3, own)
+    then = run_ranks(4, leg, str(tmp_path), "auto", 3, 4, own)
     for got in first:
         assert got[0] == pytest.approx(losses[:3], rel=1e-9)
     for got in then:

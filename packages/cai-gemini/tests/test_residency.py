@@ -14,6 +14,7 @@ from cai_gemini.gradient import counted, sums_of_squares
 from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import State
 from cai_gemini.trace import Trace, Use
+from cai_mesh.errors import PlanError
 from cai_mesh.norm import Span, attach_spans
 from cai_mesh.protocols import Residency, Stored
 from cai_mesh.units import FlatUnit, Share
@@ -117,6 +118,25 @@ def test_a_traced_step_is_whole():
     forward = [Use(i, False) for i in range(BLOCKS)]
     backward = [Use(i, i != 1) for i in reversed(range(BLOCKS))]
     assert rows._engine.trace.uses == tuple(2 * (forward + backward))
+
+
+def test_a_step_that_is_left_out_is_not_traced():
+    """As a loss scale does: gradients are dropped, and the next backward belongs to another step."""
+    rows = planned("host")
+    stored = rows_of(rows)
+    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    expected = None
+    for number, skipped in enumerate([False, True, False]):
+        if skipped:
+            use(rows, stored[2])
+            rows.keep_gradient(stored[2], gradient(stored[2], number, 0, 2))
+            optimizer.zero_grad()
+        else:
+            step(rows, stored, optimizer, number)
+            expected = expected or rows._engine.trace.uses
+    assert rows._engine.trace.uses == expected
+    with pytest.raises(PlanError, match="before they are asked for"):
+        planned(speculate="1MB")
 
 
 def test_nothing_is_traced_without_an_optimizer():
@@ -223,6 +243,8 @@ def test_a_use_is_found_again_after_a_detour():
         at = trace.follow(chunk, at)
     assert at == 3
     assert [trace.follow(c, at) for c in (3, 2)] == [4, 5]
+    again = Trace(tuple(Use(c, False) for c in [0, 1, 2, 0, 2]), (0,) * 5, (1.0,) * 5)
+    assert (again.follow(1, 0), again.follow(2, 0)) == (1, 4), "straight after a use of the same chunk"
     assert trace.follow(7, 2) is None
     assert trace.follow(3, -1) == 3
 

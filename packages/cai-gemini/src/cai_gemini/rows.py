@@ -61,6 +61,13 @@ class RowEngine(Engine):
         super().step(scale)
         self.begin()
 
+    def drop_gradients(self) -> None:
+        """Forget every gradient; where there are any, the step is left out, and another begins."""
+        left_out = any(held.gradient is not None for held in self.helds)
+        super().drop_gradients()
+        if left_out:
+            self.begin()
+
 
 class Arriving:
     """The `CommHandle` of a fetch."""
