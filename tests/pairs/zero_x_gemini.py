@@ -326,6 +326,25 @@ def assert_alike(a: nn.Module, b: nn.Module) -> None:
     assert all(torch.equal(x, y) for x, y in zip(values(a), values(b), strict=True))
 
 
+def test_what_a_forward_left_whole_is_gathered_anew_after_a_step():
+    """Such as a loss that nobody calls backward on; torch's fused steps count no version."""
+    (plain, theirs), (model, ours) = pair()
+    torch.manual_seed(0)
+    alone = Net()
+    found = []
+    for m, opt in ((alone, adamw(alone.parameters())), (plain, theirs), (model, ours)):
+        losses = []
+        for step in (0, 2, 3, 5):  # in which every block is used
+            loss_of(m, step).backward()
+            loss_of(m, step)
+            opt.step()
+            opt.zero_grad()
+            losses.append(float(loss_of(m, step).detach()))
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == found[1]
+
+
 def test_evaluations_and_writes_between_steps():
     """The trace of a step does not know of them; rows that were written to are gathered anew."""
     (plain, theirs), (model, ours) = pair()

@@ -184,8 +184,11 @@ class Gatherer:
     # -- a pass --------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """The rows have new values: gather what the next forward uses first, before it is asked for."""
-        self._reset()
+        """The rows have new values: gather what the next forward uses first, before it is asked for.
+
+        Nothing stays whole, whatever versions say: torch's fused steps do not count as writes to their tensors.
+        """
+        self._reset(stepped=True)
         self.order.begin(backward=False)
         root = self.units[0]
         self.order.use(root)
@@ -200,12 +203,12 @@ class Gatherer:
             self.order.begin(backward=False)
         self._begun = False
 
-    def _reset(self) -> None:
+    def _reset(self, *, stepped: bool = False) -> None:
         self._prefetched.clear()
         self._backward = self._begun = False
         self._in_backward.clear()
         for unit in self.units:
-            if unit.handles is not None or (unit.whole and self.is_stale(unit)):
+            if unit.handles is not None or (unit.whole and (stepped or self.is_stale(unit))):
                 self.free(unit)
 
     def use(self, unit: Sharded, *, backward: bool) -> None:
