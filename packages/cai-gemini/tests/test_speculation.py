@@ -275,6 +275,33 @@ def test_a_gradient_that_somebody_holds_is_not_stepped_with_early():
     assert_same(model, optimizer, plain)
 
 
+def test_the_first_step_of_a_chunk_is_not_taken_early():
+    """It makes Adam's state, which a parameter that was never stepped does not have."""
+    model, optimizer, plain = both()
+    for at in range(2):
+        backward(model, plain, at)
+        for i, (name, param) in enumerate(model.named_parameters()):
+            if "layers.2" in name:
+                param.grad, plain.gradients[i] = None, None
+        step(optimizer, plain)
+    backward(model, plain, 2)
+    assert pending(optimizer) == [f"layers.{i}.up.weight" for i in (0, 3, 4)]
+    caught_up(optimizer)
+    assert_same(model, optimizer, plain)
+    assert optimizer.state_dict()["state"].keys() == plain.optimizer.state_dict()["state"].keys()
+    step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
+def test_gradients_that_were_read_in_the_dtype_of_computation_are_stepped_with_in_that_of_masters():
+    model, optimizer, plain = both("sgd", compute=torch.bfloat16)
+    for at in range(4):
+        backward(model, plain, at)
+        read_gradients(model, optimizer, plain)
+        step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
 def test_dropped_gradients_undo_it():
     model, optimizer, plain = both()
     warm(model, optimizer, plain)
