@@ -170,7 +170,7 @@ def test_versions_tell_of_steps_and_writes():
 def test_a_version_is_that_of_the_step_while_the_step_writes():
     rows = planned("host")
     stored = rows_of(rows)
-    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    optimizer = rows.optimizer(torch.optim.SGD(trained(stored), lr=1e-2))  # whose writes are counted
     chunk_step, written, gate = rows._engine.helds[0].step, threading.Event(), threading.Event()
     run = chunk_step.run
     chunk_step.run = lambda *args: (run(*args), written.set(), gate.wait())  # type: ignore[method-assign]
