@@ -111,6 +111,12 @@ def test_memory_that_can_be(tiny, ranks, memory):
     assert resolved(config, ranks).memory == config.memory
 
 
+def test_a_disk_and_a_host_copy_of_all_of_it(tiny):
+    config = changed(tiny, **ALONE, memory__residency="nvme", memory__nvme="/tmp", checkpoint__background=True)
+    with pytest.raises(ConfigError, match=r"keeps out of it(.|\n)*set checkpoint.background to false"):
+        resolved(config, 1)
+
+
 def test_what_the_machine_lacks(tiny, tmp_path):
     auto = changed(tiny, memory__residency="auto")
     with pytest.raises(ConfigError, match=r"the CPU has no memory of its own(.|\n)*memory.device_memory"):

@@ -110,6 +110,8 @@ class Session:
 
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            return self.optimizer.checkpoint_state()
         named = {canonical_name(n, p): p for n, p in self.model.named_parameters()}
         if isinstance(self.optimizer, ShardedOptimizer):
             model = {n: BoxedTensor.from_param(p) for n, p in named.items() if not p.requires_grad}

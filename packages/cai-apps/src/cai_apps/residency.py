@@ -37,6 +37,12 @@ def check_memory(config: Config, ranks: int) -> None:
         raise ConfigError(
             'memory.residency = "nvme" needs a directory', fix="set memory.nvme to one on a local disk"
         )
+    if memory.nvme is not None and config.checkpoint.background:
+        raise ConfigError(
+            "checkpoint.background copies to host memory what memory.nvme keeps out of it",
+            got="checkpoint.background = true",
+            fix="set checkpoint.background to false: chunks are then written one by one",
+        )
     for name in ("device_memory", "host_memory"):
         _check_size(f"memory.{name}", getattr(memory, name))
     if ranks > 1 and memory.residency != "device":

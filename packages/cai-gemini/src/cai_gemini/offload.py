@@ -133,8 +133,7 @@ def offload(
     """
     tiers = tiers_of(residency)
     _check(model, optimizer)
-    where = torch.device(device) if device is not None else next(model.parameters()).device
-    _check_values(model, where, materialize)
+    where = _device(model, device, materialize)
     budget = device_budget(device_memory, where, needed=tiers is None)
     found = _units(model)
     check_device(found, model, compute, budget, device_memory)
@@ -246,14 +245,19 @@ def _fill(
         view.copy_(materialize(name, param) if materialize is not None and param.is_meta else param.detach())
 
 
-def _check_values(model: nn.Module, device: torch.device, materialize: Callable | None) -> None:
-    if device.type == "meta":
+def _device(
+    model: nn.Module, device: torch.device | str | None, materialize: Callable | None
+) -> torch.device:
+    """Where the model runs. Raises `PlanError` where that is nowhere, or nothing says what its values are."""
+    found = torch.device(device) if device is not None else next(model.parameters()).device
+    if found.type == "meta":
         raise PlanError("the model has no device to run on", got="meta", fix="pass device=...")
     without = [n for n, p in model.named_parameters() if p.is_meta] if materialize is None else []
     if without:
         raise PlanError(
             f"parameter {without[0]!r} has no values", got="meta tensor", fix="pass materialize=..."
         )
+    return found
 
 
 def tiers_of(residency: str | Tiers) -> Tiers | None:

@@ -150,6 +150,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def checkpoint_state(self) -> dict[str, BoxedTensor | list[dict[str, Any]]]:
+        """What `cai_mesh.checkpoint` saves, and loads where this optimizer has stepped before or is Adam.
+
+        `model.NAME` (master weights), `optimizer.NAME.SLOT` and `optimizer.param_groups`. One chunk of the disk is in
+        memory at a time, the last one until the next step.
+        """
+        return {**state_to_save(self._engine.helds, self._lending), GROUPS: saved_groups(self.inner)}
+
     def save(self, directory: str | os.PathLike[str], *, step: int, keep_last: int | None = None) -> Path:
         """Write `directory/step-N` with master weights, state and hyperparameters, by `cai_mesh.checkpoint`.
 
@@ -157,9 +165,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         such a checkpoint loads this one. One chunk of the disk is in memory at a time. Buffers of the model are not in
         it. Returns the committed directory; raises `CheckpointError` as `cai_mesh.checkpoint.save`.
         """
-        state = {**state_to_save(self._engine.helds, self._lending), GROUPS: saved_groups(self.inner)}
         try:
-            return checkpoint.save(directory, state, step=step, keep_last=keep_last).wait()
+            return checkpoint.save(directory, self.checkpoint_state(), step=step, keep_last=keep_last).wait()
         finally:
             self._lending.close()
 
