@@ -138,14 +138,6 @@ class ChunkStep:
             else:
                 self._run_any(groups, gradient, scale, weights, before)
 
-    @torch.no_grad()
-    def copy_others(self, groups: Groups, weights: torch.Tensor) -> None:
-        """Write the parameters that a step with `groups` leaves out to `weights`, [n], as they are."""
-        stepped = {i for _, indices in groups for i in indices}
-        for i, (low, high) in enumerate(self._unit.ranges):
-            if i not in stepped:
-                weights[low:high].copy_(self._unit.shard[low:high])
-
     # -- Adam ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -33,16 +33,18 @@ def _scan(
     x_ptr,
     target_ptr,
     stats_ptr,
-    rows,
-    columns,
-    shape,
+    shapes,
     scalars,
     AUX: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """stats [4, rows]: maximum, sum of exponentials, target's logit, auxiliary; scalars: (softcap, first, ignored)."""
+    """stats [4, rows]: maximum, sum of exponentials, target's logit, auxiliary.
+
+    shapes: (rows, columns, of x); scalars: (softcap, first, ignored).
+    """
+    rows, columns, shape = shapes
     softcap, first, ignored = scalars
     CAP: tl.constexpr = softcap is not None
     row = tl.program_id(0).to(tl.int64)
@@ -180,7 +182,8 @@ def scan(
         scalars = (softcap or None, first, ignored)
         launch = _scan[(rows,)]  # pyright: ignore[reportIndexIssue]
         sizes = _scan_sizes(logits)
-        launch(logits, target, stats, rows, logits.shape[-1], _shape(logits), scalars, AUX=aux, **sizes)
+        shapes = (rows, logits.shape[-1], _shape(logits))
+        launch(logits, target, stats, shapes, scalars, AUX=aux, **sizes)
     return stats
 
 

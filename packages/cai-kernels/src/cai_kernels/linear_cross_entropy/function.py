@@ -104,6 +104,15 @@ def prepare(
     return Rows((flat, weight, bias, target.reshape(-1).contiguous()), wanted, how)
 
 
+def _keeps_logits(rows: Rows) -> bool:
+    """Whether logits wait in the memory of the weight's gradient; see `kept`."""
+    from cai_kernels.linear_cross_entropy import kept
+
+    _, triton, low, wide, *_ = rows.how
+    summed = bool(rows.wanted & W and triton) and not (low or wide)
+    return summed and kept.pays(rows.inputs[3].numel(), rows.inputs[1])
+
+
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -147,23 +156,20 @@ def linear_cross_entropy(
     chosen = _How(**how)
     form = chosen.form_of_backward(reduction)
     check_options(reduction, label_smoothing, z_loss, softcap)
-    low = chosen.accumulate == "weight"
-    rows = prepare(x, weight, bias, target, backend=chosen.backend, chunk_bytes=chosen.chunk_bytes, low=low)
-    from cai_kernels.linear_cross_entropy import autograd, kept
+    room, low = chosen.chunk_bytes, chosen.accumulate == "weight"
+    rows = prepare(x, weight, bias, target, backend=chosen.backend, chunk_bytes=room, low=low)
+    from cai_kernels.linear_cross_entropy import autograd
 
     numbers = [float(label_smoothing), float(z_loss), float(softcap or 0.0)]
     if form == "fused" and rows.wanted:
-        _, triton, _, wide, *_ = rows.how
-        summed = bool(rows.wanted & W and triton) and not (low or wide)
-        rows.how[5] = int(summed and kept.pays(target.numel(), rows.inputs[1]))
+        rows.how[5] = int(_keeps_logits(rows))
         loss, z, *_ = autograd.linear_loss_fused(
             *rows.inputs, ignore_index, reduction == "mean", numbers, rows.wanted, rows.how
         )
         return (loss, z) if chosen.return_z_loss else loss
     aux = LOGIT_SUM if label_smoothing else PLAIN
     losses, zs, _, _ = autograd.linear_scan(*rows.inputs, ignore_index, numbers, aux, rows.how)
-    counted = rows.inputs[3] != ignore_index
-    loss, z = (reduce(v, counted, reduction) for v in (losses, zs))
+    loss, z = (reduce(v, rows.inputs[3] != ignore_index, reduction) for v in (losses, zs))
     if reduction == "none":
         loss, z = loss.view(target.shape), z.view(target.shape)
     return (loss, z) if chosen.return_z_loss else loss

@@ -30,9 +30,7 @@ from cai_kernels.linear_cross_entropy.kept import Plan
 @triton.jit
 def _loss_and_gradient(
     x_ptr,
-    target_ptr,
-    scale_ptr,
-    out_ptr,
+    rows_ptrs,
     shape,
     ignored,
     terms,
@@ -41,7 +39,11 @@ def _loss_and_gradient(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Logits [rows, columns] become their gradient; shape: (rows, columns, columns of out [2, ...])."""
+    """Logits [rows, columns] become their gradient.
+
+    rows_ptrs: (target, scale, out [2, ...]); shape: (rows, columns, columns of out).
+    """
+    target_ptr, scale_ptr, out_ptr = rows_ptrs
     rows, columns, apart = shape
     smoothing, _, z_loss, softcap = terms
     CAP: tl.constexpr = softcap is not None
@@ -189,9 +191,7 @@ def loss_and_gradient(
     launch = _loss_and_gradient[(min(rows, waves(logits.device)),)]  # pyright: ignore[reportIndexIssue]
     launch(
         logits,
-        target,
-        scale,
-        out,
+        (target, scale, out),
         (rows, columns, out.stride(0)),
         ignore_index,
         (smoothing, smoothing / columns, z_loss or None, softcap or None),
