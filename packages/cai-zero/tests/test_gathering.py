@@ -547,6 +547,30 @@ def test_a_step_gathers_what_comes_next_and_never_stale():
         assert before != pytest.approx(after, rel=1e-3)
 
 
+def by_hand():
+    """What a schedule leaves whole over a step: whole or not after it, and the next loss."""
+    model, rank = shard_module(build(), mesh(), driver="actions"), dist.get_rank()
+    sharding, optimizer = sharding_of(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    sharding.unshard(model).wait()
+    loss_of(model, (0, 1, 2, 3), 0, rank).backward()
+    sharding.reduce(model)
+    sharding.finish()
+    optimizer.step()
+    whole = [unit.whole for unit in sharding._units.values()]
+    kept = everyone(model)
+    sharding.unshard(model).wait()
+    return whole, kept, float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
+
+
+def test_a_fused_step_leaves_nothing_whole_that_actions_unsharded():
+    for whole, kept, loss in on_ranks(by_hand):
+        assert not any(whole)
+        model = build()
+        model.load_state_dict(kept)
+        expected = float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
 # -- large layers outside blocks -----------------------------------------------------------------------------------
 
 

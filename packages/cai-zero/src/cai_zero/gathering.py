@@ -183,12 +183,16 @@ class Gatherer:
 
     # -- a pass --------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """The rows have new values: gather what the next forward uses first, before it is asked for.
+    def end_step(self) -> None:
+        """The rows have new values: nothing stays whole, whatever versions say.
 
-        Nothing stays whole, whatever versions say: torch's fused steps do not count as writes to their tensors.
+        torch's fused steps do not count as writes to their tensors.
         """
         self._reset(stepped=True)
+
+    def begin_step(self) -> None:
+        """As `end_step`; then gather what the next forward uses first, before it is asked for."""
+        self.end_step()
         self.order.begin(backward=False)
         root = self.units[0]
         self.order.use(root)

@@ -91,23 +91,26 @@ class ModuleSharding:
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
         self._lifecycle = ModuleLifecycle(used)
         self._lifecycle.listen(self)
-        if self.driver == "hooks":
-            self._gather_after_steps()
+        self._follow_steps()
 
     def _peer_gather(self) -> PeerGather | None:
         units = [part.unit for held in self._units.values() for part in held.parts]
         largest = max((unit.high - unit.low) * unit.whole.element_size() for unit in units)
         return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.gather.copy_engines)
 
-    def _gather_after_steps(self) -> None:
-        """Once an optimizer has stepped the rows, the first units of the next forward are gathered at once."""
+    def _follow_steps(self) -> None:
+        """Once an optimizer has stepped the rows, nothing stays whole; hooks gather what the next forward uses first."""
         self._kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
         found = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             sharding = found()
-            if sharding is not None and id(optimizer.param_groups[0]["params"][0]) in sharding._kept:
+            if sharding is None or id(optimizer.param_groups[0]["params"][0]) not in sharding._kept:
+                return
+            if sharding.driver == "hooks":
                 sharding._gatherer.begin_step()
+            else:
+                sharding._gatherer.end_step()
 
         # for good: taking one out while others run would break torch's loop over them
         register_optimizer_step_post_hook(stepped)
