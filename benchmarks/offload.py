@@ -3,8 +3,10 @@
     python benchmarks/offload.py --billions 3 --cap 40 --batch 8 --forms cai,deepspeed-2,deepspeed-3,fsdp2 [--out FILE]
 
 The allocator is capped with `torch.cuda.set_per_process_memory_fraction`. A LLaMA shape of about the asked size with
-random weights, sequence 2048, every block recomputed, AdamW with clipping 1.0, bfloat16 compute, float32 masters. Every
-form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model.
+random weights, sequence 2048, every block recomputed, AdamW with clipping, bfloat16 compute, float32 masters. Every
+form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
+`cai-early` takes host steps during backward (`--speculate` bytes of before-images). `--host-memory` and `--nvme` limit
+what our forms keep in host memory and say where the rest goes.
 Tokens a second are of the median step; peaks are torch's allocated bytes and the process's resident set. The link and
 the host's AdamW are measured beside ours, and the floor of a step that follows from them.
 """
@@ -20,13 +22,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import nn
 
-LR, DECAY, BETAS, CLIP, VOCAB, SEQUENCE = 1e-4, 0.1, (0.9, 0.95), 1.0, 32000, 2048
+LR, DECAY, BETAS, VOCAB, SEQUENCE = 1e-4, 0.1, (0.9, 0.95), 32000, 2048
 SHAPES = {  # width, hidden, layers; heads of 128
     0: (256, 512, 4),
     1.5: (2048, 5632, 28),
@@ -96,7 +99,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
-    from cai_gemini import offload
+    from cai_gemini import Tuning, offload
 
     model = meta_model(options)
     rotary(model, device)
@@ -111,15 +114,18 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
         residency="host" if options.form == "cai-host" else "auto",
         device=device,
         device_memory=int(options.cap * 2**30 * 0.97) if options.cap else "100MB",
+        host_memory=options.host_memory,
+        nvme=options.nvme,
         compute=torch.bfloat16,
         materialize=values,
+        tuning=Tuning(speculate=options.speculate if options.form == "cai-early" else 0),
     )
-    facts["engine"] = moved._engine
+    facts["engine"], facts["optimizer"] = moved._engine, moved
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, ids)
         loss.backward()
-        moved.clip_grad_norm_(CLIP)
+        moved.clip_grad_norm_(options.clip)
         moved.step()
         return loss.detach()
 
@@ -163,7 +169,7 @@ def deepspeed(options: argparse.Namespace, device: torch.device, facts: dict) ->
         }
     settings = {
         "train_micro_batch_size_per_gpu": options.batch,
-        "gradient_clipping": CLIP,
+        "gradient_clipping": options.clip,
         "bf16": {"enabled": True},
         "steps_per_print": 10**9,
         "zero_optimization": zero,
@@ -209,7 +215,7 @@ def fsdp2(options: argparse.Namespace, device: torch.device, facts: dict) -> Ste
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, ids)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -221,6 +227,7 @@ FORMS = {
     "cai": cai,
     "cai-host": cai,
     "cai-swap": cai,
+    "cai-early": cai,
     "deepspeed-2": deepspeed,
     "deepspeed-3": deepspeed,
     "fsdp2": fsdp2,
@@ -265,19 +272,26 @@ def run_form(options: argparse.Namespace) -> dict:
     row["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row |= {"steps_s": times, "losses": losses}
     if "engine" in facts:
+        optimizer = facts.pop("optimizer")
+        row |= {"placement": str(optimizer.placement()), "early": str(optimizer.speculation)}
         row |= planned(facts.pop("engine"), device, options)
     return row | facts
 
 
 def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
     """What stays on the device, and the floor of a step under that plan."""
-    from cai_gemini.rates import measure
+    from cai_gemini.disk_use import disk_traffic
+    from cai_gemini.rates import measure, measure_disk
     from cai_gemini.simulate import Step as Sized
     from cai_gemini.simulate import floor, simulate
 
-    engine.settle()
+    engine.finish()
     rates, sizes = measure(device), engine.sizes
-    sized = Sized([held.unit.shard.numel() for held in engine.helds])
+    if engine.store is not None:
+        read, write = measure_disk(options.nvme)
+        rates = replace(rates, disk_read=read, disk_write=write)
+    numel = [held.unit.shard.numel() if held.trains else 0 for held in engine.helds]
+    sized = Sized(numel, disk=disk_traffic(engine.helds), early=engine._schedule.early)
     budget = engine._schedule.budget
     return {
         "chunks": len(sizes),
@@ -305,6 +319,10 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=SEQUENCE)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    parser.add_argument("--host-memory", help="of our forms, such as 100GB")
+    parser.add_argument("--nvme", help="directory on a disk, for our forms")
+    parser.add_argument("--speculate", default="40GB", help="host memory for before-images of cai-early")
     parser.add_argument("--forms", default="cai,cai-host,deepspeed-2,deepspeed-3,fsdp2")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", type=Path)
@@ -334,10 +352,13 @@ def apart(form: str, options: argparse.Namespace) -> dict:
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
     }
-    names = ("billions", "cap", "batch", "sequence", "steps", "warmup")
+    names = ("billions", "cap", "batch", "sequence", "steps", "warmup", "clip")
     command = [sys.executable, __file__, "--form", form]
     for name in names:
         command += [f"--{name}", str(getattr(options, name))]
+    for name in ("host_memory", "nvme", "speculate"):
+        if getattr(options, name):
+            command += ["--" + name.replace("_", "-"), getattr(options, name)]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=options.timeout
