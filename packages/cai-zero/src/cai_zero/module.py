@@ -99,7 +99,7 @@ class ModuleSharding:
         return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.gather.copy_engines)
 
     def _follow_steps(self) -> None:
-        """Once an optimizer has stepped the rows, nothing stays whole; hooks gather what the next forward uses first."""
+        """After an optimizer has stepped the rows nothing stays whole; hooks gather what the next forward needs."""
         self._kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
         found = weakref.ref(self)
 
