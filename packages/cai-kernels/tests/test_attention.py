@@ -17,7 +17,7 @@ from cai_kernels import (
     merge_attention,
     varlen_attention,
 )
-from cai_kernels.attention import choice
+from cai_kernels.attention import choice, partial
 from cai_kernels.testing import assert_no_less_exact, results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,7 +114,7 @@ def test_masks_meet_causality_and_windows(window, causal):
 
 
 def test_torchs_operators_by_name():
-    inputs, dout = tensors(1, 4, 2, 8, 8, 16)
+    inputs, dout = tensors(1, 4, 4, 8, 8, 16)  # not every torch has groups of heads in "efficient"
     for backend in ("math", "flash" if DEVICE == "cpu" else "efficient"):
         ours = lambda q, k, v, backend=backend: attention(q, k, v, causal=True, backend=backend)  # noqa: E731
         close(ours, eager(causal=True), inputs, [dout])
@@ -226,7 +226,7 @@ def test_log_sum_exp_and_backward_of_a_part(causal, backend):
 def test_parts_make_the_whole(backend):
     inputs, dout = tensors(1, 4, 2, 12, 30, 16)
     q, k, v = inputs
-    expected = results(eager(lse=True), inputs, [dout, torch.zeros(1, 4, 12)])
+    expected = results(eager(lse=True), inputs, [dout, torch.zeros(1, 4, 12, device=DEVICE)])
     out, lse = torch.zeros(q.shape, device=DEVICE), torch.full((1, 4, 12), -torch.inf, device=DEVICE)
     parts = [(k[:, :, i : i + 10], v[:, :, i : i + 10]) for i in range(0, 30, 10)]
     for part in parts:
@@ -236,6 +236,34 @@ def test_parts_make_the_whole(backend):
     dk, dv = (torch.cat([f[i] for f in found], 2) for i in (1, 2))
     for got, want in zip((out, lse, dq, dk, dv), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+def test_a_log_sum_exp_of_any_strides(backend):
+    (q, k, v), dout = tensors(2, 4, 2, 12, 12, 16)
+    out, lse = attention_with_lse(q, k, v, backend=backend)
+    spread = lse.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    pairs = zip(
+        *(attention_backward(dout, q, k, v, out, t, backend=backend) for t in (lse, spread)), strict=True
+    )
+    assert spread.stride() != lse.stride() and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_which_of_torchs_operators_a_part_takes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    with FakeTensorMode():
+        make = lambda *shape: torch.empty(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        q, one, wide, many = make(2, 4, 8, 64), make(2, 4, 1, 64), make(2, 4, 8, 256), make(65536, 1, 2, 64)
+    assert partial._form(q, q, q, "auto") == partial._form(one, q, q, "auto") == "cudnn"
+    assert partial._form(q, one, one, "auto") == "flash"
+    assert partial._form(wide, wide, wide, "auto") == partial._form(many, many, many, "auto") == "flash"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert partial._form(q, q, q, "auto") == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
+    assert partial._form(q, q, q, "auto") == "flash"
 
 
 def test_merging():

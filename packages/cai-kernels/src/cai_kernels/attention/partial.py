@@ -91,7 +91,7 @@ def attention_backward(
     for name, tensor, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         if tensor.shape != shape or tensor.device != q.device:
             raise KernelError(f"{name} does not fit q", got=tuple(tensor.shape), expected=tuple(shape))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale, lse = q.shape[-1] ** -0.5 if scale is None else scale, lse.contiguous()
     form = _form(q, k, v, backend)
     if form == "reference":
         return _reference_backward(dout, (q, k, v), out, lse, causal=causal, scale=scale)
@@ -101,7 +101,7 @@ def attention_backward(
         opts, inputs = triton.options(scale=scale, causal=causal), [q, k, v, None, None, None, None, None]
         needs = [True, True, True, False, False]
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        return triton.attention_backward(dout, None, out, lse.contiguous(), inputs, [0, 0], opts, needs)[:3]
+        return triton.attention_backward(dout, None, out, lse, inputs, [0, 0], opts, needs)[:3]
     sizes = (q.shape[2], k.shape[2], 0.0, causal)
     if form in ("cudnn", "flash"):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only with dropout
@@ -149,13 +149,25 @@ def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend) -
     form = choose(backend, q.device)
     if form == "triton":
         if backend == "auto" and v.shape == k.shape and q.numel() and k.numel() and why_not_flash(q) is None:
-            hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
-            return "cudnn" if hopper and q.shape[-1] <= 128 else "flash"
+            return "flash" if _why_not_cudnn(q, k) else "cudnn"
         if (reason := why_not_ours(q, v, Question())) is not None:
             raise KernelError("no attention here gives a log-sum-exp for these arguments", got=reason)
         return "triton"
     takes = q.device.type == "cpu" and v.shape == k.shape and q.numel() and k.numel()
     return "cpu" if backend == "auto" and takes else "reference"
+
+
+def _why_not_cudnn(q: torch.Tensor, k: torch.Tensor) -> str | None:
+    """Why torch's cuDNN operator is not taken where its flash operator takes the arguments, or None."""
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
+        return "flash is faster before Hopper"
+    if q.shape[-1] > 128:
+        return f"head dim {q.shape[-1]}; cuDNN takes up to 128"
+    if k.shape[2] == 1 or max(q.shape[:2]) > 65535:
+        return "one key, or more sequences or heads than cuDNN counts"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its gradients are not deterministic"
+    return None
 
 
 def _expand(tensor: torch.Tensor, heads: int) -> torch.Tensor:
