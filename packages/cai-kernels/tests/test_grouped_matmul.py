@@ -170,6 +170,10 @@ def test_errors_name_the_argument():
         grouped_matmul(x.float(), weight.float(), offsets, backend="torch")
     with pytest.raises(KernelError, match=r"torch's grouped matmul does not take(.|\n)*multiples of 8"):
         grouped_matmul(x[:, :9], weight[:, :9], offsets, backend="torch")
+    many = torch.zeros(1024, 16, 8, dtype=torch.bfloat16, device=DEVICE)
+    none = torch.zeros(1025, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(KernelError, match=r"torch's grouped matmul does not take(.|\n)*1024 experts"):
+        grouped_matmul(x, many, none, backend="torch")
     with pytest.raises(KernelError, match="x has an unsupported dtype"):
         grouped_matmul(x.double(), weight.double(), offsets, backend="triton")
 

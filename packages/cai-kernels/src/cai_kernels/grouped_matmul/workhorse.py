@@ -15,6 +15,8 @@ def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
         return f"dtype {x.dtype}; it takes torch.bfloat16"
     if x.shape[0] == 0 or weight.shape[0] == 0:
         return "no rows or no experts"
+    if weight.shape[0] >= 1024:
+        return f"{weight.shape[0]} experts; it takes fewer than 1024"
     if weight.shape[1] % 8 or weight.shape[2] % 8 or 0 in weight.shape:
         return f"weight {tuple(weight.shape)}; it takes D and F that are positive multiples of 8"
     if not (_dense(weight) or _dense(weight.transpose(1, 2))):
