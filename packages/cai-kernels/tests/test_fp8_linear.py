@@ -17,6 +17,9 @@ from cai_kernels.fp8_linear.reference import BLOCK, ROW, SQUARE, TENSOR
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALINGS = ["tensor", "row", "block"]
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+# Hopper's tensor cores align 32 products and their sum so far to the largest and cut what is below 2^-13 of it
+# (DeepSeek-V3, arXiv:2412.19437, section 3.5.2); of the largest of all results no more than this is lost
+CUT = 2.0**-9 if DEVICE == "cuda" else 0.0
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -73,7 +76,7 @@ def test_product_of_blocks(shape, square):
     b = reference.cast(random(n, k, seed=1), square, TYPES[0], False)
     want = reference.widen(*a[:2]).double() @ reference.widen(*b[:2]).double().t()
     got = triton.block_matmul(*a[:2], *b[:2], torch.float32)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 + CUT * want.abs().max().item())
 
 
 def gradients(fn, *leaves, dy):
@@ -114,6 +117,7 @@ def test_layer_and_gradients_are_products_of_casts(tokens, scaling, dtype):
             assert g.dtype == dtype
             # the product is rounded, and so is its sum with the bias; up to 160 terms are summed in float32
             rounding = 2 * torch.finfo(narrow).eps + 160**0.5 * torch.finfo(torch.float32).eps
+            rounding += CUT if backend == "triton" else 0.0
             error, allowed = (g.double() - w.double()).abs().max(), rounding * w.abs().max()
             assert error <= allowed, (error, allowed)
     close = gradients(F.linear, x, weight, bias, dy=dy)

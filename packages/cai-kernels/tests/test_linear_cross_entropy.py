@@ -416,10 +416,10 @@ def test_errors_name_the_argument():
         linear_cross_entropy(x, weight.t(), target)
     with pytest.raises(KernelError, match="target does not fit"):
         linear_log_probs(x, weight, target[1:])
-    with pytest.raises(KernelError, match="dloss does not fit"):
-        linear_cross_entropy_input_grad(x, weight, target, torch.ones(4, 11), torch.ones(3))
-    with pytest.raises(KernelError, match="stats do not fit"):
-        linear_cross_entropy_input_grad(x, weight, target, torch.ones(4, 9), torch.ones(11))
     stats, dloss = torch.ones(4, 11, device=DEVICE), torch.ones(11, device=DEVICE)
+    with pytest.raises(KernelError, match="dloss does not fit"):
+        linear_cross_entropy_input_grad(x, weight, target, stats, dloss[:3])
+    with pytest.raises(KernelError, match="stats do not fit"):
+        linear_cross_entropy_input_grad(x, weight, target, stats[:, :9], dloss)
     with pytest.raises(KernelError, match="out does not fit"):
         linear_cross_entropy_weight_grad(x, weight, target, stats, dloss, out=weight[1:])
