@@ -28,25 +28,35 @@ def _chunks(inputs, outputs, shape, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     first = chunk * CHUNK
     last = tl.minimum(first + CHUNK, count)
     previous = tl.load(id_ptr + first - 1, mask=first > 0, other=-1)
-    entered = previous == tl.load(id_ptr + first)  # this id began in a chunk before
+    own = tl.load(id_ptr + first)
+    following = tl.load(id_ptr + first + 1, mask=first + 1 < count, other=-1)
+    entered = previous == own  # this id began in a chunk before
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # a row is on its way, and its place in dy known, before the one ahead of it is added
+    row = tl.load(position_ptr + first)
+    ahead = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0)
+    row = tl.load(position_ptr + first + 1, mask=first + 1 < last, other=0)
     for place in range(first, last):
-        own = tl.load(id_ptr + place)
-        row = tl.load(position_ptr + place)
-        total += tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
-        following = tl.load(id_ptr + place + 1, mask=place + 1 < count, other=-1)
+        value = ahead
+        ahead = tl.load(
+            dy_ptr + row * dy_stride + at, mask=at < tl.where(place + 1 < last, columns, 0), other=0.0
+        )
+        row = tl.load(position_ptr + place + 2, mask=place + 2 < last, other=0)
+        after = tl.load(id_ptr + place + 2, mask=place + 2 < count, other=-1)
+        total += value.to(tl.float32)
         ends = following != own
         if ends | (place + 1 == last):
             if entered:
                 tl.store(head_ptr + chunk * columns + at, total, mask=inside)
             elif ends:
-                value = tl.where(own == padding, 0.0, total)
-                tl.store(dw_ptr + own * columns + at, value.to(dw_ptr.dtype.element_ty), mask=inside)
+                kept = tl.where(own == padding, 0.0, total)
+                tl.store(dw_ptr + own * columns + at, kept.to(dw_ptr.dtype.element_ty), mask=inside)
             else:
                 tl.store(tail_ptr + chunk * columns + at, total, mask=inside)
         if ends:
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             entered = own != own
+        own, following = following, after
 
 
 @triton.jit
