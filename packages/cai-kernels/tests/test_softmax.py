@@ -66,6 +66,39 @@ def test_bias_gradients_over_any_broadcast_dims(shape):
     assert_no_less_exact(kernel(), plain(), (x, random(*shape)), (dy,), floor=(0.0, 0.0, floor))
 
 
+@pytest.mark.parametrize(
+    ("shape", "first", "second", "together", "dtype"),
+    [
+        ((1, 18, 2, 21, 37), (18, 1, 1, 37), (1, 2, 21, 37), True, torch.float32),  # AlphaFold's
+        ((1, 5, 2, 21, 37), (5, 1, 1, 37), (1, 2, 21, 37), True, torch.bfloat16),
+        ((2, 2, 20, 33), (20, 33), (2, 2, 20, 1), True, torch.float32),
+        ((3, 2, 2, 1100), (1100,), (2, 1, 1), True, torch.float32),
+        ((2, 3, 5, 21), (3, 5, 1), (2, 1, 1, 21), False, torch.float32),  # no whole rows, or too few
+    ],
+)
+def test_the_gradient_of_a_bias_with_that_of_x(shape, first, second, together, dtype, monkeypatch):
+    from cai_kernels.softmax import triton
+
+    went, plainly = [], triton._backward_and_sum
+    monkeypatch.setattr(triton, "_backward_and_sum", lambda *a: went.append(a[0]) or plainly(*a))
+    x, dy = random(*shape, dtype=dtype), random(*shape, dtype=dtype).flip(0)
+    biases = random(*first, dtype=dtype), random(*second, dtype=dtype)
+    whole = results(kernel(0.3), (x, *biases), (dy,))
+    assert len(went) == together
+    if dtype == torch.float32:
+        # what is the same along a row has no gradient but what rounding leaves of equals
+        floor = [0.0, *(cancelled(dy) * (60 if b.shape[-1] == 1 else 1) for b in (x, *biases))]
+        assert_no_less_exact(kernel(0.3), plain(0.3), (x, *biases), (dy,), floor=floor)
+    went.clear()
+    monkeypatch.setattr(triton, "SHARED", 0)
+    for a, b in zip(whole, results(kernel(0.3), (x, *biases), (dy,)), strict=True):
+        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=60 * cancelled(dy))
+    assert not went
+    monkeypatch.undo()
+    (only,) = results(lambda b: kernel(0.3)(x, biases[0], b), biases[1:], (dy,))[1:]
+    torch.testing.assert_close(only, whole[3], rtol=2 * torch.finfo(dtype).eps, atol=60 * cancelled(dy))
+
+
 @pytest.mark.parametrize("narrow", [16384, 16])
 def test_masks_and_rows_without_a_place(narrow, monkeypatch):
     from cai_kernels.softmax import triton

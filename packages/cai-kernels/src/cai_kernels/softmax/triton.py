@@ -1,8 +1,8 @@
 """Softmax in Triton: rows in registers, or in two walks over them where they do not fit.
 
-Tensors are seen as [n0, n1, n2, n3, K]; masks and biases by their strides, 0 along broadcast dims. The gradient of a
-bias has a kernel of its own: a program holds some columns of some places of the bias and walks over the rows that share
-them.
+Tensors are seen as [n0, n1, n2, n3, K]; masks and biases by their strides, 0 along broadcast dims. For the gradient of
+a bias a program holds some places of it and walks over the rows that share them: with whole rows it makes their
+gradient too, so that they are read once; otherwise, and for a second bias, the sums are a kernel of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cai_kernels.tiles import again, exp
 
 NARROW, WIDE_BLOCK = 16384, 4096
 ACROSS = 1024  # columns in a tile of a bias gradient
+SHARED = 8192  # columns of rows whose sums a program keeps in registers beside them
 
 
 @triton.jit
@@ -144,6 +145,33 @@ def _backward_wide(tensors, outputs, columns, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _backward_shared(tensors, outputs, shape, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """`_backward` and `_bias_gradient` in one, of whole rows."""
+    y_ptr, dy_ptr = tensors
+    dx_ptr, dot_ptr, partial_ptr = outputs
+    columns, places, members, of_places, of_members, strides = shape
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (group < places)[:, None] & (at < columns)
+    start = _offset(_place(group, of_places), 0, strides)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    part = tl.program_id(1).to(tl.int64)
+    for member in tl.range(part, members, tl.num_programs(1), num_stages=3):
+        row = start + _offset(_place(member, of_members), 0, strides)
+        y = tl.load(y_ptr + row[:, None] * columns + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * columns + at, mask=inside, other=0.0).to(tl.float32)
+        dot = tl.sum(y * dy, 1)
+        if dot_ptr is not None:
+            tl.store(dot_ptr + row, dot, mask=group < places)
+        slope = y * (dy - dot[:, None])
+        if dx_ptr is not None:
+            dx = (slope * scale).to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + row[:, None] * columns + at, dx, mask=inside)
+        total += slope
+    tl.store(partial_ptr + (part * places + group)[:, None] * columns + at, total, mask=inside)
+
+
+@triton.jit
 def _bias_gradient(tensors, partial_ptr, shape, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of y * (dy - dot) over every P-th of the rows that share a place of the bias; [P, places, K]."""
     y_ptr, dy_ptr, dot_ptr = tensors
@@ -224,10 +252,13 @@ def _softmax_backward(
     if y.numel() == 0:
         return dx, dfirst.zero_(), dsecond.zero_()
     dy, columns = dy.contiguous(), y.shape[-1]
-    rows = y.numel() // columns
-    dot = None if first is None and second is None else y.new_empty(rows, dtype=torch.float32)
+    rows, wanted = y.numel() // columns, [shape for shape in (first, second) if shape is not None]
+    shared = max((s for s in wanted if _held(s, y)), key=lambda s: torch.Size(s).numel(), default=None)
+    dot = y.new_empty(rows, dtype=torch.float32) if len(wanted) > (shared is not None) else None
     outputs = (None if x_dtype is None else dx, dot)
-    if columns > NARROW:
+    if shared is not None:
+        of_shared = _backward_and_sum(shared, y, dy, outputs, scale)
+    elif columns > NARROW:
         launch = _backward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
         launch((y, dy), outputs, columns, scale, BLOCK=WIDE_BLOCK, num_warps=8)
     else:
@@ -238,29 +269,73 @@ def _softmax_backward(
         sizes = {"ROWS": each, "BLOCK": block, "num_warps": warps, "maxnreg": 64 if narrow else None}
         launch((y, dy), outputs, rows, columns, scale, **sizes)
     if first is not None:
-        dfirst = _sum_for(first, first_dtype, y, dy, dot)
+        ours = first is shared
+        dfirst = (
+            column_sums(of_shared, first_dtype).view(first)
+            if ours
+            else _sum_for(first, first_dtype, y, dy, dot)
+        )
     if second is not None:
-        dsecond = _sum_for(second, second_dtype, y, dy, dot)
+        ours = second is shared
+        dsecond = (
+            column_sums(of_shared, second_dtype).view(second)
+            if ours
+            else _sum_for(second, second_dtype, y, dy, dot)
+        )
     return dx, dfirst, dsecond
+
+
+def _sharing(
+    shape: list[int], y: torch.Tensor
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(places of a bias, rows that share one, sizes of both in n1, n2 and n3, rows between neighbours in each dim)."""
+    lengths = _sizes(y.shape)
+    kept = _sizes((*(1,) * (y.dim() - len(shape)), *shape))
+    apart = tuple(length // own for length, own in zip(lengths, kept, strict=True))
+    strides = tuple(torch.Size(lengths[i + 1 :]).numel() for i in range(4))
+    return torch.Size(kept).numel(), torch.Size(apart).numel(), kept[1:], apart[1:], (*strides, 0)
+
+
+def _held(shape: list[int], y: torch.Tensor) -> bool:
+    """Whether `_backward_shared` takes a bias of this shape: whole rows, and enough of them to fill a program."""
+    columns = y.shape[-1]
+    if not shape or shape[-1] != columns or columns > min(SHARED, NARROW):
+        return False
+    each, block, _ = _tile(_sharing(shape, y)[0], columns)
+    return each * block >= ACROSS
+
+
+def _backward_and_sum(
+    shape: list[int],
+    y: torch.Tensor,
+    dy: torch.Tensor,
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None],
+    scale: float,
+) -> torch.Tensor:
+    """Fill the gradient of x and the dots of rows, as far as wanted; partial sums [P, places * K] for this bias."""
+    columns = y.shape[-1]
+    places, members, *rest = _sharing(shape, y)
+    each, block, warps = _tile(places, columns)
+    groups = triton.cdiv(places, each)
+    parts = max(min(waves(y.device, 8) // groups, members), 1)
+    partial = y.new_empty(parts, places * columns, dtype=torch.float32)
+    launch = _backward_shared[(groups, parts)]  # pyright: ignore[reportIndexIssue]
+    sizes = (columns, places, members, *rest)
+    launch((y, dy), (*outputs, partial), sizes, scale, ROWS=each, BLOCK=block, num_warps=warps)
+    return partial
 
 
 def _sum_for(shape, dtype, y, dy, dot) -> torch.Tensor:
     """The gradient of a bias of this shape."""
-    columns, lengths = y.shape[-1], _sizes(y.shape)
-    kept = _sizes((*(1,) * (y.dim() - len(shape)), *shape))
-    places, members, strides = 1, 1, []
-    for length, own in zip(lengths, kept, strict=True):
-        places, members = places * own, members * (length // own)
-    for i in range(4):
-        strides.append(torch.Size(lengths[i + 1 :]).numel())
+    columns = y.shape[-1]
+    places, members, *rest = _sharing(shape, y)
     block = min(power_of_2(columns), ACROSS)
     each = min(ACROSS // block, power_of_2(places))
     grid = [triton.cdiv(places, each), triton.cdiv(columns, block)]
     parts = max(min(waves(y.device, 4) // (grid[0] * grid[1]), members), 1)
     partial = y.new_empty(parts, places * columns, dtype=torch.float32)
-    shared = tuple(length // own for length, own in zip(lengths, kept, strict=True))
     launch = _bias_gradient[(*grid, parts)]  # pyright: ignore[reportIndexIssue]
-    sizes = (columns, places, members, kept[1:], shared[1:], (*strides, 0))
+    sizes = (columns, places, members, *rest)
     launch((y, dy, dot), partial, sizes, ROWS=each, BLOCK=block, num_warps=max(each * block // 256, 1))
     if shape and shape[-1] == columns:
         return column_sums(partial, dtype).view(shape)
