@@ -125,6 +125,19 @@ def test_layer_and_gradients_are_products_of_casts(tokens, scaling, dtype):
         assert (g - w).float().norm() < 0.08 * w.float().norm()
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_autocast_changes_no_product(scaling):
+    x, weight, dy = random(20, 32), random(16, 32, seed=1), random(20, 16, seed=2)
+    for backend in ("triton", "reference"):
+        run = lambda *a, b=backend: gradients(  # noqa: E731
+            lambda x, w: fp8_linear(x, w, scaling=scaling, backend=b), *a, dy=dy
+        )
+        plain = run(x, weight)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            cast = run(x, weight)
+        assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
 def test_empty_and_strided():
     weight = random(32, 48)
     for backend in ("triton", "reference"):

@@ -85,4 +85,5 @@ def matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """a [M, K] @ b [N, K]ᵀ, scales applied, in `dtype`."""
-    return (widen(a, a_scale) @ widen(b, b_scale).t()).to(dtype)
+    with torch.autocast(a.device.type, enabled=False):  # which would multiply in 16 bits
+        return (widen(a, a_scale) @ widen(b, b_scale).t()).to(dtype)
