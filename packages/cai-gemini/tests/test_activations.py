@@ -451,3 +451,13 @@ def test_the_store_takes_the_smallest_piece_that_fits():
 )
 def test_what_fills_its_memory(tensor, dense):
     assert is_dense(tensor.shape, tensor.stride()) is dense
+
+
+def test_memory_comes_back_while_another_is_taken():
+    """Finalizers run anywhere, also where the thread that runs one has the store's lock."""
+    store = HostStore(torch.device("cpu"), 1)
+    store.begin()
+    away = [store.send(torch.zeros(8))]
+    with store._lock:
+        away.clear()
+    assert store.send(torch.zeros(8))._piece.numel() == store.nbytes == 32

@@ -89,7 +89,7 @@ def test_rates_of_a_disk_are_measured_within_bounds(tmp_path, monkeypatch):
 
 def test_auto_plans_with_the_disk(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(rates, "_step_rate", lambda device: 1e9)
+    monkeypatch.setattr(rates, "_step_rate", lambda device, numel: 1e9)
     monkeypatch.setattr("cai_gemini.disk_use.measure_disk", lambda place: asked.append(place) or (1e3, 2e3))
     seen = []
     module = sys.modules["cai_gemini.offload"]

@@ -230,3 +230,18 @@ def test_what_is_not_read_and_when_a_chunk_may_be_read_again(tmp_path):
         for index, (value, filled) in reads.items():
             assert value.eq(index + 10).all()
             assert filled.eq(index).all()
+
+
+def test_the_next_loop_has_the_memory_of_the_last(tmp_path):
+    with NvmeStore(tmp_path, block_bytes=BLOCK, threads=2) as store:
+        small = [[put(store, f"{i}", torch.ones(100))] for i in range(3)]
+        large = [[put(store, f"{i}", torch.ones(5000))] for i in range(3)]
+        seen = []
+
+        def note(_, tensors):
+            seen.append(tensors[0].data_ptr())
+
+        for chunks in (small, large, small, large):
+            stream(store, chunks, note)
+        assert set(seen[3:6]) == set(seen[6:9]) == set(seen[9:12]) and len(set(seen[3:])) == 2
+        assert not set(seen[:3]) & set(seen[3:])

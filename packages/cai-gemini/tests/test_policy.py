@@ -112,6 +112,14 @@ def test_the_furthest_goes_first():
     assert moves.free == (0, 1) and moves.bring == (2, 3)  # 0 is used last of all
 
 
+def test_sums_of_gradients_take_more_than_one():
+    """They stay, wider, while the next backward's come."""
+    plan = Plan(frozenset({0}), frozenset({0}))
+    once = plan.resident([Sizes(2, 2, 12), Sizes(2, 2, 12)])
+    summed = plan.resident([Sizes(2, 2, 12, 4), Sizes(2, 2, 12, 4)])
+    assert (once, summed) == (2 + 12 + 2 + 2, 2 + 12 + 4 + 2 + 2)
+
+
 def test_plans_keep_state_only_with_weights():
     with pytest.raises(PlanError, match="without its weights"):
         Plan(frozenset({1}), frozenset({0, 1}))

@@ -10,8 +10,10 @@ import torch
 from offloaded import SLOW_HOST, Net, build, train
 
 from cai_gemini import Tiers, Timeline, Tuning, offload
+from cai_gemini.clock import Clock
 from cai_gemini.policy import Plan, Sizes
 from cai_gemini.simulate import Step, simulate
+from cai_gemini.states import Ledger
 from cai_gemini.trace import Trace, Use
 from cai_mesh.errors import PlanError
 
@@ -79,3 +81,20 @@ def test_nothing_is_recorded_unless_asked():
     assert isinstance(model, Net) and optimizer._engine.copies.recorder is None
     train(model, optimizer, steps=1)
     assert torch.is_tensor(next(model.parameters()))
+
+
+def test_a_clock_does_not_count_what_the_host_waits(monkeypatch):
+    clock, now = Clock(torch.device("cpu"), Ledger(), None), iter(range(100))
+    monkeypatch.setattr(clock, "_now", lambda: float(next(now)))
+    with clock.paused():  # no use yet
+        pass
+    clock.start()  # 0
+    with clock.paused():  # 1 to 2
+        pass
+    with clock.paused():  # 3 to 4
+        pass
+    clock.stop()  # 5
+    with clock.paused():
+        pass
+    clock.start()
+    assert clock.seconds() == [3.0, 0.0] and clock.seconds() == []

@@ -43,6 +43,9 @@ class HostStore:
         self.copies, self._in_flight = Copies(device), in_flight
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()  # backward runs in a thread of its own
+        self._returned: deque[torch.Tensor] = (
+            deque()
+        )  # by finalizers, which may run in a thread that has the lock
         self._leaving: deque[list[_Leaving]] = deque()
         self.nbytes = 0
 
@@ -72,6 +75,8 @@ class HostStore:
 
     def _take(self, nbytes: int) -> torch.Tensor:
         with self._lock:
+            while self._returned:
+                self._free.append(self._returned.popleft())
             fitting = [piece for piece in self._free if piece.numel() >= nbytes]
             if fitting:
                 piece = min(fitting, key=torch.Tensor.numel)
@@ -91,8 +96,7 @@ class HostStore:
 
     def give_back(self, piece: torch.Tensor) -> None:
         """Take back host memory; the compute stream has waited for every copy from it."""
-        with self._lock:
-            self._free.append(piece)
+        self._returned.append(piece)
 
 
 class Away:

@@ -291,11 +291,14 @@ class ChunkStep:
                 self._moments = (self._moments[0].to(device), self._moments[1].to(device))
                 self._point_state(fresh=False)
                 return
-            for param in self._unit.kept:
-                state = self._optimizer.state.get(param, {})
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        state[name] = value.to(device)
+            for place, indices in self._groups:
+                group = self._optimizer.param_groups[place]
+                with_counters = group.get("fused") or group.get("capturable")
+                for i in indices:
+                    state = self._optimizer.state.get(self._unit.kept[i], {})
+                    for name, value in state.items():
+                        if isinstance(value, torch.Tensor) and (value.dim() or with_counters):
+                            state[name] = value.to(device)
 
 
 def _fused_adam(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -23,10 +25,11 @@ class Clock:
     def __init__(self, device: torch.device, ledger: Ledger, observe: Callable[[], int] | None):
         self._device, self._ledger = device, ledger
         self._observe = observe or (self._allocated if device.type == "cuda" else None)
-        self._spans: list[list] = []
+        self._spans: list[list] = []  # beginnings and ends in turn
 
     def _allocated(self) -> int:
-        most = torch.cuda.max_memory_allocated(self._device)
+        # what was freed and waits for a copying stream counts: nobody else can have it
+        most = torch.cuda.memory_stats(self._device)["active_bytes.all.peak"]
         torch.cuda.reset_peak_memory_stats(self._device)
         return most
 
@@ -36,8 +39,18 @@ class Clock:
 
     def stop(self) -> None:
         """The use under way has computed."""
-        if self._spans and self._spans[-1][1] is None:
-            self._spans[-1][1] = self._now()
+        if self._spans and self._spans[-1][-1] is None:
+            self._spans[-1][-1] = self._now()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The host waits meanwhile: should the device run out of work, that is no compute of the use under way."""
+        if not self._spans or self._spans[-1][-1] is not None:
+            yield
+            return
+        self.stop()
+        yield
+        self._spans[-1] += [self._now(), None]
 
     def beside(self) -> int:
         """Bytes beside the chunks, at most, since the last call."""
@@ -51,8 +64,12 @@ class Clock:
             return []
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            return [0.0 if end is None else begin.elapsed_time(end) / 1e3 for begin, end in spans]
-        return [0.0 if end is None else end - begin for begin, end in spans]
+        return [sum(map(self._between, span[::2], span[1::2])) for span in spans]
+
+    def _between(self, begin: Any, end: Any) -> float:
+        if end is None:
+            return 0.0
+        return begin.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - begin
 
     def _now(self):
         if self._device.type != "cuda":

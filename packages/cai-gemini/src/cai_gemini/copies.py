@@ -4,29 +4,72 @@ from __future__ import annotations
 
 import torch
 
-from cai_gemini.pinned import HostPool
+from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
 
 
 class Copied:
-    """A copy under way."""
+    """A copy under way.
 
-    def __init__(self, event: torch.cuda.Event | None):
-        self._event = event
+    Args:
+        event: behind the copy; None: it is done.
+        stream: that copies.
+        held: the device tensor it reads or writes. It is kept until somebody has waited; where nobody ever does, the
+            allocator is told of the stream before it is let go.
+    """
+
+    def __init__(
+        self,
+        event: torch.cuda.Event | None,
+        stream: torch.cuda.Stream | None = None,
+        held: torch.Tensor | None = None,
+    ):
+        self._event, self._stream, self._held = event, stream, held
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Let the current stream, of the device of the copy, wait for it."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            device = None if self._stream is None else self._stream.device
+            torch.cuda.current_stream(device).wait_event(self._event)
+        self._held = None
 
     def synchronize(self) -> None:
         """Wait on the host."""
         if self._event is not None:
             self._event.synchronize()
+        self._held = None
 
     @property
     def done(self) -> bool:
         return self._event is None or self._event.query()
+
+    def __del__(self) -> None:
+        if self._held is not None and self._stream is not None:
+            self._held.record_stream(self._stream)
+
+
+class Scalar:
+    """A number on the device and, as soon as it is known, on the host: `float` waits for it.
+
+    No other work of the device is waited for, and any thread may ask, whatever its current stream is.
+
+    Args:
+        there: 0-d, on the device.
+        here: [1] on the host.
+        copied: from there to here.
+    """
+
+    def __init__(self, there: torch.Tensor, here: torch.Tensor, copied: Copied):
+        self.there, self._here, self._copied = there, here, copied
+
+    def __float__(self) -> float:
+        self._copied.synchronize()
+        return float(self._here[0])
+
+
+def there(value: float | Scalar) -> float | torch.Tensor:
+    """A number as work on the device takes it."""
+    return value.there if isinstance(value, Scalar) else value
 
 
 class Copies:
@@ -65,7 +108,8 @@ class Copies:
     ) -> Copied:
         """Copy pinned host memory to the device, once the compute stream has passed `after`.
 
-        held: the caller keeps the device tensor until the compute stream has waited for the copy.
+        held: the device memory is not given up before the compute stream has waited for the copy. Otherwise the
+            allocator keeps it until all that the copying stream has been given by then is done.
         name: of what is copied, on a timeline.
         """
         return self._copy((self._up, "to_device"), target, source, after, held, name)
@@ -75,6 +119,15 @@ class Copies:
     ) -> Copied:
         """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
         return self._copy((self._down, "to_host"), target, source, self.mark(), held, name)
+
+    def scalar(self, value: float | torch.Tensor) -> float | Scalar:
+        """A number that other threads may read; a tensor, 0-d, starts on its way to the host."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device.type == "cpu":
+            return Scalar(value, value.reshape(1), Copied(None))
+        here = host_memory(1, value.dtype, self.device)
+        return Scalar(value, here, self.to_host(here, value.reshape(1), name="scale"))
 
     def _copy(
         self,
@@ -95,7 +148,7 @@ class Copies:
                 recorder.span(lane[1], begin, recorder.now(stream), name)
             if stream is None:
                 return Copied(None)
-            for tensor in (target, source):
-                if tensor.is_cuda and not held:
-                    tensor.record_stream(stream)
-            return Copied(stream.record_event())
+            tensor = target if target.is_cuda else source
+            if not held:
+                tensor.record_stream(stream)
+            return Copied(stream.record_event(), stream, tensor if held else None)

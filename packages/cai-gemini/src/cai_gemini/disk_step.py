@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cai_gemini.copies import Scalar
 from cai_gemini.nvme import NvmeStore, stream
 
 if TYPE_CHECKING:
     from cai_gemini.held import Held
 
 
-def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | torch.Tensor) -> None:
+def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | Scalar) -> None:
     """Step chunks whose state is on the disk, in order, in the background: each is awaited where it is used.
 
     A chunk's step is over when its writes are under way: the store lets no read of a region pass them.
     """
     if not helds:
         return
-    value = float(scale)
-    jobs = [(held, job) for held in helds if (job := held.step_on_disk(value)) is not None]
+    jobs = [(held, job) for held in helds if (job := held.step_on_disk(scale)) is not None]
     done: list[Future[None]] = [Future() for _ in jobs]
     chunks = [held.disk_regions() for held, _ in jobs]
     begun: list[float] = []

@@ -66,7 +66,7 @@ def disk_user(engine: Engine, chunks: Sequence[ChunkBytes], on_disk: OnDisk) -> 
     if store is None:
         return lambda index, held: None
     largest = max((chunks[i].weights for i in on_disk.weights), default=0)
-    staging = Staging(store, largest) if largest else None
+    staging = Staging(store, largest, engine.copies.device) if largest else None
 
     def use(index: int, held: Held) -> None:
         if index in on_disk.every:

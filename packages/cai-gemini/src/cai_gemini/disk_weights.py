@@ -13,6 +13,7 @@ import torch
 
 from cai_gemini.copies import Copied, Copies
 from cai_gemini.nvme import NvmeStore, Region
+from cai_gemini.worker import use_device
 
 BUFFERS = 2  # chunks between disk and device at once
 
@@ -28,13 +29,14 @@ class Staging:
     Args:
         store: where the weights are.
         nbytes: of the largest weights.
+        device: where they go.
     """
 
-    def __init__(self, store: NvmeStore, nbytes: int):
+    def __init__(self, store: NvmeStore, nbytes: int, device: torch.device):
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         for i in range(BUFFERS):
             threading.Thread(
-                target=_serve, args=(self._orders, store, nbytes), name=f"from-disk-{i}", daemon=True
+                target=_serve, args=(self._orders, store, nbytes, device), name=f"from-disk-{i}", daemon=True
             ).start()
         end = weakref.finalize(self, _dismiss, self._orders)
         end.atexit = (
@@ -55,7 +57,10 @@ def _dismiss(orders: queue.SimpleQueue[Order | None]) -> None:
         orders.put(None)
 
 
-def _serve(orders: queue.SimpleQueue[Order | None], store: NvmeStore, nbytes: int) -> None:
+def _serve(
+    orders: queue.SimpleQueue[Order | None], store: NvmeStore, nbytes: int, device: torch.device
+) -> None:
+    use_device(device)
     buffer: torch.Tensor | None = None
     leaving: Copied | None = None
     while (order := orders.get()) is not None:
@@ -120,6 +125,6 @@ class DiskWeights:
             if copies.recorder is not None:
                 copies.recorder.span("disk", begun, time.perf_counter(), name)
             with torch.no_grad():
-                return copies.to_device(target, weights, free, name=name)
+                return copies.to_device(target, weights, free, held=True, name=name)
 
         self._staging.fetch(self._region, send, coming)

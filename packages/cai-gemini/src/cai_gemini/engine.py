@@ -7,6 +7,7 @@ taken for the first time) brings its chunk on demand and has the next pass trace
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Engine:
     """
 
     def __init__(self, device: torch.device):
-        self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini"), Ledger()
+        self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini", device), Ledger()
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
         self.planned = False
@@ -78,7 +79,7 @@ class Engine:
         self._also: list[frozenset[int]] = []
         self.recording = True
         self._surprised = False  # by a use the trace does not know
-        self._moment, self._room = -1, list[int]()
+        self._moment, self._room, self._sizes = -1, list[int](), list[Sizes]()  # as of the plan
         self._sending: deque[tuple[Copied, int]] = deque()
 
     def start(
@@ -157,7 +158,7 @@ class Engine:
             moment = self.trace.find(use, after + 1) if known else self.trace.follow(use.chunk, after)
             if moment is not None:
                 self._moment = moment
-                return decide(self.trace, moment, present, self.sizes, self.plan, self._room)
+                return decide(self.trace, moment, present, self._sizes, self.plan, self._room)
             self._surprised = True
         free = [i for i in present if i != use.chunk]
         missing = self.helds[use.chunk].state is State.FREE
@@ -189,7 +190,8 @@ class Engine:
 
     def make_room(self) -> None:
         """Wait until one more gradient may be on the device."""
-        self._retire(IN_FLIGHT - 1, wait=True)
+        with self._clock.paused() if self.recording else contextlib.nullcontext():
+            self._retire(IN_FLIGHT - 1, wait=True)
 
     def _retire(self, most: int, *, wait: bool = False) -> None:
         while self._sending and (self._sending[0][0].done or (wait and len(self._sending) > most)):
@@ -231,15 +233,16 @@ class Engine:
 
     def _adopt(self, plan: Plan) -> None:
         assert self.trace is not None
-        if not fits(self.trace, self.sizes, plan, self._schedule.budget):
+        sizes = self._sizes = self.sizes
+        if not fits(self.trace, sizes, plan, self._schedule.budget):
             raise PlanError(
                 "the plan does not fit the device memory",
-                got=f"{plan.resident(self.sizes):,} bytes stay on the device",
+                got=f"{plan.resident(sizes):,} bytes stay on the device",
                 expected=f"{self._schedule.budget:,} bytes with activations and the chunk in use",
                 fix="keep less on the device, or use residency='auto'",
             )
-        self.plan, self._room = plan, room(self.trace, self.sizes, plan, self._schedule.budget)
-        early = early_steps(self.trace, self.sizes, plan, self._schedule.early)
+        self.plan, self._room = plan, room(self.trace, sizes, plan, self._schedule.budget)
+        early = early_steps(self.trace, sizes, plan, self._schedule.early)
         self._early = {self.helds[i] for i in early}
         for held in self.helds:
             if held not in self._early:
@@ -257,6 +260,7 @@ class Engine:
         """Step every chunk that has a gradient, those used first first."""
         if self.ready_to_plan():
             self.make_plan()
+        scale = self.copies.scalar(scale)
         for held in self._in_order():
             if held.touched and not held.stays and held.state is not State.FREE:
                 held.free()

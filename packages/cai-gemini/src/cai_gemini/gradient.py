@@ -16,6 +16,7 @@ from cai_gemini.worker import Worker
 Axes = frozenset[str]
 Squares = dict[Axes, torch.Tensor]
 Parts = dict[Axes, list[tuple[int, int]]]
+BLOCK = 2**20  # elements
 
 
 @dataclass(eq=False)
@@ -47,12 +48,15 @@ class Gradient:
             self.sent = None
         return self.tensor
 
-    def add_here(self, more: torch.Tensor) -> None:
-        self.squares = None
-        self.tensor = self.tensor.to(wide(more.dtype)).add_(more)
+    def add(self, more: torch.Tensor, sent: Copied | None, worker: Worker, pool: HostPool) -> None:
+        """Add another, which is `sent` here, or here; gradients of several backwards are summed in float32 at least."""
+        if sent is None:
+            self.squares = None
+            self.tensor = self.tensor.to(wide(more.dtype)).add_(more)
+        else:
+            self._add_later(more, sent, worker, pool)
 
-    def add_later(self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool) -> None:
-        """Add what is on its way; gradients of several backwards are summed in float32 at least."""
+    def _add_later(self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool) -> None:
         first, before = self.sent, self.adding
         self.squares = self.sent = None
 
@@ -62,13 +66,25 @@ class Gradient:
             if first is not None:
                 first.synchronize()
             sent.synchronize()
-            total = self.tensor.to(wide(more.dtype)).add_(more)
+            total = self.tensor
+            if total.dtype != wide(more.dtype):
+                total = pool.take(total.numel(), wide(more.dtype), copies=False)
+            _add(total, self.tensor, more)
             if total is not self.tensor:
                 pool.give(self.tensor)
             self.tensor = total
             pool.give(more)
 
         self.adding = worker.submit(add)
+
+
+def _add(total: torch.Tensor, first: torch.Tensor, more: torch.Tensor) -> None:
+    """`total = first + more` in the dtype of `total`, block by block: what is widened stays in the cache."""
+    for at in range(0, total.numel(), BLOCK):
+        part = slice(at, at + BLOCK)
+        if total is not first:
+            total[part].copy_(first[part])
+        total[part].add_(more[part])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

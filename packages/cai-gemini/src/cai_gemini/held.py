@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 
 from cai_gemini.chunk_step import ChunkStep, Groups
-from cai_gemini.copies import Copied, Copies
+from cai_gemini.copies import Copied, Copies, Scalar, there
 from cai_gemini.disk_state import DiskState, Job
 from cai_gemini.disk_weights import DiskWeights, Staging
-from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares
+from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares, wide
 from cai_gemini.home import Home
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
@@ -71,7 +71,7 @@ class Held:
         self._coming: Future[Copied] | None = None
         self.early = Speculator(self.home.renew)
         self.buffer: GradBuffer | None = None
-        self._gradients = gradients
+        self._gradients, self._summed = gradients, False  # of several backwards
         self._parts: Parts | None = None  # of the gradient, that count in its norm
         self.gradient: Gradient | None = None
         self.touched: set[int] = set()  # parameters that have a gradient
@@ -106,7 +106,8 @@ class Held:
         if self._gradients is None:
             return Sizes(weights, 0, 0)
         state = self.step.state_bytes if self.step is not None else 0
-        return Sizes(weights, numel * self._gradients.itemsize, state)
+        sums = numel * wide(self._gradients).itemsize if self._summed else 0
+        return Sizes(weights, numel * self._gradients.itemsize, state, sums)
 
     def _happens(self, event: Event) -> None:
         self.state = follow(self.state, event, self.name)
@@ -228,21 +229,17 @@ class Held:
         """
         self.early.roll_back()
         self.touched.update(touched)
-        if self.gradient is None:
-            squares = sums_of_squares(arrived, self._counted())
-            if self.on_device:
-                self.gradient = Gradient(arrived, None, squares)
-                return None
+        before = self.gradient
+        squares = sums_of_squares(arrived, self._counted()) if before is None else None
+        self._summed = self._summed or before is not None
+        home, sent = arrived, None
+        if not self.on_device:
             home = self._copies.host.take(arrived.numel(), arrived.dtype)
             sent = self._copies.to_host(home, arrived, name=self.name)
+        if before is None:
             self.gradient = Gradient(home, sent, squares)
-            return sent
-        if self.on_device:
-            self.gradient.add_here(arrived)
-            return None
-        more = self._copies.host.take(arrived.numel(), arrived.dtype)
-        sent = self._copies.to_host(more, arrived, name=self.name)
-        self.gradient.add_later(more, sent, self.worker, self._copies.host)
+        else:
+            before.add(home, sent, self.worker, self._copies.host)
         return sent
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
@@ -327,7 +324,7 @@ class Held:
         if writing is not None:
             writing.result()
 
-    def begin_step(self, scale: float | torch.Tensor) -> None:
+    def begin_step(self, scale: float | Scalar) -> None:
         """Step with the gradient, which is consumed: at once on the device, in the background on the host.
 
         A step taken early stands where it is the same.
@@ -338,7 +335,7 @@ class Held:
             return
         gradient, groups, step = taken
         if self.on_device:
-            step.run(groups, gradient.tensor, scale, self.unit.whole.data)
+            step.run(groups, gradient.tensor, there(scale), self.unit.whole.data)
             self.home.adopt()
             return
 
@@ -380,7 +377,7 @@ class Held:
         nbytes = self.sizes.state + ALIGNMENT * len(self.unit.kept)
         self.early.begin(step.groups(self.touched), nbytes, run, self.worker, tally)
 
-    def step_on_disk(self, scale: float) -> Job | None:
+    def step_on_disk(self, scale: float | Scalar) -> Job | None:
         """What steps tensors that were read from `disk_regions`; None where there is no gradient."""
         assert self.disk is not None
         self.finish_writing()
@@ -395,7 +392,9 @@ class Held:
             ready = gradient.settled()
             partly = sum(len(indices) for _, indices in groups) < len(self.unit.kept)
             with host_span(self._copies.recorder, self.name):
-                disk.step(step, groups, (ready, scale), tensors, self.home.among(tensors, partly=partly))
+                disk.step(
+                    step, groups, (ready, float(scale)), tensors, self.home.among(tensors, partly=partly)
+                )
             self._copies.host.give(gradient.tensor)
 
         return run
@@ -438,8 +437,9 @@ class Held:
         self.arrive()
         self.disk = self.home.disk = None
         device = self._copies.device
-        self._ledger.change("state", self.sizes.state)
-        self._ledger.change("gradients", self.sizes.gradients)
+        sizes = self.sizes
+        self._ledger.change("state", sizes.state)
+        self._ledger.change("gradients", max(sizes.gradients, sizes.sums))
         with torch._C.DisableTorchFunctionSubclass():
             self.unit.move_shard(self.unit.shard.to(device, copy=True))
         self.home.adopt()

@@ -85,7 +85,7 @@ class Home:
         if self.disk is not None:
             self.disk.fetch(self._copies, target, free, coming, name)
             return
-        self._copied = self._copies.to_device(target, self.weights, free, name=name)
+        self._copied = self._copies.to_device(target, self.weights, free, held=True, name=name)
         coming.set_result(self._copied)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -250,6 +251,8 @@ def _device(
 ) -> torch.device:
     """Where the model runs. Raises `PlanError` where that is nowhere, or nothing says what its values are."""
     found = torch.device(device) if device is not None else next(model.parameters()).device
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
     if found.type == "meta":
         raise PlanError("the model has no device to run on", got="meta", fix="pass device=...")
     without = [n for n, p in model.named_parameters() if p.is_meta] if materialize is None else []
@@ -292,10 +295,7 @@ def take_over(
             home = homes[id(param)]
             state = optimizer.state.pop(param, None)
             if state is not None:
-                optimizer.state[home] = {
-                    name: value.detach().flatten().cpu() if _like(value, home) else value
-                    for name, value in state.items()
-                }
+                optimizer.state[home] = {name: _at_home(value, home) for name, value in state.items()}
             group["params"][i] = home
     for held in helds:
         held.prepare(ChunkStep(optimizer, held.unit))
@@ -303,8 +303,12 @@ def take_over(
             held.disk.adopt_state()
 
 
-def _like(value: object, home: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == home.numel()
+def _at_home(value: Any, home: nn.Parameter) -> Any:
+    """State of a parameter, flat where it is as large; counters too are read on the host at every step."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    like = value.dim() > 0 and value.numel() == home.numel()
+    return value.detach().flatten().cpu() if like else value.detach().cpu()
 
 
 def schedule(

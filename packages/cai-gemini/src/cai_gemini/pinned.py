@@ -6,7 +6,9 @@ the host. Here memory is taken from the system and registered with CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import weakref
 
 import torch
@@ -19,19 +21,37 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     size = numel * dtype.itemsize
     if device.type != "cuda" or size < SMALL:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-    memory = (ctypes.c_char * size)()
+    memory = _pages(size)
     address = ctypes.addressof(memory)
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, size, 0)) != 0:
+    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
+        _forget_error(device)
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
     end = weakref.finalize(memory, _release, address, device)
     end.atexit = False
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def _pages(size: int) -> ctypes.Array:
+    """Memory of whole pages, which no other has a part of: a page can be registered only once.
+
+    The system zeroes it page by page as it is registered, large pages where it has some.
+    """
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return (ctypes.c_char * size).from_buffer(area)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Let the error of the call before not be taken for that of the next kernel, whose launch would report it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device).add_(1)
+
+
 def _release(address: int, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # copies that were under way when the last holder let go
-    torch.cuda.cudart().cudaHostUnregister(address)
+    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+        _forget_error(device)
 
 
 class HostPool:
@@ -43,19 +63,19 @@ class HostPool:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._lent: set[int] = set()  # addresses
+        self._free: dict[tuple[int, torch.dtype, bool], list[torch.Tensor]] = {}
+        self._lent: dict[int, bool] = {}  # whether they are for copies, by address
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor with undefined values."""
-        free = self._free.get((numel, dtype))
-        tensor = free.pop() if free else host_memory(numel, dtype, self._device)
-        self._lent.add(tensor.data_ptr())
+    def take(self, numel: int, dtype: torch.dtype, *, copies: bool = True) -> torch.Tensor:
+        """A flat tensor with undefined values. `copies`: for copies to and from the device."""
+        free = self._free.get((numel, dtype, copies))
+        where = self._device if copies else torch.device("cpu")
+        tensor = free.pop() if free else host_memory(numel, dtype, where)
+        self._lent[tensor.data_ptr()] = copies
         return tensor
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what nobody uses any more; called from any thread. Others' tensors are left to themselves."""
-        if tensor.data_ptr() not in self._lent:
-            return
-        self._lent.discard(tensor.data_ptr())
-        self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+        copies = self._lent.pop(tensor.data_ptr(), None)
+        if copies is not None:
+            self._free.setdefault((tensor.numel(), tensor.dtype, copies), []).append(tensor)

@@ -25,11 +25,13 @@ class Sizes:
         weights: in the dtype of computation.
         gradients: of one backward.
         state: master weights and optimizer state.
+        sums: of gradients of several backwards; 0 where a step has only one.
     """
 
     weights: int
     gradients: int
     state: int
+    sums: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,11 @@ class Plan:
     def resident(self, sizes: Sequence[Sizes]) -> int:
         """Bytes that are on the device at every moment, gradients on their way among them."""
         stays = sum(sizes[c].weights for c in self.weights)
-        stays += sum(sizes[c].state + sizes[c].gradients for c in self.state)
-        moving = sorted((s.gradients for c, s in enumerate(sizes) if c not in self.state), reverse=True)
+        stays += sum(sizes[c].state + max(sizes[c].gradients, sizes[c].sums) for c in self.state)
+        # those that are summed on the device come one by one, too
+        moving = sorted(
+            (s.gradients for c, s in enumerate(sizes) if s.sums or c not in self.state), reverse=True
+        )
         return stays + sum(moving[:IN_FLIGHT])
 
 
@@ -89,9 +94,12 @@ def decide(
     What is brought ahead fits until it is used, beside every chunk used before it.
     """
 
-    def needed(chunks: Iterable[int], when: int) -> int:
-        """Bytes of `chunks` and of all that is in use at a moment."""
-        return sum(sizes[c].weights for c in {*chunks, *trace.in_use(when)} - plan.weights)
+    def needed(chunks: Iterable[int], moments: Iterable[int]) -> list[int]:
+        """Bytes of `chunks` and of all that is in use, at each of `moments`."""
+        held = {*chunks} - plan.weights
+        total = sum(sizes[c].weights for c in held)
+        used = (trace.in_use(when) - plan.weights - held for when in moments)
+        return [total + sum(sizes[c].weights for c in more) for more in used]
 
     pinned = trace.in_use(moment)
     here = [c for c in present if c not in plan.weights and c not in pinned]
@@ -107,12 +115,13 @@ def decide(
         if chunk in distance or (chunk in pinned and chunk in present):
             continue
         sooner = [c for c in held if distance[c] <= when]
-        if any(needed([*sooner, chunk], later) > room[later] for later in range(moment, when + 1)):
+        until = range(moment, when + 1)
+        if any(most > room[at] for at, most in zip(until, needed([*sooner, chunk], until), strict=True)):
             break
         distance[chunk] = when
         held = sorted(distance, key=lambda c: distance[c])
         bring.append(chunk)
-    free, total = [], needed(held, moment)
+    free, (total,) = list[int](), needed(held, [moment])
     for chunk in reversed(held):
         if total <= room[moment]:
             break

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cai_gemini.chunk_step import DEVICE_BLOCK, HOST_BLOCK
 from cai_gemini.copies import Copies
 from cai_gemini.nvme import Handle, NvmeStore
 from cai_gemini.pinned import host_memory
 from cai_gemini.simulate import HOST_BYTES, Rates
 
 COPY_BYTES = 2**28
-STEP_ELEMENTS = 2**24
+STEP_ELEMENTS = 2**25
 REPEATS = 3
 DISK_BYTES, DISK_PIECE, DISK_DEPTH, DISK_SECONDS = 2**28, 2**23, 8, 0.25
 
@@ -28,6 +29,7 @@ def measure(device: torch.device) -> Rates:
     there, other = (host_memory(numel, torch.uint8, device) for _ in range(2))
     there.zero_()
     also = torch.empty_like(here)
+    elements = STEP_ELEMENTS if device.type == "cuda" else STEP_ELEMENTS // 8
 
     def up() -> None:
         copies.to_device(here, there, copies.mark())
@@ -43,8 +45,8 @@ def measure(device: torch.device) -> Rates:
         to_device=numel / _seconds(up, device),
         to_host=numel / _seconds(down, device),
         both=2 * numel / _seconds(both, device),
-        host_step=_step_rate(torch.device("cpu")),
-        device_step=_step_rate(device),
+        host_step=_step_rate(torch.device("cpu"), elements),
+        device_step=_step_rate(device, elements),
     )
 
 
@@ -90,16 +92,24 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
     return min(found[1:])
 
 
-def _step_rate(device: torch.device) -> float:
-    """Bytes a second of AdamW in float32 with gradients and weights of two bytes, counted as `HOST_BYTES`."""
-    numel = STEP_ELEMENTS if device.type == "cuda" else STEP_ELEMENTS // 4
-    param, grad, first, second = (torch.zeros(numel, device=device) for _ in range(4))
-    step = torch.ones((), device=device)
+def _step_rate(device: torch.device, numel: int) -> float:
+    """Bytes a second of AdamW in float32 with gradients and weights of two bytes, as `HOST_BYTES` a parameter.
+
+    It runs over blocks as the steps of chunks do. numel: more than a processor's caches hold, or it is their speed.
+    """
+    block = min(DEVICE_BLOCK if device.type == "cuda" else HOST_BLOCK, numel)
+    param, first, second = (torch.zeros(numel, device=device) for _ in range(3))
+    grad, weights = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
+    step, scratch = torch.ones((), device=device), torch.empty(block, device=device)
 
     def call() -> None:
-        torch._fused_adamw_(
-            [param], [grad], [first], [second], [], [step],
-            lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        for at in range(0, numel, block):
+            part = slice(at, at + block)
+            wide = scratch[: param[part].numel()].copy_(grad[part]).mul_(0.5)
+            torch._fused_adamw_(
+                [param[part]], [wide], [first[part]], [second[part]], [], [step],
+                lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            weights[part].copy_(param[part])
 
     return HOST_BYTES * numel / _seconds(call, device)

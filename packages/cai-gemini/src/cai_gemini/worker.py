@@ -8,16 +8,22 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import torch
+
 
 class Worker:
     """Runs what is submitted, one after the other, in a thread of its own.
 
     The thread ends with the worker's `close`, or when nobody holds the worker any more.
+
+    Args:
+        name: of the thread.
+        device: that its work is for.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, device: torch.device):
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._queue, device), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._queue.put, None)
 
@@ -33,7 +39,19 @@ class Worker:
         self._thread.join()
 
 
-def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+def use_device(device: torch.device) -> None:
+    """Make `device` current in this thread: in a new one it is the first, whatever it is in others.
+
+    Otherwise CUDA would take memory on the first one for every thread that waits for an event.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _serve(
+    jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None], device: torch.device
+) -> None:
+    use_device(device)
     while (item := jobs.get()) is not None:
         job, future = item
         del item

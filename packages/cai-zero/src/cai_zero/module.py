@@ -353,7 +353,10 @@ class _Gathering:
 def _device(param: torch.Tensor, device: torch.device | None) -> torch.device:
     if device is None and param.is_meta:
         raise PlanError("a model on the meta device needs to be told where to go", fix="pass device=...")
-    return device or param.device
+    found = device or param.device
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _fill(

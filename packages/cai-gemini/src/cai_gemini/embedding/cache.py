@@ -147,9 +147,9 @@ class RowCache:
         if frequencies is not None:
             hot = torch.topk(frequencies, min(self._map.slots + 1, self._map.rows)).indices
             rows = torch.cat([rows, hot[~torch.isin(hot, rows)]])[: self._map.slots]
+        self._lane.after_compute()  # which has made the books and the cache
         if not len(rows):
             return
-        self._lane.after_compute()
         with self._lane.work():
             slots = torch.arange(len(rows), device=self.weight.device)
             self._map.put(to_device(rows, self.weight.device), slots)
@@ -349,3 +349,4 @@ class RowCache:
         """Complete a copy, given the copies of its weight and its table."""
         self.weight, self.table = weight, table
         self._start()
+        self._lane.after_compute()

@@ -127,6 +127,7 @@ class NvmeStore:
         self.path, self.direct, self.alignment = file.path, file.direct, file.alignment
         self._file, self._block_bytes = file, block_bytes
         self._growing = threading.Lock()
+        self._scratch: list[torch.Tensor] = []
         self._engine = Engine(file, threads, block_bytes, checksums)
         self._end = weakref.finalize(self, self._engine.stop)
         if self.file_system.in_memory:
@@ -182,6 +183,21 @@ class NvmeStore:
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised flat host tensor that the disk reaches without a copy; pinned where there is CUDA."""
         return aligned(numel, dtype, self.alignment, torch.cuda.is_available())
+
+    def lend_scratch(self, nbytes: int, count: int) -> list[torch.Tensor]:
+        """`buffer`s of at least so many bytes for a loop; those of the loop before, where they are large enough.
+
+        To page-lock memory takes longer than to fill it from a disk. Give them back with `keep_scratch`.
+        """
+        with self._growing:
+            found, self._scratch = self._scratch, []
+        found = [buffer for buffer in found if buffer.numel() >= nbytes][:count]
+        return found + [self.buffer(nbytes, torch.uint8) for _ in range(count - len(found))]
+
+    def keep_scratch(self, buffers: list[torch.Tensor]) -> None:
+        """Keep buffers for the next loop; nothing uses them any more."""
+        with self._growing:
+            self._scratch = buffers
 
     def write(
         self, region: Region, tensor: torch.Tensor, offset: int = 0, *, after: Iterable[Handle] = ()

@@ -69,7 +69,7 @@ class _Loop:
     ):
         self._store, self._chunks, self._unread = store, chunks, unread
         size = max((sum(self._room(region) for region in chunk) for chunk in chunks), default=0)
-        self._slots = [store.buffer(max(1, size), torch.uint8) for _ in range(min(buffers, len(chunks)))]
+        self._slots = store.lend_scratch(max(1, size), min(buffers, len(chunks)))
         self._reads: dict[int, list[Handle]] = {}
         self._writes: dict[int, list[Handle]] = {}
         self._next = 0
@@ -116,9 +116,10 @@ class _Loop:
                 started.append(self._store.write(region, tensor))
 
     def drain(self) -> None:
-        """Wait for the last writes; raise what went wrong in them."""
+        """Wait for the last writes; raise what went wrong in them. The memory is the store's again."""
         for handle in [handle for handles in self._writes.values() for handle in handles]:
             handle.wait()
+        self._store.keep_scratch(self._slots)
 
     def settle(self) -> None:
         """Wait until nothing is under way, after an error: what else goes wrong is of no further interest."""
