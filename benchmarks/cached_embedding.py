@@ -72,11 +72,11 @@ class Ids:
         return rank * SCATTER % self.sizes.rows
 
     def frequencies(self) -> torch.Tensor:
-        """Of every id, [rows] float64."""
+        """Of every id, [rows] int64; whole numbers need no ranking."""
         frequencies = torch.zeros_like(self._law)
         ranks = torch.arange(self.sizes.rows)
         frequencies.index_add_(0, self.spread(ranks), self._law)
-        return frequencies
+        return frequencies.mul_(2**30).long()
 
 
 def synchronize(device: torch.device) -> None:

@@ -108,12 +108,13 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
 
         facts["swapped"] = str(swap(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, betas=BETAS)
+    memory = int(options.cap * 2**30 * 0.97) if options.cap else None if device.type == "cuda" else "100MB"
     model, moved = offload(
         model,
         optimizer,
         residency="host" if options.form == "cai-host" else "auto",
         device=device,
-        device_memory=int(options.cap * 2**30 * 0.97) if options.cap else "100MB",
+        device_memory=memory,
         host_memory=options.host_memory,
         nvme=options.nvme,
         compute=torch.bfloat16,

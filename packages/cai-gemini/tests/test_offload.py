@@ -309,3 +309,16 @@ def test_errors():
         train(whole, plan)
     with pytest.raises(PlanError, match="no closure"):
         plan.step(lambda: None)
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_sums_of_several_backwards_are_counted_in_their_dtype(residency):
+    model, ours = moved(*build(), residency, compute=torch.bfloat16)
+    train(model, ours, steps=4, micro=1)
+    trained = [h for h in ours._engine.helds if h.step is not None]
+    assert {h.sizes.sums for h in trained} == {0}
+    train(model, ours, steps=1, micro=2)
+    assert [h.sizes.sums for h in trained if h.name != "layers.2.up.weight"] == [
+        4 * h.unit.chunk.numel for h in trained if h.name != "layers.2.up.weight"
+    ]
+    assert all(h.on_device == (residency == "device") for h in trained)

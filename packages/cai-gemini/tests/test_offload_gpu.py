@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from cai_gemini import Tiers, offload
+from cai_gemini import Tiers, offload, pinned
+from cai_gemini.pinned import host_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,3 +88,102 @@ def test_the_budget_holds():
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= budget
     assert optimizer._engine.plan.state, "memory that is there is used"
+
+
+def small_step(model, optimizer, x):
+    model(x).square().mean().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("residency", ["host", Tiers(1.0, 0.4)], ids=str)
+def test_a_step_makes_nobody_wait_for_the_device(residency):
+    model, optimizer = build()
+    model, optimizer = offload(model, optimizer, residency=residency, device="cuda")
+    x = torch.randn(256, 64, device="cuda")
+    for step in range(STEPS):
+        if step == 4:
+            optimizer.wait()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            small_step(model, optimizer, x)
+        finally:
+            if step == STEPS - 1:
+                optimizer.wait()
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("residency", ["host", "device"])
+def test_training_on_a_stream_that_is_not_the_default(residency):
+    """Clipped hard, so that a factor that is read too early shows; the stream is kept busy."""
+    xs = [
+        torch.randn(256, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(i))
+        for i in range(STEPS)
+    ]
+    model, optimizer = build()
+    model = model.cuda()
+    for x in xs:
+        model(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    twin = [p.detach().cpu() for p in model.parameters()]
+    torch.cuda.synchronize()
+    work = torch.randn(4096, 4096, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        model, optimizer = build()
+        model, optimizer = offload(model, optimizer, residency=residency, device="cuda")
+        for x in xs:
+            work = work @ work / 4096
+            model(x).square().mean().backward()
+            optimizer.clip_grad_norm_(1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.wait()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(model.parameters(), twin, strict=True):
+        torch.testing.assert_close(ours.detach().cpu().view(theirs.shape), theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_the_budget_holds_with_several_backwards_a_step():
+    """Their gradients are summed in float32, on the device where the state is."""
+    model, optimizer = build()
+    torch.cuda.empty_cache()
+    before, budget = torch.cuda.memory_allocated(), 900 * 10**6
+    model, optimizer = offload(model, optimizer, device="cuda", device_memory=budget, compute=torch.bfloat16)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    for step in range(STEPS):
+        if step == 3:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            model(x).float().square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before <= budget
+    assert optimizer._engine.plan.state and optimizer._engine.helds[0].sizes.sums
+
+
+def test_host_memory_is_registered_and_a_refusal_is_forgotten():
+    held = [host_memory(2**20 + i, torch.float32, torch.device("cuda", 0)) for i in range(8)]
+    assert all(t.is_pinned() for t in held)
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(held[0].data_ptr(), 4096, 0)) != 0, "registered before"
+    pinned._forget_error(torch.device("cuda", 0))
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_a_model_may_go_while_its_weights_come():
+    """What is allocated next is not written by copies of a model that is gone."""
+    for _ in range(5):
+        model, optimizer = build()
+        model, optimizer = offload(model, optimizer, residency=Tiers(1.0, 0.0), device="cuda")
+        x = torch.randn(256, 64, device="cuda")
+        for _ in range(3):
+            small_step(model, optimizer, x)
+        optimizer.wait()
+        del model, optimizer
+        other = [torch.full((8 * 2**20,), 7.0, device="cuda") for _ in range(16)]
+        torch.cuda.synchronize()
+        assert all(bool((t == 7.0).all()) for t in other)

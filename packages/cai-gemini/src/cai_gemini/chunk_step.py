@@ -203,7 +203,8 @@ class ChunkStep:
                 (low, high), param = self._unit.ranges[i], self._unit.kept[i]
                 state = self._optimizer.state[param]
                 loaded = dict(state) if fresh else {}
-                state["step"] = loaded.get("step", state.get("step", torch.zeros((), dtype=torch.float32)))
+                step = loaded.get("step", state.get("step", torch.zeros((), dtype=torch.float32)))
+                state["step"] = step.cpu()  # the host reads it; loading may have put it on the device
                 for name, flat in (("exp_avg", first), ("exp_avg_sq", second)):
                     view = flat[low:high]
                     if name in loaded:

@@ -260,7 +260,7 @@ class Engine:
         """Step every chunk that has a gradient, those used first first."""
         if self.ready_to_plan():
             self.make_plan()
-        scale = self.copies.scalar(scale)
+        factor = self.copies.scalar(scale)
         for held in self._in_order():
             if held.touched and not held.stays and held.state is not State.FREE:
                 held.free()
@@ -268,9 +268,9 @@ class Engine:
         for held in [h for h in ordered if h.on_device] + [
             h for h in ordered if not h.on_device and h.disk is None
         ]:
-            held.begin_step(scale)
+            held.begin_step(factor)
         if self.store is not None:
-            step_on_disk(self.store, [h for h in ordered if h.disk is not None], scale)
+            step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)
         self.steps += self.trace is not None  # a step without a pass is none
         self._passes, self._usual = 0, self._passes
 

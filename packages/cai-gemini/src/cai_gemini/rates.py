@@ -46,7 +46,7 @@ def measure(device: torch.device) -> Rates:
         to_host=numel / _seconds(down, device),
         both=2 * numel / _seconds(both, device),
         host_step=_step_rate(torch.device("cpu"), elements),
-        device_step=_step_rate(device, elements),
+        device_step=_step_rate(device, elements // 2),
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from cai_gemini.embedding.following import STATE, Follower, make_state
 from cai_gemini.embedding.rows import Lane, Pair, Rows
-from cai_gemini.embedding.slots import Lookup, SlotMap, to_device
+from cai_gemini.embedding.slots import LARGEST_COUNT, Lookup, SlotMap, to_device
 from cai_mesh.errors import DataError, PlanError
 
 COUNT = "count"
@@ -82,6 +82,13 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _ranks(frequencies: torch.Tensor) -> torch.Tensor:
+    """Whole numbers, at least 0, in the order of `frequencies`; equal frequencies stay equal, whatever their unit."""
+    if frequencies.is_floating_point() or frequencies.min() < 0 or frequencies.max() > LARGEST_COUNT:
+        return torch.unique(frequencies, return_inverse=True)[1]
+    return frequencies
+
+
 class RowCache:
     """Keeps the rows that batches need in `weight`, and everything that belongs to a row beside it.
 
@@ -114,8 +121,8 @@ class RowCache:
         self._priorities: torch.Tensor | None = None
         if slots.policy == "lfu":
             self._priorities = torch.zeros(slots.rows, dtype=torch.int64)
-            if frequencies is not None:  # equal frequencies stay equal, whatever their unit
-                self._priorities.copy_(torch.unique(frequencies, return_inverse=True)[1])
+            if frequencies is not None:
+                self._priorities.copy_(_ranks(frequencies))
         self._start()
         self._fill(frequencies, padding)
 

@@ -12,7 +12,7 @@ import torch
 
 Policy = Literal["lfu", "lru"]
 _NEVER = torch.iinfo(torch.int64).max
-_LARGEST_COUNT = (1 << 31) - 1
+LARGEST_COUNT = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class SlotMap:
         last = self.last[: self.slots]
         if self.policy == "lru":
             return last.clone()
-        return (self.count[: self.slots].clamp(max=_LARGEST_COUNT) << 32) | last
+        return (self.count[: self.slots].clamp(max=LARGEST_COUNT) << 32) | last
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
