@@ -114,36 +114,35 @@ def test_a_step_makes_nobody_wait_for_the_device(residency):
                 torch.cuda.set_sync_debug_mode("default")
 
 
+def sgd_step(model, optimizer, x, clip):
+    (1e4 * model(x).square().mean()).backward()
+    clip()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("residency", ["host", "device"])
 def test_training_on_a_stream_that_is_not_the_default(residency):
-    """Clipped hard, so that a factor that is read too early shows; the stream is kept busy."""
-    xs = [
-        torch.randn(256, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(i))
-        for i in range(STEPS)
-    ]
-    model, optimizer = build()
-    model = model.cuda()
+    """The norm is clipped to 1 by a factor that differs from step to step: one that is read too early shows."""
+    xs = [torch.randn(256, 64, device="cuda") for _ in range(STEPS)]
+    model = build()[0].cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for x in xs:
-        model(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
+        sgd_step(model, optimizer, x, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     twin = [p.detach().cpu() for p in model.parameters()]
-    torch.cuda.synchronize()
     work = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        model, optimizer = build()
+        model = build()[0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = offload(model, optimizer, residency=residency, device="cuda")
         for x in xs:
             work = work @ work / 4096
-            model(x).square().mean().backward()
-            optimizer.clip_grad_norm_(1e-3)
-            optimizer.step()
-            optimizer.zero_grad()
+            sgd_step(model, optimizer, x, lambda: optimizer.clip_grad_norm_(1.0))
         optimizer.wait()
     torch.cuda.synchronize()
     for ours, theirs in zip(model.parameters(), twin, strict=True):
-        torch.testing.assert_close(ours.detach().cpu().view(theirs.shape), theirs, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(ours.detach().cpu().view(theirs.shape), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_budget_holds_with_several_backwards_a_step():
