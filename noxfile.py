@@ -109,7 +109,7 @@ def alone(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("pair", PAIR_FILES, ids=PAIR_FILES)
 def pairs(session: nox.Session, pair: str) -> None:
-    """Two packages and cai-mesh, and nothing else of ours, in a foreign loop."""
+    """Two packages, or three, and cai-mesh, and nothing else of ours, in a foreign loop."""
     packages = [PAIRS[word] for word in pair.split("_x_")]
     wheels = {name: house.wheel(session, name) for name in ["cai-mesh", *packages]}
     _prove(

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 import twin
+from rows import MIXED, adamw, assert_equals_one_process, planned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_gemini import ChunkResidency, OffloadedOptimizer, Tiers, Tuning, offload_activations
-from cai_gemini.simulate import Rates
+from cai_gemini import ChunkResidency, OffloadedOptimizer, Tiers, offload_activations
 from cai_mesh import BoxedTensor, checkpoint, clip_grad_norm_
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import canonical_name
 from cai_mesh.protocols import Residency
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
-from cai_pipeline import PipelineRunner, split
-from cai_tensor_parallel import parallelize
 from cai_zero import (
     Gather,
     LossScale,
@@ -29,20 +26,8 @@ from cai_zero import (
     optimizer_state,
     restore_groups,
     shard_module,
-    sharding_of,
 )
 from cai_zero.optimizers import Lamb
-
-SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
-ROOMY, MIXED = 10**7, Tiers(0.6, 0.3)
-
-
-def planned(residency: str | Tiers = MIXED, memory: int = ROOMY, **options) -> ChunkResidency:
-    return ChunkResidency(residency, device_memory=memory, tuning=Tuning(rates=SLOW_HOST, **options))
-
-
-def adamw(params) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
 @dataclass(frozen=True)
@@ -102,14 +87,6 @@ def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
     return clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
 
 
-def assert_equals_one_process(name: str, results) -> None:
-    losses, norms, final = twin.reference(name)
-    for got in results:
-        assert got[0] == pytest.approx(losses, rel=1e-9)
-        assert got[1] == pytest.approx(norms, rel=1e-9)
-        assert_same_as_one_device(got[2], final, tolerance=1e-8)
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -134,69 +111,6 @@ def test_equals_one_process(case: Case):
 def test_every_mix_equals_one_process(name, shape, residency, own, keep):
     case = Case(name, shape, residency, own=own, keep=keep)
     assert_equals_one_process(name, run_ranks(shape[0] * shape[1], train, case))
-
-
-# -- beside tensor and pipeline parallelism ------------------------------------------------------------------------
-
-
-def train_tensor_parallel(name: str, residency: str | Tiers):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    data, rows = mesh["dp_shard"], planned(residency)
-    model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=rows)
-    optimizer = rows.optimizer(adamw(model.parameters()))
-    losses, norms = [], []
-    for step in range(twin.STEPS):
-        ids = twin.batch(step, data.get_local_rank(), 2)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(twin.mean_over(data.get_group(), loss))
-    assert rows._engine.planned
-    return losses, norms, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
-
-
-@pytest.mark.parametrize(("name", "residency"), [("llama", MIXED), ("gpt2", "auto")], ids=str)
-def test_beside_tensor_parallelism(name, residency):
-    assert_equals_one_process(name, run_ranks(4, train_tensor_parallel, name, residency))
-
-
-def train_pipeline(name: str, residency: str | Tiers, schedule: str, driver: str):
-    mesh, microbatches = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), 4
-    data, rows = mesh["dp_shard"], planned(residency)
-    model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=rows)
-    optimizer = rows.optimizer(adamw(model.parameters()))
-    runner = PipelineRunner(
-        model,
-        mesh,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / microbatches,
-        grad_sync=sharding_of(model),
-        sharding=sharding_of(model),
-    )
-    losses, norms = [], []
-    for step in range(twin.STEPS):
-        parts = list(twin.batch(step, data.get_local_rank(), 2).chunk(microbatches))
-        loss = runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
-        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(twin.mean_over(data.get_group(), loss))
-    assert rows._engine.planned
-    boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return losses, norms, twin.whole(boxed)
-
-
-@pytest.mark.parametrize(
-    ("name", "residency", "schedule", "driver"),
-    [("llama", "auto", "1f1b", "actions"), ("gpt2", MIXED, "gpipe", "hooks")],
-    ids=str,
-)
-def test_beside_a_pipeline(name, residency, schedule, driver):
-    """gpt2 ties its embeddings over the stages: they count once in the norm."""
-    assert_equals_one_process(name, run_ranks(4, train_pipeline, name, residency, schedule, driver))
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""Rows of a pipeline's stages, sharded by cai-zero and planned by cai-gemini, train as on one process."""
+
+from __future__ import annotations
+
+import pytest
+import twin
+from rows import MIXED, adamw, assert_equals_one_process, planned
+from torch.distributed.device_mesh import init_device_mesh
+
+from cai_gemini import Tiers
+from cai_mesh import BoxedTensor
+from cai_mesh.layout import canonical_name
+from cai_mesh.testing import run_ranks
+from cai_pipeline import PipelineRunner, split
+from cai_zero import shard_module, sharding_of
+
+
+def train_pipeline(name: str, residency: str | Tiers, schedule: str, driver: str):
+    mesh, microbatches = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), 4
+    data, rows = mesh["dp_shard"], planned(residency)
+    model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=rows)
+    optimizer = rows.optimizer(adamw(model.parameters()))
+    runner = PipelineRunner(
+        model,
+        mesh,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / microbatches,
+        grad_sync=sharding_of(model),
+        sharding=sharding_of(model),
+    )
+    losses, norms = [], []
+    for step in range(twin.STEPS):
+        parts = list(twin.batch(step, data.get_local_rank(), 2).chunk(microbatches))
+        loss = runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
+        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(twin.mean_over(data.get_group(), loss))
+    assert rows._engine.planned
+    boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    return losses, norms, twin.whole(boxed)
+
+
+@pytest.mark.parametrize(
+    ("name", "residency", "schedule", "driver"),
+    [("llama", "auto", "1f1b", "actions"), ("gpt2", MIXED, "gpipe", "hooks")],
+    ids=str,
+)
+def test_beside_a_pipeline(name, residency, schedule, driver):
+    """gpt2 ties its embeddings over the stages: they count once in the norm."""
+    assert_equals_one_process(name, run_ranks(4, train_pipeline, name, residency, schedule, driver))
