@@ -43,9 +43,8 @@ class HostStore:
         self.copies, self._in_flight = Copies(device), in_flight
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()  # backward runs in a thread of its own
-        self._returned: deque[torch.Tensor] = (
-            deque()
-        )  # by finalizers, which may run in a thread that has the lock
+        # by finalizers, which may run in a thread that has the lock
+        self._returned: deque[torch.Tensor] = deque()
         self._leaving: deque[list[_Leaving]] = deque()
         self.nbytes = 0
 
