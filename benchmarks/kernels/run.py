@@ -112,7 +112,7 @@ def broken(device: torch.device) -> bool:
     try:
         if device.type == "cuda":
             torch.cuda.synchronize()
-            torch.zeros(1, device=device).item()
+            torch.rand(1, device=device).item()
     except Exception:
         return True
     return False
