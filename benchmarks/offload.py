@@ -7,6 +7,7 @@ random weights, sequence 2048, every block recomputed, AdamW with clipping, bflo
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
 `cai-early` takes host steps during backward (`--speculate` bytes of before-images). `--host-memory` and `--nvme` limit
 what our forms keep in host memory and say where the rest goes.
+`--timeline FILE` records one more step of ours, after those that are timed (`cai report` draws it).
 Tokens a second are of the median step; peaks are torch's allocated bytes and the process's resident set. The link and
 the host's AdamW are measured beside ours, and the floor of a step that follows from them.
 """
@@ -121,12 +122,12 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
         materialize=values,
         tuning=Tuning(speculate=options.speculate if options.form == "cai-early" else 0),
     )
-    facts["engine"], facts["optimizer"] = moved._engine, moved
+    facts["engine"], facts["optimizer"], facts["norms"] = moved._engine, moved, []
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, ids)
         loss.backward()
-        moved.clip_grad_norm_(options.clip)
+        facts["norms"].append(moved.clip_grad_norm_(options.clip))
         moved.step()
         return loss.detach()
 
@@ -274,6 +275,12 @@ def run_form(options: argparse.Namespace) -> dict:
     row |= {"steps_s": times, "losses": losses}
     if "engine" in facts:
         optimizer = facts.pop("optimizer")
+        if options.timeline:
+            optimizer.record_timeline()
+            for ids in pool[:2]:
+                float(step(ids))
+            optimizer.timeline().save(options.timeline)
+        row["norms"] = [float(norm) for norm in facts.pop("norms")]
         row |= {"placement": str(optimizer.placement()), "early": str(optimizer.speculation)}
         row |= planned(facts.pop("engine"), device, options)
     return row | facts
@@ -325,6 +332,7 @@ def main() -> None:
     parser.add_argument("--nvme", help="directory on a disk, for our forms")
     parser.add_argument("--speculate", default="40GB", help="host memory for before-images of cai-early")
     parser.add_argument("--forms", default="cai,cai-host,deepspeed-2,deepspeed-3,fsdp2")
+    parser.add_argument("--timeline", help="file for a recorded step of our forms")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)
@@ -357,7 +365,7 @@ def apart(form: str, options: argparse.Namespace) -> dict:
     command = [sys.executable, __file__, "--form", form]
     for name in names:
         command += [f"--{name}", str(getattr(options, name))]
-    for name in ("host_memory", "nvme", "speculate"):
+    for name in ("host_memory", "nvme", "speculate", "timeline"):
         if getattr(options, name):
             command += ["--" + name.replace("_", "-"), getattr(options, name)]
     try:
