@@ -47,8 +47,9 @@ def by_hand(t, scaling, dtype):
 @pytest.mark.parametrize("shape", [(70, 144), (1, 16), (260, 48)])
 @pytest.mark.parametrize("scaling", [TENSOR, ROW, BLOCK, SQUARE])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_casts_are_the_same_bits_and_what_they_stand_for(shape, scaling, dtype):
-    t = random(*shape) * 7
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])  # a kernel of its own each
+def test_casts_are_the_same_bits_and_what_they_stand_for(shape, scaling, dtype, source):
+    t = random(*shape, dtype=source) * 7
     t[0, 3:9] = torch.tensor([1e-3, -2e-4, 0.0, 3e-5, 1e-6, -1e-2])  # below the smallest normal numbers
     if shape[0] > 40:
         t[40] = 0

@@ -39,8 +39,9 @@ def _largest(
 
 
 @triton.jit
-def _factors(largest, limit):
+def _factors(largest, limits):
     """(what numbers are multiplied by, the scale that undoes it)"""
+    limit = limits[0]
     known = tl.where(largest == 0.0, limit, largest)
     return tl.div_rn(limit + tl.zeros_like(known), known), tl.div_rn(known, limit + tl.zeros_like(known))
 
@@ -61,6 +62,12 @@ def _to(value, dtype: tl.constexpr, ON_CPU: tl.constexpr):
 
 @triton.jit
 def _store_turned(q_ptr, tile, row, column, columns, padded, ON_CPU: tl.constexpr):
+    """Cast `tile` and store it transposed.
+
+    Its numbers are products of their own even where they equal those stored directly, with a factor `one` that is 1.0,
+    which compilers cannot know. For a pair of float8 that is packed for one store and split into bytes for another, the
+    ptxas of CUDA 12.8 and 12.9 takes bytes from a register that does not hold the pair (13.4 is right).
+    """
     place = q_ptr + column[:, None] * padded + row[None, :]
     mask = (column[:, None] < columns) & (row[None, :] < padded)
     tl.store(place, tl.trans(_to(tile, q_ptr.dtype.element_ty, ON_CPU)), mask=mask)
@@ -73,13 +80,13 @@ def _cast(
     scale_ptrs,
     largest_ptrs,
     shape,
-    limit,
+    limits,
     SCALING: tl.constexpr,
     TURNED: tl.constexpr,
     SIZE: tl.constexpr,
     ON_CPU: tl.constexpr,
 ):
-    """One tile a program; shape: (rows, columns, columns of the transposed)."""
+    """One tile a program; shape: (rows, columns, columns of the transposed); limits: (float8's largest, `one`)."""
     rows, columns, padded = shape
     across = tl.cdiv(columns, SIZE)
     program = tl.program_id(0).to(tl.int64)
@@ -89,39 +96,39 @@ def _cast(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     t = tl.load(t_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCALING == _TENSOR:
-        factor, scale = _factors(tl.load(largest_ptrs[0]).to(tl.float32, bitcast=True), limit)
+        factor, scale = _factors(tl.load(largest_ptrs[0]).to(tl.float32, bitcast=True), limits)
         tl.store(scale_ptrs[0], scale, mask=program == 0)
         if TURNED:
             tl.store(scale_ptrs[1], scale, mask=program == 0)
         q = t * factor
-        turned = q
+        turned = t * (factor * limits[1])
     elif SCALING == _ROW:
         bits = tl.load(largest_ptrs[0] + row, mask=row < rows, other=0)
-        factor, scale = _factors(bits.to(tl.float32, bitcast=True), limit)
+        factor, scale = _factors(bits.to(tl.float32, bitcast=True), limits)
         tl.store(scale_ptrs[0] + row, scale, mask=row < tl.where(block_column == 0, rows, 0))
         q = t * factor[:, None]
         turned = q
         if TURNED:
             bits = tl.load(largest_ptrs[1] + column, mask=column < columns, other=0)
-            factor, scale = _factors(bits.to(tl.float32, bitcast=True), limit)
+            factor, scale = _factors(bits.to(tl.float32, bitcast=True), limits)
             tl.store(scale_ptrs[1] + column, scale, mask=column < tl.where(block_row == 0, columns, 0))
             turned = t * factor[None, :]
     elif SCALING == _BLOCK:
-        factor, scale = _factors(tl.max(tl.abs(t), 1), limit)
+        factor, scale = _factors(tl.max(tl.abs(t), 1), limits)
         tl.store(scale_ptrs[0] + row * across + block_column, scale, mask=row < rows)
         q = t * factor[:, None]
         turned = q
         if TURNED:
-            factor, scale = _factors(tl.max(tl.abs(t), 0), limit)
+            factor, scale = _factors(tl.max(tl.abs(t), 0), limits)
             tl.store(scale_ptrs[1] + column * tl.cdiv(rows, SIZE) + block_row, scale, mask=column < columns)
             turned = t * factor[None, :]
     else:
-        factor, scale = _factors(tl.max(tl.max(tl.abs(t), 1), 0), limit)
+        factor, scale = _factors(tl.max(tl.max(tl.abs(t), 1), 0), limits)
         tl.store(scale_ptrs[0] + block_row * across + block_column, scale)
         if TURNED:
             tl.store(scale_ptrs[1] + block_column * tl.cdiv(rows, SIZE) + block_row, scale)
         q = t * factor
-        turned = q
+        turned = t * (factor * limits[1])
     place = q_ptrs[0] + row[:, None] * columns + column[None, :]
     tl.store(place, _to(q, q_ptrs[0].dtype.element_ty, ON_CPU), mask=inside)
     if TURNED:
@@ -192,7 +199,7 @@ def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) ->
         (scale, turned_scale),
         largest,
         (rows, columns, turned.shape[-1]),
-        torch.finfo(dtype).max,
+        (torch.finfo(dtype).max, 1.0),
         SCALING=scaling,
         TURNED=transposed,
         SIZE=size,
