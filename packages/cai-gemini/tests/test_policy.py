@@ -113,11 +113,21 @@ def test_the_furthest_goes_first():
 
 
 def test_sums_of_gradients_take_more_than_one():
-    """They stay, wider, while the next backward's come."""
-    plan = Plan(frozenset({0}), frozenset({0}))
-    once = plan.resident([Sizes(2, 2, 12), Sizes(2, 2, 12)])
-    summed = plan.resident([Sizes(2, 2, 12, 4), Sizes(2, 2, 12, 4)])
-    assert (once, summed) == (2 + 12 + 2 + 2, 2 + 12 + 4 + 2 + 2)
+    """They stay, wider, while the next backward's come; without them, one on its way is all that is always there."""
+    plan, trace = Plan(frozenset({0}), frozenset({0})), palindrome(2)
+    once, summed = [Sizes(2, 2, 12)] * 2, [Sizes(2, 2, 12, 4)] * 2
+    assert (plan.resident(once), plan.resident(summed)) == (2 + 12 + 2, 2 + 12 + 4 + 2 + 2)
+    assert plan.gradients(trace, summed) == [0, 0, 0, 0]
+
+
+def test_gradients_that_stay_take_memory_from_their_backward_on():
+    sizes, trace = [Sizes(0, 10 + c, 5) for c in range(3)], palindrome(3)
+    plan = Plan(frozenset({0, 2}), frozenset({0, 2}))
+    assert plan.gradients(trace, sizes) == [0, 0, 0, 12, 12, 22]
+    resident = 5 + 5 + 11  # state, and the other's gradient on its way
+    assert room(trace, sizes, plan, 100) == [100 - resident - g for g in (0, 0, 0, 12, 12, 22)]
+    peaked = replace(trace, beside=(0, 0, 70, 0, 0, 0))  # activations are most before any gradient is there
+    assert fits(peaked, sizes, plan, resident + 70) and not fits(peaked, sizes, plan, resident + 69)
 
 
 def test_plans_keep_state_only_with_weights():

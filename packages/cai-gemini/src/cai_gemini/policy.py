@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from cai_gemini.trace import Trace
 from cai_mesh.errors import PlanError
@@ -53,14 +54,27 @@ class Plan:
             )
 
     def resident(self, sizes: Sequence[Sizes]) -> int:
-        """Bytes that are on the device at every moment, gradients on their way among them."""
+        """Bytes that are on the device at every moment: gradients on their way and those summed over backwards too."""
         stays = sum(sizes[c].weights for c in self.weights)
-        stays += sum(sizes[c].state + max(sizes[c].gradients, sizes[c].sums) for c in self.state)
+        stays += sum(
+            sizes[c].state + (max(sizes[c].gradients, s) if (s := sizes[c].sums) else 0) for c in self.state
+        )
         # those that are summed on the device come one by one, too
         moving = sorted(
             (s.gradients for c, s in enumerate(sizes) if s.sums or c not in self.state), reverse=True
         )
         return stays + sum(moving[:IN_FLIGHT])
+
+    def gradients(self, trace: Trace, sizes: Sequence[Sizes]) -> list[int]:
+        """Bytes of gradients that stay, at every moment, where a step has one backward: from there to its end."""
+        first: dict[int, int] = {}
+        for moment, use in enumerate(trace.uses):
+            if use.backward and use.chunk in self.state and not sizes[use.chunk].sums:
+                first.setdefault(use.chunk, moment)
+        come = [0] * len(trace.uses)
+        for chunk, moment in first.items():
+            come[moment] += sizes[chunk].gradients
+        return list(accumulate(come))
 
 
 @dataclass(frozen=True)
@@ -73,8 +87,9 @@ class Moves:
 
 def room(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> list[int]:
     """Bytes for the weights of chunks that do not stay, at every moment."""
-    resident = plan.resident(sizes)
-    return [budget - beside - resident for beside in trace.beside]
+    left = budget - plan.resident(sizes)
+    held = plan.gradients(trace, sizes)
+    return [left - beside - gradients for beside, gradients in zip(trace.beside, held, strict=True)]
 
 
 def decide(
