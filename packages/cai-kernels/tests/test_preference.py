@@ -320,7 +320,7 @@ def test_gradients_through_the_head_are_those_of_plain_logits(dtype, backend):
     if dtype == torch.float64:
 
         def whole(x, weight):
-            tokens = linear_log_probs(x, weight, target, chunk_bytes=1000)
+            tokens = linear_log_probs(x, weight, target, backend=backend, chunk_bytes=1000)
             return torch.stack(list(every_loss(tokens, ref, target).values()))
 
         assert torch.autograd.gradcheck(whole, (x, weight))
