@@ -140,8 +140,14 @@ def test_explain_says_what_runs():
     assert said.backend == "reference" and "no soft cap" in said.reason
 
 
+def pretend(monkeypatch, major):
+    """Every CUDA device is of this compute capability."""
+    for module in (choice.forms, partial):
+        monkeypatch.setattr(module, "capability", lambda _device: (major, 0))
+
+
 def test_the_choice_on_gpus_that_are_not_here(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    pretend(monkeypatch, 9)
     assert choice.order(torch.device("cuda"))[0] == choice.SDPA["cudnn"]
     monkeypatch.setattr(choice.forms, "why_not_triton", lambda _device: None)
     with FakeTensorMode():
@@ -160,7 +166,7 @@ def test_the_choice_on_gpus_that_are_not_here(monkeypatch):
         (half, choice.Question(softcap=4.0, mask=mask), "reference"),
     ):
         assert choice.decide(q, q, question).backend == backend, question
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
+    pretend(monkeypatch, 8)
     assert choice.order(torch.device("cuda"))[0] == choice.SDPA["flash"]
 
 
@@ -250,7 +256,7 @@ def test_a_log_sum_exp_of_any_strides(backend):
 
 
 def test_which_of_torchs_operators_a_part_takes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    pretend(monkeypatch, 9)
     with FakeTensorMode():
         make = lambda *shape: torch.empty(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         q, one, wide, many = make(2, 4, 8, 64), make(2, 4, 1, 64), make(2, 4, 8, 256), make(65536, 1, 2, 64)
@@ -262,7 +268,7 @@ def test_which_of_torchs_operators_a_part_takes(monkeypatch):
         assert partial._form(q, q, q, "auto") == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 0))
+    pretend(monkeypatch, 8)
     assert partial._form(q, q, q, "auto") == "flash"
 
 

@@ -296,7 +296,7 @@ def test_errors_name_the_argument(monkeypatch):
     ):
         with pytest.raises(KernelError, match=said):
             fp8_linear(**{"x": x, "weight": weight, **change})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    monkeypatch.setattr(function, "capability", lambda _device: (8, 0))
     with pytest.raises(KernelError, match="no FP8 products"):
         function._check_device(torch.device("cuda"))
     function._check_device(torch.device("cpu"))

@@ -17,17 +17,22 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 _said: set[str] = set()
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; a constant in a compiled graph.
+
+    Tests that pretend another GPU replace this and not torch's function: Dynamo looks torch's functions up once, when
+    it is imported (by the first fake tensor, say), and would not know the real one afterwards.
+    """
+    return torch.cuda.get_device_capability(device)
+
+
 def why_not_triton(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None when they can."""
     if not _INSTALLED:
         return "triton is not installed (pip install cai-kernels[triton])"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return (
-            None
-            if capability >= (8, 0)
-            else f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-        )
+        major, minor = capability(device)
+        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     return f"tensors are on {device.type}; Triton runs on CUDA, or on the CPU under TRITON_INTERPRET=1"

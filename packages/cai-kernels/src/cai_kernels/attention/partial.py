@@ -11,7 +11,7 @@ import torch
 from cai_kernels.attention import reference
 from cai_kernels.attention.choice import Question, why_not_flash, why_not_ours
 from cai_kernels.attention.function import _check
-from cai_kernels.backend import Backend, choose
+from cai_kernels.backend import Backend, capability, choose
 from cai_kernels.errors import KernelError
 
 aten = torch.ops.aten
@@ -159,7 +159,7 @@ def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend) -
 
 def _why_not_cudnn(q: torch.Tensor, k: torch.Tensor) -> str | None:
     """Why torch's cuDNN operator is not taken where its flash operator takes the arguments, or None."""
-    if torch.cuda.get_device_capability(q.device) < (9, 0):
+    if capability(q.device) < (9, 0):
         return "flash is faster before Hopper"
     if q.shape[-1] > 128:
         return f"head dim {q.shape[-1]}; cuDNN takes up to 128"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cai_kernels.backend import Backend, choose, require
+from cai_kernels.backend import Backend, capability, choose, require
 from cai_kernels.errors import KernelError
 from cai_kernels.fp8_linear import quantized
 from cai_kernels.fp8_linear.reference import BLOCK, ROW, TENSOR
@@ -97,10 +97,10 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
 
 
 def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and capability(device) < (8, 9):
         raise KernelError(
             "this GPU has no FP8 products",
-            got="compute capability " + ".".join(map(str, torch.cuda.get_device_capability(device))),
+            got="compute capability " + ".".join(map(str, capability(device))),
             expected="8.9 or higher (Ada, Hopper)",
             fix='use torch.nn.functional.linear, or backend="reference" to emulate',
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cai_kernels.backend import capability
 from cai_kernels.grouped_matmul.operators import differentiable
 
 
@@ -26,7 +27,7 @@ def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
 
 def fast(device: torch.device) -> bool:
     """Whether torch has a grouped kernel for this GPU (elsewhere the host loops over the groups)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return device.type == "cuda" and capability(device) in ((9, 0), (10, 0))
 
 
 def _dense(matrix: torch.Tensor) -> bool:
