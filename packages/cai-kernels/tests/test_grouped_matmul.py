@@ -12,6 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [  # rows of each expert, rows of no expert, D, F
     ([5, 0, 130, 3], 7, 123, 77),
     ([1], 0, 64, 1),
+    ([1, 0], 0, 64, 16),
     ([0, 0, 4], 0, 1, 40),
     ([0, 0], 0, 16, 16),
     ([0, 0], 5, 16, 16),

@@ -25,14 +25,19 @@ class Tensors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """T, the two other sizes of the product, E, and strides that are not one."""
+    """T, the two other sizes of the product, E, the stride of left's rows and those of [E, D, F].
+
+    Flat: in a tuple of a tuple, after a branch or in a loop, Triton 3.6 takes a one for None if the outer has one too.
+    """
 
     rows: int
     inner: int
     columns: int
     experts: int
     left_row: int
-    matrix: tuple[int, int, int]  # strides of [E, D, F]
+    expert: int
+    deep: int
+    across: int
 
 
 class Blocks(NamedTuple):
@@ -83,8 +88,8 @@ def _multiply(
         inside = (row < end)[:, None]
         step = tl.arange(0, INNER)
         left = tensors.left + row.to(tl.int64)[:, None] * sizes.left_row + step[None, :]
-        right = tensors.right + expert.to(tl.int64) * sizes.matrix[0]
-        right += step[:, None] * sizes.matrix[1] + column[None, :] * sizes.matrix[2]
+        right = tensors.right + expert.to(tl.int64) * sizes.expert
+        right += step[:, None] * sizes.deep + column[None, :] * sizes.across
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         depth = tl.where(expert < sizes.experts, sizes.inner, 0)
         for at in range(0, depth, INNER):
@@ -94,7 +99,7 @@ def _multiply(
             )
             total = dot(a, b, total, PRECISION)
             left += INNER
-            right += INNER * sizes.matrix[1]
+            right += INNER * sizes.deep
         out = tensors.out + row.to(tl.int64)[:, None] * sizes.columns + column[None, :]
         tl.store(out, total.to(out.dtype.element_ty), mask=inside & (column < sizes.columns)[None, :])
 
@@ -122,8 +127,8 @@ def _multiply_transposed(tensors, sizes, BLOCKS: tl.constexpr, PRECISION: tl.con
         total = dot(tl.trans(a), b, total, PRECISION)
         left += INNER * sizes.left_row
         right += INNER * sizes.columns
-    out = tensors.out + expert.to(tl.int64) * sizes.matrix[0]
-    out += across.to(tl.int64)[:, None] * sizes.matrix[1] + column.to(tl.int64)[None, :] * sizes.matrix[2]
+    out = tensors.out + expert.to(tl.int64) * sizes.expert
+    out += across.to(tl.int64)[:, None] * sizes.deep + column.to(tl.int64)[None, :] * sizes.across
     mask = (across < sizes.inner)[:, None] & (column < sizes.columns)[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=mask)
 
@@ -186,7 +191,7 @@ def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
     launch = _multiply[(row_tiles * triton.cdiv(columns, blocks.columns),)]  # pyright: ignore[reportIndexIssue]
     launch(
         Tensors(x, weight, out, offsets),
-        Sizes(rows, inner, columns, experts, x.stride(0), weight.stride()),
+        Sizes(rows, inner, columns, experts, x.stride(0), *weight.stride()),
         row_tiles, BLOCKS=blocks, GROUP=GROUP, EXPERTS=power_of_2(experts + 2),
         PRECISION=dot_precision(x.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -207,7 +212,7 @@ def _grouped_matmul_weight(
     launch = _multiply_transposed[(tiles, experts)]  # pyright: ignore[reportIndexIssue]
     launch(
         Tensors(x, dout, dweight, offsets),
-        Sizes(rows, inner, columns, experts, x.stride(0), dweight.stride()),
+        Sizes(rows, inner, columns, experts, x.stride(0), *dweight.stride()),
         BLOCKS=blocks, PRECISION=dot_precision(x.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dweight
