@@ -47,7 +47,8 @@ def merge_tile(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr,
         before = tl.where(total > 0.0, extra + total * (top - higher), 0.0)
         extra = factor * before + tl.sum(tl.where(e > 0.0, e * below, 0.0), AXIS)
     if AUX == _LOGIT_SUM:
-        extra += tl.sum(x if inside is None else tl.where(inside, x, 0.0), AXIS)
+        # minus the sum of minus x, which costs nothing: Triton 3.6 fails to compile the sum of what a loop has loaded
+        extra -= tl.sum((x if inside is None else tl.where(inside, x, 0.0)) * -1.0, AXIS)
     return higher, total * factor + tl.sum(e, AXIS), extra
 
 
