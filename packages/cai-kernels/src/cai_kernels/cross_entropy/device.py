@@ -34,17 +34,25 @@ def row_offset(row, shape):
 
 @triton.jit
 def merge_tile(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr, CAP: tl.constexpr):
-    """The lanes' (maximum, sum, auxiliary) with a tile of logits added; -inf where not `inside` (None: all are)."""
+    """The lanes' (maximum, sum, auxiliary) with a tile of logits added; -inf where not `inside` (None: all are).
+
+    With a cap maxima and sums of logits are over the cap until `end_scan`, so that differences come before products:
+    a fused product and difference would take a logit that is the maximum for one beside it.
+    """
     top, total, extra = state
     if CAP:
-        capped = softcap * _tanh(x / softcap)
-        x = capped if inside is None else tl.where(inside, capped, -float("inf"))
+        bent = _tanh(x / softcap)
+        x = bent if inside is None else tl.where(inside, bent, -float("inf"))
     higher = tl.maximum(top, tl.max(x, AXIS))
     below = x - tl.expand_dims(higher, AXIS)
+    sunk = top - higher
+    if CAP:
+        below *= softcap
+        sunk *= softcap
     e = exp(below)
-    factor = exp(top - higher)
+    factor = exp(sunk)
     if AUX == _ENTROPY:
-        before = tl.where(total > 0.0, extra + total * (top - higher), 0.0)
+        before = tl.where(total > 0.0, extra + total * sunk, 0.0)
         extra = factor * before + tl.sum(tl.where(e > 0.0, e * below, 0.0), AXIS)
     if AUX == _LOGIT_SUM:
         # minus the sum of minus x, which costs nothing: Triton 3.6 fails to compile the sum of what a loop has loaded
@@ -60,14 +68,22 @@ def start_scan(LANES: tl.constexpr):
 
 
 @triton.jit
-def end_scan(state, AUX: tl.constexpr):
+def end_scan(state, softcap, AUX: tl.constexpr, CAP: tl.constexpr):
     """One (maximum, sum of exponentials, auxiliary) of the lanes'."""
     top, total, extra = state
     maximum = tl.max(top, 0)
-    factor = exp(top - maximum)
+    sunk = top - maximum
+    if CAP:
+        sunk *= softcap
+    factor = exp(sunk)
     if AUX == _ENTROPY:
-        extra = tl.where(total > 0.0, factor * (extra + total * (top - maximum)), 0.0)
-    return maximum, tl.sum(total * factor, 0), tl.sum(extra, 0)
+        extra = tl.where(total > 0.0, factor * (extra + total * sunk), 0.0)
+    total, extra = tl.sum(total * factor, 0), tl.sum(extra, 0)
+    if CAP:
+        maximum = tl.where(total > 0.0, maximum * softcap, maximum)
+        if AUX == _LOGIT_SUM:
+            extra *= softcap
+    return maximum, total, extra
 
 
 @triton.jit
@@ -103,7 +119,7 @@ def scan_row(
         inside = whole + at < columns
         x = tl.load(x_ptr + whole + at, mask=inside, other=-float("inf")).to(tl.float32)
         state = merge_tile(state, x, inside, softcap, AXIS, AUX, CAP)
-    return end_scan(state, AUX)
+    return end_scan(state, softcap, AUX, CAP)
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def _loss_and_gradient_kept(
                 base_ptr + _offset(row, whole, places, SLICE) + lane, mask=inside, other=-float("inf")
             )
             state = merge_tile(state, x.to(tl.float32), inside, softcap, 1, AUX, CAP)
-        top, total, extra = end_scan(state, AUX)
+        top, total, extra = end_scan(state, softcap, AUX, CAP)
         loss, z = row_loss(top, total, aimed, extra, columns, smoothing, 0.0 if z_loss is None else z_loss)
         loss = tl.where((target >= 0) & (target < columns), loss, float("nan"))
         tl.store(out_ptr + row, tl.where(target == ignored, 0.0, loss))
