@@ -18,5 +18,9 @@ CASES = [
         (torch.float32, 128256, {}),
         (torch.bfloat16, 256000, {"softcap": 30.0}),
         (torch.bfloat16, 151936, {"label_smoothing": 0.1, "z_loss": 1e-4}),
+        (torch.float32, 128256, {"label_smoothing": 0.1}),
+        (torch.float32, 64, {"label_smoothing": 0.1}),
+        (torch.float32, 1, {"label_smoothing": 0.1, "softcap": 3.0}),
+        (torch.bfloat16, 1, {}),
     )
 ]
