@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cai_gemini.allocator import let_go
 from cai_gemini.budget import UNLIMITED
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
@@ -220,6 +221,7 @@ class Engine:
             )
         plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
         self._adopt(Plan(plan.weights | self._always, plan.state))
+        let_go(self.copies.device)
         for i in sorted(self.plan.weights):
             held = self.helds[i]
             if held.state is State.FREE:

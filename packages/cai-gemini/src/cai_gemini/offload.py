@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cai_gemini.allocator import expand_segments
 from cai_gemini.budget import Units, check_device, device_budget, kinds, parse_bytes
 from cai_gemini.chunk_step import ChunkStep
 from cai_gemini.disk_plan import choose, chunk_bytes
@@ -74,6 +75,8 @@ class Tuning:
         speculate: host memory, in bytes or such as "4GB", for steps that the host takes during the last backward of a
             step, before gradients are clipped, and that are undone bit for bit where they are (Lian et al.,
             arXiv:2509.21271). Pays where clipping is rare.
+        expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
+            its environment variable is set: less is lost to holes.
 
     Raises `PlanError` for what is no size.
     """
@@ -83,6 +86,7 @@ class Tuning:
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
     speculate: int | str = 0
+    expandable_segments: bool = True
 
     def __post_init__(self) -> None:
         _ = self.images
@@ -142,6 +146,8 @@ def offload(
     on_disk = choose(
         chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, images=tuning.images
     )
+    if tuning.expandable_segments:
+        expand_segments(where)
     engine = Engine(where)
     engine.store = open_store(nvme, chunks, on_disk)
     made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))

@@ -14,6 +14,7 @@ from cai_gemini.copies import Copies
 from cai_gemini.nvme import Handle, NvmeStore
 from cai_gemini.pinned import host_memory
 from cai_gemini.simulate import HOST_BYTES, Rates
+from cai_gemini.worker import Worker
 
 COPY_BYTES = 2**28
 STEP_ELEMENTS = 2**25
@@ -45,9 +46,18 @@ def measure(device: torch.device) -> Rates:
         to_device=numel / _seconds(up, device),
         to_host=numel / _seconds(down, device),
         both=2 * numel / _seconds(both, device),
-        host_step=_step_rate(torch.device("cpu"), elements),
+        host_step=_on_worker(lambda: _step_rate(torch.device("cpu"), elements), device),
         device_step=_step_rate(device, elements // 2),
     )
+
+
+def _on_worker(rate: Callable[[], float], device: torch.device) -> float:
+    """What `rate` returns in a thread like that which steps chunks."""
+    found: list[float] = []
+    worker = Worker("cai_gemini rates", device)
+    worker.submit(lambda: found.append(rate())).result()
+    worker.close()
+    return found[0]
 
 
 def measure_disk(directory: str | os.PathLike[str]) -> tuple[float, float]:

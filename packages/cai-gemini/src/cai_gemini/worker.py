@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -23,9 +24,14 @@ class Worker:
 
     def __init__(self, name: str, device: torch.device):
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue, device), name=name, daemon=True)
+        ready, threads = threading.Event(), torch.get_num_threads()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue, device, ready), name=name, daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, self._queue.put, None)
+        ready.wait()
+        torch.set_num_threads(threads)  # what the worker's thread has asked for is its own
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Run `job` after what was submitted before. Its exception is the future's."""
@@ -39,6 +45,19 @@ class Worker:
         self._thread.join()
 
 
+def host_threads(device: torch.device) -> int:
+    """How many threads do the worker's arithmetic: two cores of a process are left to those that drive its GPU.
+
+    One that shares a core with a thread that launches kernels, or spins for them, keeps all others waiting at the end
+    of every block: on 16 cores of an H200's host, 16 threads beside a busy one made half of what 14 did, and beside two
+    a tenth. A launcher of several processes (torchrun) sets one thread each; then cores are shared out.
+    """
+    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = max(cores // max(processes, 1), 1)
+    wanted = torch.get_num_threads() if processes == 1 else share
+    return max(min(wanted, share - 2), 1) if device.type == "cuda" else wanted
+
+
 def use_device(device: torch.device) -> None:
     """Make `device` current in this thread: in a new one it is the first, whatever it is in others.
 
@@ -49,9 +68,13 @@ def use_device(device: torch.device) -> None:
 
 
 def _serve(
-    jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None], device: torch.device
+    jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None],
+    device: torch.device,
+    ready: threading.Event,
 ) -> None:
     use_device(device)
+    torch.set_num_threads(host_threads(device))
+    ready.set()
     while (item := jobs.get()) is not None:
         job, future = item
         del item
