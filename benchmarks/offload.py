@@ -7,6 +7,7 @@ random weights, sequence 2048, every block recomputed, AdamW with clipping, bflo
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
 `cai-early` takes host steps during backward (`--speculate` bytes of before-images). `--host-memory` and `--nvme` limit
 what our forms keep in host memory and say where the rest goes.
+`--state-dtype bfloat16` keeps master weights and moments in it, `--activations` the inputs of blocks in host memory.
 `--timeline FILE` records one more step of ours, after those that are timed (`cai report` draws it).
 Tokens a second are of the median step; peaks are torch's allocated bytes and the process's resident set. The link and
 the host's AdamW are measured beside ours, and the floor of a step that follows from them.
@@ -65,7 +66,8 @@ def meta_model(options: argparse.Namespace) -> nn.Module:
 
     with torch.device("meta"):
         model = LlamaForCausalLM(config(options.billions, options.sequence))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not options.activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
@@ -100,10 +102,12 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
-    from cai_gemini import Tuning, offload
+    from cai_gemini import Tuning, offload, offload_activations
 
-    model = meta_model(options)
+    model = meta_model(options).to(getattr(torch, options.state_dtype))
     rotary(model, device)
+    if options.activations:
+        offload_activations(model)
     if options.form == "cai-swap":
         from cai_kernels import swap
 
@@ -332,6 +336,10 @@ def main() -> None:
     parser.add_argument("--nvme", help="directory on a disk, for our forms")
     parser.add_argument("--speculate", default="40GB", help="host memory for before-images of cai-early")
     parser.add_argument("--forms", default="cai,cai-host,deepspeed-2,deepspeed-3,fsdp2")
+    parser.add_argument(
+        "--state-dtype", default="float32", choices=("float32", "bfloat16"), help="of our forms"
+    )
+    parser.add_argument("--activations", action="store_true", help="in host memory, in our forms")
     parser.add_argument("--timeline", help="file for a recorded step of our forms")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", type=Path)
@@ -361,13 +369,14 @@ def apart(form: str, options: argparse.Namespace) -> dict:
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
     }
-    names = ("billions", "cap", "batch", "sequence", "steps", "warmup", "clip")
+    names = ("billions", "cap", "batch", "sequence", "steps", "warmup", "clip", "state_dtype")
     command = [sys.executable, __file__, "--form", form]
     for name in names:
-        command += [f"--{name}", str(getattr(options, name))]
+        command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     for name in ("host_memory", "nvme", "speculate", "timeline"):
         if getattr(options, name):
             command += ["--" + name.replace("_", "-"), getattr(options, name)]
+    command += ["--activations"] if options.activations and form.startswith("cai") else []
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=options.timeout
