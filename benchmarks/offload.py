@@ -298,7 +298,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
     from cai_gemini.simulate import floor, simulate
 
     engine.finish()
-    rates, sizes = measure(device), engine.sizes
+    rates, sizes = measure(device, engine.worker), engine.sizes
     if engine.store is not None:
         read, write = measure_disk(options.nvme)
         rates = replace(rates, disk_read=read, disk_write=write)

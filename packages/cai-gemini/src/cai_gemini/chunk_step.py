@@ -152,9 +152,10 @@ class ChunkStep:
     ) -> None:
         """Adam on `state`: master weights and both moments, flat, which need not be where the chunk's are."""
         master, first, second = state
-        same = gradient.dtype == master.dtype and isinstance(scale, float) and scale == 1.0
+        scaled = not (isinstance(scale, float) and scale == 1.0)
         block = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
-        scratch = None if same else master.new_empty(min(block, master.numel()))
+        apart = scaled or gradient.dtype != master.dtype
+        scratch = master.new_empty(min(block, master.numel())) if apart else None
         for group, indices in groups:
             # one by one: the kernel rounds the last few elements of a tensor in its own way
             for i in indices:
@@ -171,7 +172,8 @@ class ChunkStep:
                             before.keep(tensor[part])
                     grad = gradient[part]
                     if scratch is not None:
-                        grad = scratch[: grad.numel()].copy_(grad).mul_(scale)
+                        grad = scratch[: grad.numel()].copy_(grad)
+                        grad = grad.mul_(scale) if scaled else grad
                     _fused_adam(self._optimizer, group, master[part], grad, first[part], second[part], step)
                     if weights.data_ptr() != master.data_ptr():
                         weights[part].copy_(master[part])

@@ -38,7 +38,7 @@ from cai_gemini.speculation import Tally
 from cai_gemini.states import Ledger, State
 from cai_gemini.timeline import Recorder, Timeline
 from cai_gemini.trace import Trace, Use
-from cai_gemini.worker import Worker
+from cai_gemini.worker import Worker, leave_cores
 from cai_mesh.errors import PlanError
 
 Planner = Callable[[Trace, Sequence[Sizes], int], Plan]
@@ -262,6 +262,7 @@ class Engine:
         """Step every chunk that has a gradient, those used first first."""
         if self.ready_to_plan():
             self.make_plan()
+        leave_cores()
         factor = self.copies.scalar(scale)
         for held in self._in_order():
             if held.touched and not held.stays and held.state is not State.FREE:

@@ -233,7 +233,7 @@ def _measured(tuning: Tuning, engine: Engine) -> Tuning:
     """With rates of this machine, unless they were given."""
     if tuning.rates is not None:
         return tuning
-    return replace(tuning, rates=rates_with_disk(engine.store, measure(engine.copies.device)))
+    return replace(tuning, rates=rates_with_disk(engine.store, measure(engine.copies.device, engine.worker)))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

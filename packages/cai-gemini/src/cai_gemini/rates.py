@@ -14,7 +14,7 @@ from cai_gemini.copies import Copies
 from cai_gemini.nvme import Handle, NvmeStore
 from cai_gemini.pinned import host_memory
 from cai_gemini.simulate import HOST_BYTES, Rates
-from cai_gemini.worker import Worker
+from cai_gemini.worker import Worker, leave_cores
 
 COPY_BYTES = 2**28
 STEP_ELEMENTS = 2**25
@@ -22,8 +22,11 @@ REPEATS = 3
 DISK_BYTES, DISK_PIECE, DISK_DEPTH, DISK_SECONDS = 2**28, 2**23, 8, 0.25
 
 
-def measure(device: torch.device) -> Rates:
-    """Rates of `device`. On a CPU, which then plays the device, copies cost what host memory costs."""
+def measure(device: torch.device, worker: Worker | None = None) -> Rates:
+    """Rates of `device`. On a CPU, which then plays the device, copies cost what host memory costs.
+
+    worker: in whose thread the host's rate is taken; None: in one like it.
+    """
     copies = Copies(device)
     numel = COPY_BYTES if device.type == "cuda" else COPY_BYTES // 16
     here = torch.empty(numel, dtype=torch.uint8, device=device)
@@ -46,17 +49,17 @@ def measure(device: torch.device) -> Rates:
         to_device=numel / _seconds(up, device),
         to_host=numel / _seconds(down, device),
         both=2 * numel / _seconds(both, device),
-        host_step=_on_worker(lambda: _step_rate(torch.device("cpu"), elements), device),
+        host_step=_on_worker(
+            lambda: _step_rate(torch.device("cpu"), elements), worker or Worker("rates", device)
+        ),
         device_step=_step_rate(device, elements // 2),
     )
 
 
-def _on_worker(rate: Callable[[], float], device: torch.device) -> float:
-    """What `rate` returns in a thread like that which steps chunks."""
+def _on_worker(rate: Callable[[], float], worker: Worker) -> float:
+    leave_cores()
     found: list[float] = []
-    worker = Worker("cai_gemini rates", device)
     worker.submit(lambda: found.append(rate())).result()
-    worker.close()
     return found[0]
 
 
