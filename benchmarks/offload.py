@@ -38,7 +38,7 @@ SHAPES = {  # width, hidden, layers; heads of 128
     3: (2560, 6912, 36),
     6.7: (4096, 11008, 32),
     12: (5120, 13824, 36),
-    18: (6144, 16384, 38),
+    18: (6144, 16384, 39),
 }
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -146,8 +146,7 @@ def offload(
     on_disk = choose(
         chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, images=tuning.images
     )
-    if tuning.expandable_segments:
-        expand_segments(where)
+    expand_segments(where, wanted=tuning.expandable_segments)
     engine = Engine(where)
     engine.store = open_store(nvme, chunks, on_disk)
     made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
