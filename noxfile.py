@@ -145,6 +145,7 @@ def matrix(session: nox.Session) -> None:
     session.run(
         "pytest",
         "tests/matrix",
+        "tests/pairs",
         "packages/cai-zero/tests",
         "-m",
         "matrix",
