@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -310,7 +311,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
         "weights_stay": len(engine.plan.weights),
         "state_stays": len(engine.plan.state),
         "state_bytes_on_device": sum(sizes[i].state for i in engine.plan.state),
-        "rates_gbs": {name: value / 1e9 for name, value in vars(rates).items()},
+        "rates_gbs": {name: value / 1e9 for name, value in vars(rates).items() if math.isfinite(value)},
         "floor_s": floor(engine.trace, sizes, engine.plan, rates, sized),
         "simulated_s": simulate(engine.trace, sizes, engine.plan, budget, rates, sized)[0],
         "compute_s": sum(engine.trace.seconds),
