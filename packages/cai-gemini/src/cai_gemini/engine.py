@@ -262,7 +262,8 @@ class Engine:
         """Step every chunk that has a gradient, those used first first."""
         if self.ready_to_plan():
             self.make_plan()
-        leave_cores()
+        if self.copies.device.type == "cuda":
+            leave_cores()
         factor = self.copies.scalar(scale)
         for held in self._in_order():
             if held.touched and not held.stays and held.state is not State.FREE:

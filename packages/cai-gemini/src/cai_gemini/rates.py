@@ -57,7 +57,8 @@ def measure(device: torch.device, worker: Worker | None = None) -> Rates:
 
 
 def _on_worker(rate: Callable[[], float], worker: Worker) -> float:
-    leave_cores()
+    if torch.cuda.is_available():
+        leave_cores()
     found: list[float] = []
     worker.submit(lambda: found.append(rate())).result()
     return found[0]

@@ -33,7 +33,8 @@ class Worker:
         self._thread.start()
         weakref.finalize(self, self._queue.put, None)
         ready.wait()
-        torch.set_num_threads(threads)  # what the worker's thread has asked for is its own
+        if device.type == "cuda":
+            torch.set_num_threads(threads)  # what the worker's thread has asked for is its own
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Run `job` after what was submitted before. Its exception is the future's."""
@@ -47,7 +48,7 @@ class Worker:
         self._thread.join()
 
 
-def host_threads(device: torch.device) -> int:
+def host_threads() -> int:
     """How many threads do the worker's arithmetic: two cores of a process are left to those that drive its GPU.
 
     One that shares a core with a thread that launches kernels, or spins for them, keeps all others waiting at the end
@@ -57,7 +58,7 @@ def host_threads(device: torch.device) -> int:
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share = max(cores // max(processes, 1), 1)
     wanted = torch.get_num_threads() if processes == 1 else share
-    return max(min(wanted, share - 2), 1) if device.type == "cuda" else wanted
+    return max(min(wanted, share - 2), 1)
 
 
 def leave_cores() -> None:
@@ -88,7 +89,8 @@ def _serve(
     ready: threading.Event,
 ) -> None:
     use_device(device)
-    torch.set_num_threads(host_threads(device))
+    if device.type == "cuda":
+        torch.set_num_threads(host_threads())
     ready.set()
     while (item := jobs.get()) is not None:
         job, future = item
