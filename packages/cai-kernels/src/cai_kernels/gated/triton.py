@@ -11,7 +11,7 @@ from cai_kernels.launch import power_of_2
 from cai_kernels.ops import define
 from cai_kernels.rows import as_rows
 
-BLOCK = 1024
+BLOCK, BACKWARD_BLOCK = 1024, 512  # 512 is half a percent faster than 1024 backward (H200, Triton 3.6)
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _forward(gate_ptr, up_ptr, y_ptr, shape, KIND: tl.constexpr, BLOCK: tl.const
     inside = at < columns
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
-    value, _ = activation(gate, KIND)
+    value, _ = activation(gate, KIND, gate_ptr.dtype.element_ty != tl.float32)
     tl.store(y_ptr + row * columns + at, (value * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -36,7 +36,7 @@ def _backward(inputs, outputs, shape, KIND: tl.constexpr, BLOCK: tl.constexpr):
     inside = at < columns
     dy = tl.load(dy_ptr + row * dy_stride + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
-    value, slope = activation(gate, KIND)
+    value, slope = activation(gate, KIND, gate_ptr.dtype.element_ty != tl.float32)
     if dup_ptr is not None:
         dup = (dy * value).to(dup_ptr.dtype.element_ty)
         tl.store(dup_ptr + row * out_stride + at, dup, mask=inside)
@@ -46,16 +46,20 @@ def _backward(inputs, outputs, shape, KIND: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(dgate_ptr + row * out_stride + at, dgate, mask=inside)
 
 
-def _launch(tensors: list[torch.Tensor | None]) -> tuple[int, tuple[int, ...], dict[str, int]]:
+def _launch(tensors: list[torch.Tensor | None], most: int) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """(programs, (blocks of a row, columns, row strides of what is there), sizes); one long row if all is dense."""
     there = [t for t in tensors if t is not None]
     rows, columns = there[0].shape
     strides = [t.stride(0) for t in there]
     if rows == 1 or all(stride == columns for stride in strides):
         rows, columns, strides = 1, rows * columns, [0] * len(there)
-    block = min(power_of_2(columns), BLOCK)
+    block = min(power_of_2(columns), most)
     blocks = triton.cdiv(columns, block)
-    return rows * blocks, (blocks, columns, *strides), {"BLOCK": block, "num_warps": max(block // 256, 1)}
+    return (
+        rows * blocks,
+        (blocks, columns, *strides),
+        {"BLOCK": block, "num_warps": min(max(block // 128, 1), 4)},
+    )
 
 
 def _halves(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +75,7 @@ def _gated(gate: torch.Tensor, up: torch.Tensor | None, kind: str) -> torch.Tens
     y = _empty(gate, up, kind)
     if y.numel():
         gate, up = _halves(gate, up)
-        programs, shape, sizes = _launch([gate, up])
+        programs, shape, sizes = _launch([gate, up], BLOCK)
         launch = _forward[(programs,)]  # pyright: ignore[reportIndexIssue]
         launch(gate, up, y, shape, KIND=kind, **sizes)
     return y
@@ -96,7 +100,7 @@ def _gated_backward(
             ]
         dy, (gate, up) = as_rows(dy), _halves(gate, up)
         out = next(t for t in outputs if t is not None)
-        programs, shape, sizes = _launch([dy, gate, up, out])
+        programs, shape, sizes = _launch([dy, gate, up, out], BACKWARD_BLOCK)
         launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
         launch((dy, gate, up), tuple(outputs), shape, KIND=kind, **sizes)
     return gradients
