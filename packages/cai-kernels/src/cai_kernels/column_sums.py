@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 32  # 128 bytes: one sector line a row
+from cai_kernels.launch import power_of_2
+
+ROWS = 128
+COLUMNS = 32  # at least: 128 bytes, one sector line a row
+VALUES = ROWS * COLUMNS  # of a tile: few rows make a wide one, or programs would be many and all but idle
 
 
 @triton.jit
-def _column_sums(partial_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sums(partial_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, rows, ROWS):
@@ -20,12 +26,28 @@ def _column_sums(partial_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMN
     tl.store(out_ptr + at, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=at < columns)
 
 
+@triton.jit
+def _column_sums(partials, outs, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    for i in tl.static_range(len(partials)):
+        if tl.program_id(1) == i:
+            _sums(partials[i], outs[i], rows, columns, ROWS, COLUMNS)
+
+
+def column_sums_into(partials: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """Fill each of `outs` [D] with the sums over rows of one of `partials` [P, D], in one launch."""
+    rows, columns = partials[0].shape
+    if rows == 0 or columns == 0:
+        for out in outs:
+            out.zero_()
+        return
+    each = min(power_of_2(rows), ROWS)
+    block = min(VALUES // each, max(power_of_2(columns), COLUMNS))
+    launch = _column_sums[(triton.cdiv(columns, block), len(outs))]  # pyright: ignore[reportIndexIssue]
+    launch(tuple(partials), tuple(outs), rows, columns, ROWS=each, COLUMNS=block, num_warps=8)
+
+
 def column_sums(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """partial [P, D] float32 contiguous -> [D] in `dtype`, always summed in the same order."""
-    rows, columns = partial.shape
-    if rows == 0 or columns == 0:
-        return torch.zeros(columns, dtype=dtype, device=partial.device)
-    out = torch.empty(columns, dtype=dtype, device=partial.device)
-    launch = _column_sums[(triton.cdiv(columns, COLUMNS),)]  # pyright: ignore[reportIndexIssue]
-    launch(partial, out, rows, columns, ROWS=128, COLUMNS=COLUMNS, num_warps=8)
+    out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
+    column_sums_into((partial,), (out,))
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cai_kernels import row_pieces
-from cai_kernels.column_sums import column_sums
+from cai_kernels.column_sums import column_sums_into
 from cai_kernels.launch import power_of_2, shared_memory, waves
 from cai_kernels.rows import as_rows
 
@@ -293,8 +293,11 @@ def backward(
     full = columns > NARROW // 2 and x.dtype == torch.float32 and (more is not None or kind == "layer")
     by_parts = _backward_in_blocks if columns > NARROW or full else _backward_in_registers
     sums = by_parts(dy, x, weight, statistics, more, kind, dx, wanted)
-    dw = dw if sums[0] is None else column_sums(sums[0], dw.dtype)
-    return dx, dw, db if sums[1] is None else column_sums(sums[1], db.dtype)
+    both = [(partial, out) for partial, out in zip(sums, (dw, db), strict=True) if partial is not None]
+    for alike in (both,) if len({partial.shape for partial, _ in both}) < 2 else ([pair] for pair in both):
+        if alike:
+            column_sums_into(*zip(*alike, strict=True))
+    return dx, dw, db
 
 
 def _residency(kind: str, even: bool, block: int, warps: int, held: int, lent: int) -> tuple[int, int, int]:
