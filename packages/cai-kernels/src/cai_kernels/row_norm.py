@@ -324,11 +324,12 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     held = each * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
     resident, registers, ahead = _residency(kind, even, block, warps, held, shared_memory(x.device))
     programs = min(triton.cdiv(rows, each), waves(x.device, resident))
-    apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
     keep = [dtype is not None for dtype in wanted[1:]]
-    if apart and wanted[0] and row_pieces.takes(dy, x, dsum):
+    apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
+    in_pieces = apart or (kind == "layer" and 2 * block == NARROW)
+    if in_pieces and wanted[0] and row_pieces.takes(dy, x, dsum):
         # Widened by a conversion, not by bits, float16 leaves no registers for a second sum.
-        together = [keep[0], keep[1] and x.dtype == torch.bfloat16]
+        together = [keep[0], keep[1] and (x.dtype == torch.bfloat16 or not apart)]
         sums = row_pieces.backward(dy, x, weight, statistics, dsum, kind, dx, together)
         left = [k and not t for k, t in zip(keep, together, strict=True)]
         others = _over_rows(dy, x, statistics, kind, left)

@@ -14,4 +14,5 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float32)
     for columns in (1600, 2048, 8192, 14336, 16384, 65536)
 ]
-CASES += [lambda: case(torch.float16, 16384)]
+CASES += [lambda c=c: case(torch.float16, c) for c in (8192, 16384)]
+CASES += [lambda: case(torch.bfloat16, 5120)]
