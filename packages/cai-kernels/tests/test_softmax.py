@@ -71,6 +71,7 @@ def test_bias_gradients_over_any_broadcast_dims(shape):
     [
         ((1, 18, 2, 21, 37), (18, 1, 1, 37), (1, 2, 21, 37), True, torch.float32),  # AlphaFold's
         ((1, 5, 2, 21, 37), (5, 1, 1, 37), (1, 2, 21, 37), True, torch.bfloat16),
+        ((1, 3, 2, 8, 256), (3, 1, 1, 256), (1, 2, 8, 256), True, torch.float32),  # whole tiles
         ((2, 2, 20, 33), (20, 33), (2, 2, 20, 1), True, torch.float32),
         ((3, 2, 2, 1100), (1100,), (2, 1, 1), True, torch.float32),
         ((2, 3, 5, 21), (3, 5, 1), (2, 1, 1, 21), False, torch.float32),  # no whole rows, or too few
@@ -97,6 +98,27 @@ def test_the_gradient_of_a_bias_with_that_of_x(shape, first, second, together, d
     monkeypatch.undo()
     (only,) = results(lambda b: kernel(0.3)(x, biases[0], b), biases[1:], (dy,))[1:]
     torch.testing.assert_close(only, whole[3], rtol=2 * torch.finfo(dtype).eps, atol=60 * cancelled(dy))
+
+
+def test_rows_that_share_a_bias_are_read_where_they_lie(monkeypatch):
+    from cai_kernels.softmax import triton
+
+    monkeypatch.setattr(triton, "PIECE", 32)
+    went, plainly = [], triton._forward_beside
+    monkeypatch.setattr(triton, "_forward_beside", lambda *a: went.append(a[0].shape) or plainly(*a))
+    x, mask, pair = random(1, 20, 2, 20, 160), random(20, 1, 1, 160), random(1, 2, 20, 160)
+    mask[:, 0, 0, 140:] = -torch.inf
+    mask[3] = torch.finfo(torch.float32).min  # a row that sees nothing but evenly, as in eager
+    mask[4] = -torch.inf
+    want = torch.softmax(0.3 * x + mask + pair, -1).nan_to_num(0.0)
+    for view in (
+        x,
+        x.transpose(1, 3).contiguous().transpose(1, 3),
+        x.transpose(2, 4).contiguous().transpose(2, 4),
+    ):
+        torch.testing.assert_close(kernel(0.3)(view, mask, pair), want)
+        torch.testing.assert_close(kernel(0.3)(view, pair, mask), want)
+    assert len(went) == 6
 
 
 @pytest.mark.parametrize("narrow", [16384, 16])

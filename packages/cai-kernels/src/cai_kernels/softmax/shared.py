@@ -1,0 +1,141 @@
+"""Softmax of rows that share a bias, whose place a program holds in registers while it walks over them.
+
+Rows are held in pieces of a power of two, so that one of 384 values takes no more registers than these. A pair
+bias of AlphaFold's is so read once for several rows of an alignment, and its gradient summed beside that of x.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cai_kernels.tiles import again, exp
+
+
+@triton.jit
+def place_of(index, sizes):
+    """Coordinates in [.., n1, n2, n3] of an index below 2^31: divisions of 64 bits cost as much as a row."""
+    n1, n2, n3 = sizes
+    index = (tl.full((), 0, tl.int32) + index).to(tl.int32)
+    last, rest = index % n3, index // n3
+    third, rest = rest % n2, rest // n2
+    return (
+        (rest // n1).to(tl.int64),
+        (rest % n1).to(tl.int64),
+        third.to(tl.int64),
+        last.to(tl.int64),
+    )
+
+
+@triton.jit
+def offset(place, at, strides):
+    return (
+        place[0] * strides[0]
+        + place[1] * strides[1]
+        + place[2] * strides[2]
+        + place[3] * strides[3]
+        + at * strides[4]
+    )
+
+
+@triton.jit
+def _read(ptr, inside, EVEN: tl.constexpr):
+    return tl.load(ptr) if EVEN else tl.load(ptr, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(ptr, value, inside, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(ptr, value.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def forward_shared(
+    tensors, y_ptr, strides, shape, scale,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Softmax of scale * x + held + other by strides, `held` the same for all members of a place; whole tiles only."""
+    x_ptr, held_ptr, other_ptr = tensors
+    of_x, of_held, of_other, of_y = strides
+    members, of_places, of_members = shape
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, PIECE)[None, :]
+    place = place_of(group, of_places)
+    biases = ()
+    for i in tl.static_range(PIECES):
+        biases += (tl.load(held_ptr + offset(place, i * PIECE + at, of_held)).to(tl.float32),)
+    for member in tl.range(tl.program_id(1), members, tl.num_programs(1), num_stages=1):
+        beside = place_of(member, of_members)
+        zs = ()
+        top = tl.full((ROWS, PIECE), float("-inf"), tl.float32)
+        for i in tl.static_range(PIECES):
+            along = x_ptr + offset(beside, 0, of_x) + offset(place, i * PIECE + at, of_x)
+            bias = biases[i]
+            if other_ptr is not None:
+                other = other_ptr + offset(beside, 0, of_other) + offset(place, i * PIECE + at, of_other)
+                bias += tl.load(other).to(tl.float32)
+            z = tl.load(along).to(tl.float32) * scale + bias
+            zs += (z,)
+            top = tl.maximum(top, z)
+        highest = tl.max(top, 1)[:, None]
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        es = ()
+        total = tl.zeros((ROWS, PIECE), tl.float32)
+        for i in tl.static_range(PIECES):
+            e = exp(zs[i] - highest)
+            es += (e,)
+            total += e
+        whole = tl.sum(total, 1)[:, None]
+        inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+        for i in tl.static_range(PIECES):
+            along = y_ptr + offset(beside, 0, of_y) + offset(place, i * PIECE + at, of_y)
+            tl.store(along, (es[i] * inverse).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def backward_shared(
+    tensors, outputs, shape, scale,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x, as far as wanted dots of rows, and sums over every P-th member of a place, [P, places, K]."""
+    y_ptr, dy_ptr = tensors
+    dx_ptr, dot_ptr, partial_ptr = outputs
+    columns, places, members, of_places, of_members, strides = shape
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, PIECE)[None, :]
+    real = group < places
+    start = offset(place_of(group, of_places), 0, strides)
+    sums = ()
+    for _ in tl.static_range(PIECES):
+        sums += (tl.zeros((ROWS, PIECE), dtype=tl.float32),)
+    part = tl.program_id(1).to(tl.int64)
+    for member in tl.range(part, members, tl.num_programs(1), num_stages=STAGES):
+        beside = offset(place_of(member, of_members), 0, strides)
+        ys = ()
+        dys = ()
+        along = tl.zeros((ROWS, PIECE), dtype=tl.float32)
+        for i in tl.static_range(PIECES):
+            inside = real & (i * PIECE + at < columns)
+            y = _read(y_ptr + beside * columns + start * columns + i * PIECE + at, inside, EVEN)
+            dy = _read(dy_ptr + beside * columns + start * columns + i * PIECE + at, inside, EVEN)
+            along += y.to(tl.float32) * dy.to(tl.float32)
+            ys += (y,)
+            dys += (dy,)
+        dot = tl.sum(along, 1)[:, None]
+        if dot_ptr is not None:
+            tl.store(dot_ptr + beside + start, dot, mask=real)
+        grown = ()
+        for i in tl.static_range(PIECES):
+            inside = real & (i * PIECE + at < columns)
+            slope = again(ys[i]) * (again(dys[i]) - dot)
+            grown += (sums[i] + slope,)
+            if dx_ptr is not None:
+                _write(
+                    dx_ptr + beside * columns + start * columns + i * PIECE + at, slope * scale, inside, EVEN
+                )
+        sums = grown
+    for i in tl.static_range(PIECES):
+        inside = real & (i * PIECE + at < columns)
+        _write(partial_ptr + (part * places + group) * columns + i * PIECE + at, sums[i], inside, EVEN)
