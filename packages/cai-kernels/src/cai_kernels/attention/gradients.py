@@ -103,7 +103,7 @@ def queries_backward(
     head = tl.program_id(1) % sizes.heads
     start, queries = span(operands.query_starts, batch, sizes.queries)
     key_start, keys = span(operands.key_starts, batch, sizes.keys)
-    first = tl.program_id(0) * QUERIES
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest first, if causal
     if first < queries:
         row = first + tl.arange(0, QUERIES)
         q = load_rows(
@@ -120,9 +120,18 @@ def queries_backward(
             column = at + tl.arange(0, KEYS)
             k = load_rows(k_base, column, keys, strides.k[2], WIDE, HEAD)
             v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
-            product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION) * scale
+            product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
             score, bent = logits(
-                product, operands, sizes, batch, head, row[:, None], column[None, :], (queries, keys), FLAGS
+                product,
+                scale,
+                operands,
+                sizes,
+                batch,
+                head,
+                row[:, None],
+                column[None, :],
+                (queries, keys),
+                FLAGS,
             )
             dp = dot(dout, tl.trans(v), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
             _, _, ds = dscores(score, bent, lse[:, None], dp, delta[:, None], FLAGS)
@@ -165,9 +174,10 @@ def keys_backward(
                 q = load_rows(q_base, row, queries, strides.q[2], WIDE, HEAD)
                 dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
                 lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries)
-                product = dot(k, tl.trans(q), tl.zeros((KEYS, QUERIES), dtype=tl.float32), PRECISION) * scale
+                product = dot(k, tl.trans(q), tl.zeros((KEYS, QUERIES), dtype=tl.float32), PRECISION)
                 score, bent = logits(
                     product,
+                    scale,
                     operands,
                     sizes,
                     batch,
@@ -189,10 +199,10 @@ def keys_backward(
 
 @triton.jit
 def bias_backward(
-    operands, upstream, dbias_ptr, sizes, strides, scale,
+    operands, upstream, partial_ptr, sizes, strides, scale, parts,
     FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dbias [Z / R, N, Sq, Sk], summed over the R batch rows that share it."""
+    """One tile of [parts, Z / R, N, Sq, Sk]: the bias gradient of every P-th of the R batch rows that share it."""
     QUERIES: tl.constexpr = BLOCKS.queries
     KEYS: tl.constexpr = BLOCKS.keys
     WIDE: tl.constexpr = BLOCKS.wide
@@ -203,9 +213,11 @@ def bias_backward(
     row = tl.program_id(0) // across * QUERIES + tl.arange(0, QUERIES)
     column = tl.program_id(0) % across * KEYS + tl.arange(0, KEYS)
     total = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
-    start = tl.program_id(2).to(tl.int64) * 0
-    for member in range(sizes.rows):
-        batch = tl.program_id(2).to(tl.int64) * sizes.rows + member
+    entry = (tl.program_id(2) // parts).to(tl.int64)
+    part = tl.program_id(2) % parts
+    start = entry * 0
+    for member in range(part, sizes.rows, parts):
+        batch = entry * sizes.rows + member
         q = load_rows(
             at_head(operands.q, batch, head, start, strides.q), row, queries, strides.q[2], WIDE, HEAD
         )
@@ -216,14 +228,24 @@ def bias_backward(
         v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
         dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
         lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries)
-        product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION) * scale
+        product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
         score, bent = logits(
-            product, operands, sizes, batch, head, row[:, None], column[None, :], (queries, keys), FLAGS
+            product,
+            scale,
+            operands,
+            sizes,
+            batch,
+            head,
+            row[:, None],
+            column[None, :],
+            (queries, keys),
+            FLAGS,
         )
         dp = dot(dout, tl.trans(v), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
         _, ds, _ = dscores(score, bent, lse[:, None], dp, delta[:, None], FLAGS)
         total += ds
-    base = dbias_ptr + (tl.program_id(2).to(tl.int64) * sizes.heads + head) * queries * keys
+    entries = tl.num_programs(2) // parts
+    base = partial_ptr + ((part * entries + entry) * sizes.heads + head) * queries * keys
     inside = (row < queries)[:, None] & (column < keys)[None, :]
     where = base + row.to(tl.int64)[:, None] * keys + column[None, :]
-    tl.store(where, total.to(dbias_ptr.dtype.element_ty), mask=inside)
+    tl.store(where, total.to(partial_ptr.dtype.element_ty), mask=inside)
