@@ -44,25 +44,25 @@ def _scan(counts_ptr, totals_ptr, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _begin(totals_ptr, offsets_ptr, experts, BINS: tl.constexpr):
-    group = tl.arange(0, BINS)
-    total = tl.load(totals_ptr + group, mask=group <= experts, other=0)
-    tl.store(offsets_ptr + group, tl.cumsum(total, 0) - total, mask=group <= experts)
-
-
-@triton.jit
 def _place(
     ids_ptr,
     counts_ptr,
-    offsets_ptr,
-    index_ptr,
+    totals_ptr,
+    outputs,
     choices,
     experts,
     blocks,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    BINS: tl.constexpr,
 ):
+    """The row of each choice, and offsets, which every program makes for itself: sooner than a launch for them."""
+    offsets_ptr, index_ptr = outputs
     block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.load(totals_ptr + bins, mask=bins <= experts, other=0)
+    offsets = tl.cumsum(total, 0) - total
+    tl.store(offsets_ptr + bins, offsets, mask=bins <= tl.where(block == 0, experts, -1))
     at = block * BLOCK + tl.arange(0, BLOCK)
     group = _groups(ids_ptr, at, choices, experts)
     rank = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -72,8 +72,8 @@ def _place(
         earlier = (other[None, :] == group[:, None]) & (other_at[None, :] < at[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
     inside = at < choices
-    row = tl.load(offsets_ptr + group, mask=inside, other=0)
-    row += tl.load(counts_ptr + group * blocks + block, mask=inside, other=0) + rank
+    row = tl.gather(offsets, group, 0) + rank
+    row += tl.load(counts_ptr + group * blocks + block, mask=inside, other=0)
     tl.store(index_ptr + at, tl.where(group < experts, row, -1 - row), mask=inside)
 
 
@@ -162,18 +162,18 @@ def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tenso
     totals = offsets.new_empty(n_experts + 1)
     _count[(blocks,)](expert_ids, counts, choices, n_experts, blocks, BLOCK=CHOICES_EACH, BINS=bins)  # pyright: ignore[reportIndexIssue]
     _scan[(n_experts + 1,)](counts, totals, blocks, BLOCK=COUNTS_EACH)  # pyright: ignore[reportIndexIssue]
-    _begin[(1,)](totals, offsets, n_experts, BINS=bins)  # pyright: ignore[reportIndexIssue]
     launch = _place[(blocks,)]  # pyright: ignore[reportIndexIssue]
     launch(
         expert_ids,
         counts,
-        offsets,
-        index,
+        totals,
+        (offsets, index),
         choices,
         n_experts,
         blocks,
         BLOCK=CHOICES_EACH,
         STEP=32,
+        BINS=bins,
         num_warps=8,
     )
     return index, offsets
@@ -192,10 +192,13 @@ def _token_spread_weighted(
     tokens, columns = x.shape
     if out.numel():
         block = power_of_2(columns)
+        warps = min(
+            max(block // 256, 1), 16
+        )  # 16 of 4096 columns: 84 % of a copy's bandwidth, 8: 83 % (H200)
         launch = _spread[(tokens,)]  # pyright: ignore[reportIndexIssue]
         launch(
             x, index, weights, out, columns,
-            K=index.shape[1], WEIGHTED=weights is not None, BLOCK=block, num_warps=row_warps(block),
+            K=index.shape[1], WEIGHTED=weights is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out
 
