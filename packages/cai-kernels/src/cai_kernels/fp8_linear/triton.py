@@ -149,8 +149,9 @@ def _tile_of(m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def _matmul_described(
-    a_pair,
-    b_pair,
+    a_tiles,
+    b_tiles,
+    scale_ptrs,
     out_ptr,
     shape,
     SQUARE_B: tl.constexpr,
@@ -158,10 +159,12 @@ def _matmul_described(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`_matmul` of operands behind tensor descriptors, which give zeros past an end: nothing is masked."""
+    """`_matmul` of operands behind tensor descriptors, which give zeros past an end: nothing is masked.
+
+    Descriptors are arguments of their own: Triton's launcher does not find them inside a tuple.
+    """
     m, n, k = shape
-    a_tiles, a_scale_ptr = a_pair
-    b_tiles, b_scale_ptr = b_pair
+    a_scale_ptr, b_scale_ptr = scale_ptrs
     steps = tl.cdiv(k, _SIDE)
     first_row, first_column = _tile_of(m, n, ROWS, COLUMNS, GROUP)
     row = first_row + tl.arange(0, ROWS)
@@ -267,12 +270,13 @@ def block_matmul(
     # 128x128 scales of b: 904 TFLOP/s, through pointers and masks 644. Scales of every column take registers: 657 with
     # 64 rows on 4 warps, 515 with 128 on 8, 366 through pointers (8192 cubed, H200, Triton 3.6).
     rows, warps, stages = (64, 4, 3) if described and not square else (128, 8, 4)
-    kernel = _matmul_described if described else _matmul
+    programs = (triton.cdiv(m, rows) * triton.cdiv(n, 128),)
+    options = {"ROWS": rows, "COLUMNS": 128, "GROUP": 8, "num_warps": warps, "num_stages": stages}
     if described:
-        a, b = (TensorDescriptor.from_tensor(t, [side, SIDE]) for t, side in ((a, rows), (b, 128)))
-    launch = kernel[(triton.cdiv(m, rows) * triton.cdiv(n, 128),)]  # pyright: ignore[reportIndexIssue]
-    launch(
-        (a, a_scale), (b, b_scale), out, (m, n, k), square,
-        ROWS=rows, COLUMNS=128, GROUP=8, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        tiles = [TensorDescriptor.from_tensor(t, [side, SIDE]) for t, side in ((a, rows), (b, 128))]
+        launch = _matmul_described[programs]  # pyright: ignore[reportIndexIssue]
+        launch(*tiles, (a_scale, b_scale), out, (m, n, k), square, **options)
+    else:
+        launch = _matmul[programs]  # pyright: ignore[reportIndexIssue]
+        launch((a, a_scale), (b, b_scale), out, (m, n, k), square, **options)
     return out
