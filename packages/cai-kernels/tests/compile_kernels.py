@@ -47,6 +47,13 @@ class AbsentGpu:
         return torch.device("cpu")
 
 
+def check_descriptors(kernel: triton.compiler.CompiledKernel) -> None:
+    """Raise where a tensor descriptor lies in a tuple: Triton 3.6 compiles that, and its launcher does not find it."""
+    outside = [kind for kind in kernel.src.signature.values() if str(kind).startswith("tensordesc")]
+    if len(outside) != len(getattr(kernel.metadata, "tensordesc_meta", None) or ()):
+        sys.exit(f"{kernel.metadata.name}: a tensor descriptor is no argument of its own")
+
+
 def usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -71,6 +78,7 @@ def main() -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
+            check_descriptors(kernel)
             cost = usage(kernel.asm["cubin"])
             cost["shared"] = kernel.metadata.shared
             print(
