@@ -18,6 +18,7 @@ from cai_gemini.allocator import let_go
 from cai_gemini.budget import UNLIMITED
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
+from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_step import step_on_disk
 from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
@@ -66,9 +67,14 @@ class Engine:
 
     A pass is what lies between `begin` and `end`, usually a forward and a backward: that is what is traced while
     `recording`.
+
+    Args:
+        device: where they are used.
+        delay: whether steps on the host are delayed: its chunks are `DelayedHeld`, then.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, delay: bool = False):
+        self.delay = delay
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini", device), Ledger()
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
@@ -92,6 +98,7 @@ class Engine:
     ) -> None:
         """Take over `helds`; the chunks `always` stay on the device, such as those of a model around its blocks."""
         self.helds, self._schedule = list(helds), schedule
+        self._delayed = [held for held in self.helds if isinstance(held, DelayedHeld)]
         self._clock = Clock(self.copies.device, self.ledger, observe)
         self._always = frozenset(i for i, held in enumerate(helds) if held in always)
         self.plan = Plan(self._always, frozenset())
@@ -260,6 +267,7 @@ class Engine:
 
     def step(self, scale: float | torch.Tensor) -> None:
         """Step every chunk that has a gradient, those used first first."""
+        self.publish()
         if self.ready_to_plan():
             self.make_plan()
         if self.copies.device.type == "cuda":
@@ -277,6 +285,11 @@ class Engine:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)
         self.steps += self.trace is not None  # a step without a pass is none
         self._passes, self._usual = 0, self._passes
+
+    def publish(self) -> None:
+        """Let the device have what delayed steps have made since the last time."""
+        for held in self._delayed:
+            held.publish()
 
     def drop_gradients(self) -> None:
         """Forget every gradient: no backward of this step counts."""

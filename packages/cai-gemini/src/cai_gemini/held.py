@@ -333,6 +333,7 @@ class Held:
         taken = self._take_gradient()
         if taken is None:
             return
+        self.finish_step()
         gradient, groups, step = taken
         if self.on_device:
             step.run(groups, gradient.tensor, there(scale), self.unit.whole.data)
@@ -413,7 +414,6 @@ class Held:
         """The gradient, which is consumed, and what steps with it."""
         if self.step is None or self.gradient is None or not self.touched:
             return None
-        self.finish_step()
         taken = (self.gradient, self.step.groups(self.touched), self.step)
         self.home.changes += 1
         self.gradient = None

@@ -17,6 +17,7 @@ from torch import nn
 from cai_gemini.allocator import expand_segments
 from cai_gemini.budget import Units, check_device, device_budget, kinds, parse_bytes
 from cai_gemini.chunk_step import ChunkStep
+from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
@@ -75,10 +76,14 @@ class Tuning:
         speculate: host memory, in bytes or such as "4GB", for steps that the host takes during the last backward of a
             step, before gradients are clipped, and that are undone bit for bit where they are (Lian et al.,
             arXiv:2509.21271). Pays where clipping is rare.
+        delay: steps on the host run during all of the next forward and backward, which use the weights from before
+            them: the weights of these blocks are a step old (ZeRO-Offload's delayed parameter update). Pays where the
+            host is what a step waits for; other values than without it. Takes host memory for one more copy of the
+            weights. Not with `speculate`, nor for blocks on a disk.
         expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
             its environment variable is set: less is lost to holes.
 
-    Raises `PlanError` for what is no size.
+    Raises `PlanError` for what is no size, and for `speculate` with `delay`.
     """
 
     overlap: bool = True
@@ -86,10 +91,16 @@ class Tuning:
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
     speculate: int | str = 0
+    delay: bool = False
     expandable_segments: bool = True
 
     def __post_init__(self) -> None:
-        _ = self.images
+        if self.images and self.delay:
+            raise PlanError(
+                "steps on the host are taken early or late, not both",
+                got=f"speculate={self.speculate!r}, delay=True",
+                fix="leave out one of them: delay where the host is slower than a forward and a backward",
+            )
 
     @property
     def images(self) -> int:
@@ -143,11 +154,10 @@ def offload(
     found = _units(model)
     check_device(found, model, compute, budget, device_memory)
     chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    on_disk = choose(
-        chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, images=tuning.images
-    )
+    extra = {"images": tuning.images, "delay": tuning.delay}
+    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, **extra)
     expand_segments(where, wanted=tuning.expandable_segments)
-    engine = Engine(where)
+    engine = Engine(where, delay=tuning.delay)
     engine.store = open_store(nvme, chunks, on_disk)
     made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
     everything = [held for some in helds.values() for held in some]
@@ -222,7 +232,7 @@ def _held(unit: FlatUnit, engine: Engine) -> Held:
     dtype = unit.whole.dtype
     if not unit.kept[0].requires_grad:
         return Held(unit, None, engine)
-    held = Held(unit, dtype, engine)
+    held = (DelayedHeld if engine.delay else Held)(unit, dtype, engine)
     room = held.expect_gradient
     held.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
     return held
@@ -333,6 +343,7 @@ def schedule(
         [held.unit.shard.numel() if held.trains else 0 for held in helds],
         disk=disk_traffic(helds),
         early=early,
+        delay=tuning.delay,
     )
     return Schedule(budget, _planner(tiers, step, budget, device, tuning.rates), tuning.warmup, early)
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cai_gemini.delay import DelayedHeld
+
 if TYPE_CHECKING:
     from cai_gemini.held import Held
 
@@ -21,7 +23,8 @@ class Placement:
         state_chunks: how many are trained and so have optimizer state.
         state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
         device_bytes: of weights, gradients and state that stay on the device.
-        host_bytes: of the weights that copies to the device are made from, and gradients and state that live there.
+        host_bytes: of the weights that copies to the device are made from, with delayed steps those to come too, and
+            gradients and state that live there.
         disk_bytes: of weights and state on the disk.
     """
 
@@ -44,6 +47,7 @@ class Placement:
             sizes = held.sizes
             away = held.home.disk is not None
             host += 0 if away else sizes.weights
+            host += sizes.weights if isinstance(held, DelayedHeld) and not held.on_device else 0
             disk += sizes.weights if away and held.home.disk.own is not None else 0
             device += sizes.weights if held.stays else 0
             if held.step is None:

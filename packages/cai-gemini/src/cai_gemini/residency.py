@@ -45,9 +45,9 @@ class ChunkResidency:
         host_memory: bytes that one rank's rows may need there. Default: no limit.
         tuning: details.
 
-    Raises `PlanError` for an unknown residency, a disk, `Tuning(speculate=...)`, and a device whose memory is not
-    known; and later for memory too small: for one chunk at once when the model is sharded, for its activations after
-    the traced steps, each with the smallest that works.
+    Raises `PlanError` for an unknown residency, a disk, `Tuning(speculate=...)` or `Tuning(delay=True)`, and a device
+    whose memory is not known; and later for memory too small: for one chunk at once when the model is sharded, for its
+    activations after the traced steps, each with the smallest that works.
     """
 
     def __init__(
@@ -71,6 +71,13 @@ class ChunkResidency:
                 "rows of a sharded model are not stepped before they are asked for",
                 got=f"speculate={tuning.speculate!r}",
                 fix="leave speculate out",
+            )
+        if tuning.delay:
+            raise PlanError(
+                "steps on the rows of a sharded model are not delayed",
+                got="delay=True",
+                cause="what is gathered is the weights of the last step, on every rank",
+                fix="leave delay out, or use offload on one device",
             )
         self._device_memory, self._host_memory, self._tuning = device_memory, host_memory, tuning
         self._stored: list[Stored] = []
