@@ -5,8 +5,8 @@
 The allocator is capped with `torch.cuda.set_per_process_memory_fraction`. A LLaMA shape of about the asked size with
 random weights, sequence 2048, every block recomputed, AdamW with clipping, bfloat16 compute, float32 masters. Every
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
-`cai-early` takes host steps during backward (`--speculate` bytes of before-images). `--host-memory` and `--nvme` limit
-what our forms keep in host memory and say where the rest goes.
+`cai-early` takes host steps during backward (`--speculate` bytes of before-images), `cai-delay` delays them by a step.
+`--host-memory` and `--nvme` limit what our forms keep in host memory and say where the rest goes.
 `--state-dtype bfloat16` keeps master weights and moments in it, `--activations` the inputs of blocks in host memory.
 `--timeline FILE` records one more step of ours, after those that are timed (`cai report` draws it).
 Tokens a second are of the median step; peaks are torch's allocated bytes and the process's resident set. The link and
@@ -125,7 +125,10 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
         nvme=options.nvme,
         compute=torch.bfloat16,
         materialize=values,
-        tuning=Tuning(speculate=options.speculate if options.form == "cai-early" else 0),
+        tuning=Tuning(
+            speculate=options.speculate if options.form == "cai-early" else 0,
+            delay=options.form == "cai-delay",
+        ),
     )
     facts["engine"], facts["optimizer"], facts["norms"] = moved._engine, moved, []
 
@@ -235,6 +238,7 @@ FORMS = {
     "cai-host": cai,
     "cai-swap": cai,
     "cai-early": cai,
+    "cai-delay": cai,
     "deepspeed-2": deepspeed,
     "deepspeed-3": deepspeed,
     "fsdp2": fsdp2,
@@ -304,7 +308,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
         read, write = measure_disk(options.nvme)
         rates = replace(rates, disk_read=read, disk_write=write)
     numel = [held.unit.shard.numel() if held.trains else 0 for held in engine.helds]
-    sized = Sized(numel, disk=disk_traffic(engine.helds), early=engine._schedule.early)
+    sized = Sized(numel, disk=disk_traffic(engine.helds), early=engine._schedule.early, delay=engine.delay)
     budget = engine._schedule.budget
     return {
         "chunks": len(sizes),
