@@ -129,7 +129,7 @@ class Train:
     """auto: GPUs when the machine has enough of them for the mesh, else the CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of every block; auto: on GPUs only."""
-    kernels: Literal["auto", "on", "off"] = "off"
+    kernels: Literal["auto", "on", "off"] = "auto"
     """cai_kernels in place of norms, rotary embeddings, gated activations and the loss; auto: on GPUs, and where blocks
     are compiled for the loss alone, whose logits are then never whole."""
     validate_every: int = 0
