@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from cai_kernels import swap
+from cai_kernels.swap import KINDS, swap
 from cai_zero import MixedPrecision, ShardedOptimizer, shard_optimizer
 
 SHAPES = {  # width, hidden, layers, heads, kv heads, vocabulary
@@ -79,9 +79,7 @@ def prepare(form: str, model: nn.Module) -> str:
 
         apply_liger_kernel_to_llama(model=model, cross_entropy=False, fused_linear_cross_entropy=True)
     if form.startswith("swap"):
-        done = str(
-            swap(model, kinds=("loss",) if form == "swap-compile" else ("norm", "activation", "rope", "loss"))
-        )
+        done = str(swap(model, kinds=("attention", "loss") if form == "swap-compile" else KINDS))
     if form.endswith("compile"):
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward)

@@ -155,6 +155,7 @@ def test_everything_is_found_and_trains_alike():
         ("last", "layer_norm"),
         ("mlp", "swiglu"),
         ("attention", "rope(interleaved=False)"),
+        ("attention", "attention by torch, fastest first"),
         ("head", "linear_cross_entropy"),
     }
     assert not record.kept
@@ -209,6 +210,7 @@ def test_what_was_replaced_is_left_and_said():
     assert {k.name for k in record.kept} == {"mlp", "norm", "other", "last"}
     assert {r.kind for r in first.replaced} == {"norm"} and {r.kind for r in record.replaced} == {
         "rope",
+        "attention",
         "loss",
     }
 
@@ -342,7 +344,7 @@ def test_a_layer_norm_without_bias():
 def test_meta_models_are_recognized():
     with torch.device("meta"):
         model = Model()
-    assert len(swap(model).replaced) == 6
+    assert len(swap(model).replaced) == 7
 
 
 def test_verify_undoes_what_differs(monkeypatch):

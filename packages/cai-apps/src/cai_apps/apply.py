@@ -226,11 +226,14 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
 
 
 def _kernels(config: Config, device: torch.device, compiled: bool) -> tuple[str, ...]:
-    """Which kinds of modules run kernels. Triton has none in float64."""
+    """Which kinds of modules run kernels. Triton has none in float64.
+
+    Beside compiled blocks two kinds remain: the compiler keeps torch's attention as it is and does not reach the loss.
+    """
     if config.train.kernels == "auto":
         if device.type != "cuda" or config.precision.compute == "fp64":
             return ()
-        return ("loss",) if compiled else KINDS
+        return ("attention", "loss") if compiled else KINDS
     return KINDS if config.train.kernels == "on" else ()
 
 

@@ -130,8 +130,9 @@ class Train:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of every block; auto: on GPUs only."""
     kernels: Literal["auto", "on", "off"] = "auto"
-    """cai_kernels in place of norms, rotary embeddings, gated activations and the loss; auto: on GPUs, and where blocks
-    are compiled for the loss alone, whose logits are then never whole."""
+    """cai_kernels in place of norms, rotary embeddings, gated activations and the loss, and the fastest of torch's
+    operators for attention; auto: on GPUs, and where blocks are compiled for attention and the loss alone, whose logits
+    are then never whole."""
     validate_every: int = 0
     """Steps between validations; 0: none."""
     validation_batches: int = 4

@@ -14,7 +14,7 @@ from cai_kernels.swap.record import Kept, Replaced, Swapped
 
 __all__ = ["KINDS", "Kept", "Replaced", "Swapped", "swap"]
 
-KINDS = ("norm", "activation", "rope", "loss")
+KINDS = ("norm", "activation", "rope", "attention", "loss")
 
 
 def swap(
@@ -29,8 +29,9 @@ def swap(
 
     A module is a candidate by what it holds, and is replaced when it gives what the kernel's reference gives on random
     values: RMS and layer norms ("norm"), `act(gate) * up` in MLPs ("activation"), rotary embedding of queries and keys
-    ("rope"), and the output layer of a model with `get_output_embeddings` ("loss"): while it trains, its logits are
-    formed only when something other than a cross-entropy uses them.
+    ("rope"), modules whose code calls torch's attention ("attention": while they train, torch tries its operators
+    fastest first), and the output layer of a model with `get_output_embeddings` ("loss"): while it trains, its logits
+    are formed only when something other than a cross-entropy uses them.
 
     Swap after transforms that replace forwards by others (tensor parallelism) and before those that wrap them
     (recompute, compile, sharding). What was replaced already is left alone and said.
@@ -50,11 +51,18 @@ def swap(
     if unknown:
         raise KernelError("unknown kind of module", got=", ".join(unknown), expected=", ".join(KINDS))
     from cai_kernels.swap.activations import swap_activations
+    from cai_kernels.swap.attention import swap_attention
     from cai_kernels.swap.logits import swap_loss
     from cai_kernels.swap.norms import swap_norms
     from cai_kernels.swap.rotary import swap_rotary
 
-    steps = {"norm": swap_norms, "activation": swap_activations, "rope": swap_rotary, "loss": swap_loss}
+    steps = {
+        "norm": swap_norms,
+        "activation": swap_activations,
+        "rope": swap_rotary,
+        "attention": swap_attention,
+        "loss": swap_loss,
+    }
     before = None if verify is None else _first_result(model, verify)
     record = Swapped()
     for kind in KINDS:

@@ -17,7 +17,7 @@ class Replaced:
 
     Args:
         name: of the module in its model.
-        kind: "norm", "activation", "rope" or "loss".
+        kind: "norm", "activation", "rope", "attention" or "loss".
         kernel: the function that runs, with its options.
     """
 
@@ -49,11 +49,23 @@ class Swapped:
     _undo: list[tuple[str, nn.Module, types.MethodType]] = field(default_factory=list, repr=False)
 
     def put(self, name: str, module: nn.Module, forward: Callable, kind: str, kernel: str) -> None:
-        """Give `module` a new forward: `forward(self, ...)`, bound so that a deep copy has its own."""
+        """Give `module` a new forward: `forward(self, ...)`, bound so that a deep copy has its own.
+
+        One that this record has put before goes; the new one may call it (`forward_of`).
+        """
         bound = types.MethodType(forward, module)
+        if "forward" in module.__dict__:
+            self._undo = [entry for entry in self._undo if entry[1] is not module]
         module.forward = bound
         self._undo.append((name, module, bound))
         self.replaced.append(Replaced(name, kind, kernel))
+
+    def forward_of(self, module: nn.Module) -> Callable | None:
+        """The `forward(self, ...)` that this record has put on `module`, if it still runs."""
+        for _, known, bound in self._undo:
+            if known is module and module.__dict__.get("forward") is bound:
+                return bound.__func__
+        return None
 
     def leave(self, name: str, kind: str, reason: str) -> None:
         self.kept.append(Kept(name, kind, reason))

@@ -1,0 +1,175 @@
+"""torch's attention with its operators fastest first, around modules whose code calls it.
+
+A module is found by its forward's code: that, a function it calls, or one those call, names torch's
+`scaled_dot_product_attention`. Around the forward torch tries its operators in another order; which of them may run,
+and an order somebody else has set, stay as they are. The order sits on each module, not on the model, so that a
+forward run again in a backward (recompute) sees it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+
+from cai_kernels.attention.choice import SDPA, order
+from cai_kernels.backend import Backend
+from cai_kernels.swap.record import Swapped, taken
+
+DEPTH = 2  # calls between a forward and torch's attention
+TORCHS = (1, 2, 0, 3, 4)  # torch's own order: flash, efficient, math, cuDNN, overrideable
+KERNEL = "attention by torch, fastest first"
+
+
+def swap_attention(model: nn.Module, record: Swapped, backend: Backend) -> None:
+    """Put our order of operators around the forward of every module that calls torch's attention itself."""
+    if backend == "reference":
+        return
+    around: dict[
+        Callable, Callable
+    ] = {}  # one function for modules that share a forward: they share compiled code too
+    for name, module in model.named_modules():
+        if not calls_attention(module):
+            continue
+        own = record.forward_of(module)
+        reason = None if own is not None else taken(module)
+        if reason is not None:
+            record.leave(name, "attention", reason)
+            continue
+        inner = own if own is not None else type(module).forward
+        if inner not in around:
+            around[inner] = _ordered(inner)
+        record.put(name, module, around[inner], "attention", KERNEL)
+
+
+def _ordered(inner: Callable) -> Callable:
+    """`inner` with torch's operators in our order, while its module trains on a GPU.
+
+    Outside training the order stays: cuDNN makes a plan for every new shape, and decoding has a new one every token.
+    """
+
+    @functools.wraps(inner)
+    def forward(self, *args, **kwargs):
+        first = _first_tensor(args, kwargs) if self.training else None
+        wanted = None if first is None else wanted_order(first.device)
+        if wanted is None or not _untouched():
+            return inner(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if not _all_allowed():
+                return inner(self, *args, **kwargs)
+            with sdpa_kernel(wanted, set_priority=True):
+                return inner(self, *args, **kwargs)
+        # as `sdpa_kernel(set_priority=True)`, at a fiftieth of its cost and with no operator switched on or off
+        before = torch._C._get_sdp_priority_order()
+        ours = [int(b) for b in wanted]
+        torch._C._set_sdp_priority_order(ours + [b for b in before if b not in ours])
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            torch._C._set_sdp_priority_order(before)
+
+    forward.__name__ = "forward"  # the name under which pickle looks a bound method up
+    return forward
+
+
+def wanted_order(device: torch.device) -> list[SDPBackend] | None:
+    """Our order on a device; None where torch's is as good."""
+    return order(device) if device.type == "cuda" else None
+
+
+@torch.compiler.assume_constant_result
+def _untouched() -> bool:
+    """Whether nobody has set an order of their own."""
+    return tuple(torch._C._get_sdp_priority_order()) == TORCHS
+
+
+@torch.compiler.assume_constant_result
+def _all_allowed() -> bool:
+    """Whether nobody has switched an operator off: `sdpa_kernel` would switch it on, and restore another order."""
+    return set(SDPA.values()) <= set(_cur_sdpa_kernel_backends())
+
+
+def _first_tensor(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    return None
+
+
+# -- who calls it ------------------------------------------------------------------------------------------------------
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether the code of a module's forward, or of functions up to `DEPTH` calls away, names torch's attention."""
+    seen: set[int] = set()
+    level: list[tuple[Callable, bool]] = [(type(module).forward, True)]
+    for _ in range(DEPTH + 1):
+        found: list[tuple[Callable, bool]] = []
+        for function, is_method in level:
+            if function is F.scaled_dot_product_attention:
+                return True
+            source = inspect.unwrap(function)
+            if isinstance(source, types.FunctionType) and id(source) not in seen:
+                seen.add(id(source))
+                found += _named(source, module, is_method)
+        level = found
+    return any(function is F.scaled_dot_product_attention for function, _ in level)
+
+
+def _named(source: types.FunctionType, module: nn.Module, is_method: bool) -> Iterator[tuple[Callable, bool]]:
+    """Functions whose names stand in the code of `source`, and whether they are methods of `module`."""
+    names = set(_names(source.__code__))
+    known = [source.__globals__[n] for n in names if n in source.__globals__]
+    known += [cell.cell_contents for cell in source.__closure__ or () if _is_full(cell)]
+    for value in known:  # grows: `torch` leads to `torch.nn`, and that to `torch.nn.functional`
+        if isinstance(value, types.ModuleType):
+            inside = (vars(value)[n] for n in names if n in vars(value))
+            known += [v for v in inside if not any(v is k for k in known)]
+        elif isinstance(value, Mapping):
+            yield from ((f, False) for f in _chosen(value, module, names))
+        elif _is_function(value):
+            yield value, False
+    if not is_method:
+        return
+    for name in names:
+        if _is_function(vars(module).get(name)):
+            yield vars(module)[name], False
+        for cls in type(module).__mro__:
+            value = vars(cls).get(name)
+            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            if _is_function(function):
+                yield function, True  # type: ignore[misc]
+
+
+def _chosen(functions: Mapping, module: nn.Module, names: set[str]) -> Iterator[Callable]:
+    """What a forward takes from a table of functions: under a key that its module, or the module's config, holds."""
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            key = getattr(holder, name, None)
+            if isinstance(key, str) and key in functions and _is_function(functions[key]):
+                yield functions[key]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType) or value is F.scaled_dot_product_attention
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
