@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from cai_mesh import checkpoint
 from cai_mesh.boxed import BoxedTensor
@@ -154,6 +155,36 @@ def test_a_pickle_in_metadata_is_not_run(tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
     pickle.loads((tmp_path / "step-1" / ".metadata").read_bytes())
     assert (tmp_path / "exploded").exists(), "the bomb of this test does not work"
+
+
+class Attribute:
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_metadata_of_an_older_python_is_read(tmp_path, monkeypatch):
+    """Before 3.11.4 a member of an enumeration was pickled as `getattr(class, name)`."""
+    older = lambda self, protocol: (getattr, (type(self), self._name_))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", older)
+    checkpoint.save(tmp_path, simple(5.0), step=1)
+    assert b"getattr" in (tmp_path / "step-1" / ".metadata").read_bytes()
+    monkeypatch.undo()
+    state = simple()
+    checkpoint.load(tmp_path / "step-1", state)
+    assert all(torch.equal(state[name], simple(5.0)[name]) for name in ("w", "b"))
+
+
+@pytest.mark.parametrize(
+    "of", [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, 3)]
+)
+def test_no_other_attribute_is_read(tmp_path, of):
+    checkpoint.save(tmp_path, simple(), step=1)
+    (tmp_path / "step-1" / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
+    with pytest.raises(CheckpointError, match="was not read"):
+        read_metadata(tmp_path / "step-1")
 
 
 def test_another_model_is_refused_with_a_table(tmp_path):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -164,12 +165,25 @@ _ALLOWED = {
 }
 
 
+def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """What `getattr` stands for in metadata: Python below 3.11.4 so pickles a member of an enumeration."""
+    if kind is not _MEM_FORMAT_ENCODING or not isinstance(name, str) or name not in kind.__members__:
+        raise CheckpointError(
+            "the checkpoint's .metadata asks for an attribute that metadata never has; it was not read",
+            got=repr(name),
+            expected="a member of torch's enumeration of memory formats",
+        )
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the classes DCP's metadata is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(
