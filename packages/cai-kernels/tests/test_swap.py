@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -442,6 +443,17 @@ def test_logits_say_what_they_are():
     assert not logits.formed.requires_grad
     logits.sum().backward()
     assert model.head.weight.grad is not None
+
+
+def test_a_loss_keeps_no_hidden_states():
+    """The fused layer has their gradient by then; they would lie beside every gradient of the backward."""
+    model = build()
+    swap(model)
+    logits = model(IDS).flatten(0, 1)
+    hidden = weakref.ref(logits.hidden)
+    loss = F.cross_entropy(logits, IDS.flatten())
+    del logits
+    assert hidden() is None and loss.requires_grad
 
 
 @pytest.mark.parametrize("loss", [shifted, lambda logits: logits.square().mean()])

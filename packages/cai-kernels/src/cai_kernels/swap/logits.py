@@ -90,11 +90,6 @@ class Logits(torch.Tensor):
         self.hooks[handle.id] = hook
         return handle
 
-    def tell(self, gradient: torch.Tensor) -> None:
-        """The backward of what was made of these logits has begun."""
-        for hook in list(self.hooks.values()):
-            hook(gradient)
-
     def form(self) -> torch.Tensor:
         """The logits as a tensor: formed once, and once more if that was under `no_grad` and gradients are wanted."""
         wanted = torch.is_grad_enabled() and self.requires_grad
@@ -265,8 +260,18 @@ def _cross_entropy(
         hidden = hidden * factor
     loss = logits.head(hidden, Request(target, options)).to(logits.dtype)
     if loss.requires_grad:
-        loss.register_hook(logits.tell)
+        loss.register_hook(_teller(logits.hooks))
     return loss
+
+
+def _teller(hooks: OrderedDict[int, Callable]) -> Callable[[torch.Tensor], None]:
+    """Tells `hooks` that the backward of what was made of their logits has begun; holds no hidden states."""
+
+    def tell(gradient: torch.Tensor) -> None:
+        for hook in list(hooks.values()):
+            hook(gradient)
+
+    return tell
 
 
 _NOTED: dict[Any, Callable] = {
