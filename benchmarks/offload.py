@@ -114,7 +114,7 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
 
         facts["swapped"] = str(swap(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, betas=BETAS)
-    memory = int(options.cap * 2**30 * 0.97) if options.cap else None if device.type == "cuda" else "100MB"
+    memory = int(options.cap * 2**30) if options.cap else None if device.type == "cuda" else "100MB"
     model, moved = offload(
         model,
         optimizer,

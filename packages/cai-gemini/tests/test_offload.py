@@ -10,7 +10,7 @@ from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
 from torch import nn
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.budget import parse_bytes
+from cai_gemini.budget import memory_for, parse_bytes, usable
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
 
@@ -286,6 +286,15 @@ def test_sizes():
     for wrong in ("", "GB", "1.2.3GB", "10XB"):
         with pytest.raises(PlanError, match="not a size"):
             parse_bytes(wrong)
+
+
+def test_a_part_of_a_gpu_is_the_allocators():
+    """What an error asks for is enough, and not a percent too much."""
+    gpu = torch.device("cuda", 0)
+    assert usable(10**9, torch.device("cpu")) == memory_for(10**9, torch.device("cpu")) == 10**9
+    assert usable(6 * 2**30, gpu) == 6 * 2**30 - 2**29 and usable(40 * 10**9, gpu) == 388 * 10**8
+    for nbytes in (1, 10**6, 10**9, 5_700_000_000, 6 * 10**9, 16_500_000_000, 17 * 10**9, 141 * 10**9):
+        assert nbytes <= usable(memory_for(nbytes, gpu), gpu) <= nbytes * 1.001 + 2
 
 
 def test_errors():

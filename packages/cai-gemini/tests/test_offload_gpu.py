@@ -114,7 +114,7 @@ def test_the_budget_holds():
     model, optimizer = build()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    budget = 600 * 10**6
+    budget = 660 * 10**6
     model, optimizer = offload(model, optimizer, device="cuda", device_memory=budget, compute=torch.bfloat16)
     x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
     for step in range(STEPS):
@@ -187,7 +187,7 @@ def test_the_budget_holds_with_several_backwards_a_step():
     """Their gradients are summed in float32, on the device where the state is."""
     model, optimizer = build()
     torch.cuda.empty_cache()
-    before, budget = torch.cuda.memory_allocated(), 900 * 10**6
+    before, budget = torch.cuda.memory_allocated(), 990 * 10**6
     model, optimizer = offload(model, optimizer, device="cuda", device_memory=budget, compute=torch.bfloat16)
     x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
     for step in range(STEPS):

@@ -12,7 +12,9 @@ from cai_gemini.policy import IN_FLIGHT
 from cai_mesh.errors import PlanError
 from cai_mesh.flat import FlatChunk
 
-MARGIN = 0.03  # of the device memory, for what the allocator cannot use
+# Of a GPU's memory, for what torch's allocator maps and cannot use: pages of 20 MiB of which some is in use. One H200
+# had 0.42 GiB of that under a cap of 6 GiB, 0.5 GiB under one of 12.
+UNUSABLE, AT_LEAST, SMALL = 0.03, 2**29, 12  # a share; bytes, but of little memory no more than 1 / SMALL
 UNLIMITED = 2**62
 
 Units = Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]]
@@ -39,10 +41,24 @@ def kinds(params: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn
     return list(found.values())
 
 
+def usable(memory: int, device: torch.device) -> int:
+    """What tensors may take where torch may take `memory` bytes of `device`."""
+    if device.type != "cuda":
+        return memory
+    return memory - max(min(memory // SMALL, AT_LEAST), int(memory * UNUSABLE))
+
+
+def memory_for(nbytes: int, device: torch.device) -> int:
+    """The least memory of which `nbytes` are `usable`, to a few bytes."""
+    if device.type != "cuda":
+        return nbytes
+    return max(min(-(-nbytes * SMALL // (SMALL - 1)), nbytes + AT_LEAST), int(nbytes / (1 - UNUSABLE)) + 2)
+
+
 def device_budget(device_memory: int | str | None, device: torch.device, *, needed: bool) -> int:
-    """Bytes that may be used on the device. Raises `PlanError` where that is `needed` and cannot be known."""
+    """Bytes that tensors may take on the device. Raises `PlanError` where that is `needed` and cannot be known."""
     if device_memory is not None:
-        return parse_bytes(device_memory)
+        return usable(parse_bytes(device_memory), device)
     if device.type != "cuda":
         if not needed:
             return UNLIMITED
@@ -50,7 +66,7 @@ def device_budget(device_memory: int | str | None, device: torch.device, *, need
     total = torch.cuda.get_device_properties(device).total_memory
     cap = int(total * _fraction(device))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return int(min(cap, free) * (1 - MARGIN))
+    return usable(min(cap, free), device)
 
 
 def _fraction(device: torch.device) -> float:
@@ -77,16 +93,16 @@ def check_device(
     found: Units,
     model: nn.Module,
     compute: torch.dtype | None,
-    budget: int,
+    memory: int,
     asked: int | str | None,
 ) -> None:
     """Raise `PlanError` where `least_device` does not fit."""
     least, largest = least_device(found, model, compute)
-    if least > budget:
+    if least > memory:
         name = next(n for n, m in model.named_modules() if m is largest)
         raise PlanError(
             "the device memory is too small for one layer at a time",
-            got=f"{budget:,} bytes" + (f" ({asked})" if isinstance(asked, str) else ""),
+            got=f"{memory:,} bytes" + (f" ({asked})" if isinstance(asked, str) else ""),
             expected=f"more than {least:,} bytes, and room for activations",
             cause=f"{name or 'the model'!r}, what lies outside blocks, and {IN_FLIGHT} gradients on their way",
             fix="raise device_memory, or compute in a smaller dtype",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from cai_gemini.allocator import let_go
-from cai_gemini.budget import UNLIMITED
+from cai_gemini.budget import UNLIMITED, memory_for
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
 from cai_gemini.delay import DelayedHeld
@@ -217,18 +217,18 @@ class Engine:
         assert self.trace is not None
         self._retire(0, wait=True)
         sizes = self.sizes
-        least = smallest_budget(self.trace, sizes, self._always)
+        least, device = smallest_budget(self.trace, sizes, self._always), self.copies.device
         if least > self._schedule.budget:
             raise PlanError(
                 "the device memory is too small for one layer at a time",
-                got=f"{self._schedule.budget:,} bytes",
-                expected=f"at least {least:,} bytes",
+                got=f"{memory_for(self._schedule.budget, device):,} bytes",
+                expected=f"at least {memory_for(least, device):,} bytes",
                 cause=f"a use of {self._heaviest()} with its activations",
                 fix="raise device_memory, take smaller batches, or recompute activations",
             )
         plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
         self._adopt(Plan(plan.weights | self._always, plan.state))
-        let_go(self.copies.device)
+        let_go(device)
         for i in sorted(self.plan.weights):
             held = self.helds[i]
             if held.state is State.FREE:

@@ -135,7 +135,8 @@ def offload(
             run torch's fused kernels. A parameter without a gradient is not stepped.
         residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", "nvme", or `Tiers`.
         device: where it runs; default: where it is. Its buffers are moved there, but for those of a meta model.
-        device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may use of the device.
+        device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may take of the device.
+            On a GPU tensors get less of it, 512 MiB below 17 GB and 3 % above: torch's allocator cannot use all.
         host_memory: bytes that may be used there; more goes to `nvme` or is refused. Default: no limit.
         nvme: a directory on a disk, for what has no room in host memory (first optimizer state, then weights) or is to
             be there ("nvme", `Tiers`). A kept parameter that is read is brought into memory until the next step.

@@ -17,7 +17,7 @@ from cai_gemini.simulate import HOST_BYTES, Rates
 from cai_gemini.worker import Worker, leave_cores
 
 COPY_BYTES = 2**28
-STEP_ELEMENTS = 2**25
+STEP_ELEMENTS = 2**27  # 2 GB: caches of 300 MB make a tenth more of a quarter of that
 REPEATS = 3
 DISK_BYTES, DISK_PIECE, DISK_DEPTH, DISK_SECONDS = 2**28, 2**23, 8, 0.25
 
@@ -33,7 +33,7 @@ def measure(device: torch.device, worker: Worker | None = None) -> Rates:
     there, other = (host_memory(numel, torch.uint8, device) for _ in range(2))
     there.zero_()
     also = torch.empty_like(here)
-    elements = STEP_ELEMENTS if device.type == "cuda" else STEP_ELEMENTS // 8
+    elements = STEP_ELEMENTS if device.type == "cuda" else STEP_ELEMENTS // 32
 
     def up() -> None:
         copies.to_device(here, there, copies.mark())
@@ -52,7 +52,7 @@ def measure(device: torch.device, worker: Worker | None = None) -> Rates:
         host_step=_on_worker(
             lambda: _step_rate(torch.device("cpu"), elements), worker or Worker("rates", device)
         ),
-        device_step=_step_rate(device, elements // 2),
+        device_step=_step_rate(device, elements // 8),
     )
 
 

@@ -40,8 +40,8 @@ class ChunkResidency:
 
     Args:
         residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", or `Tiers`.
-        device_memory: bytes that one rank may use, or such as "40GB" (10^9); whole parameters, which the plan leaves
-            room for, and activations included. Default: what torch may use of the device.
+        device_memory: bytes that torch may take on a rank, or such as "40GB" (10^9), as in `offload`; whole parameters,
+            which the plan leaves room for, and activations included. Default: what torch may take of the device.
         host_memory: bytes that one rank's rows may need there. Default: no limit.
         tuning: details.
 
