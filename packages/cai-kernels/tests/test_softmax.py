@@ -119,6 +119,13 @@ def test_rows_that_share_a_bias_are_read_where_they_lie(monkeypatch):
         torch.testing.assert_close(kernel(0.3)(view, mask, pair), want)
         torch.testing.assert_close(kernel(0.3)(view, pair, mask), want)
     assert len(went) == 6
+    x, mask, pair = (
+        random(2, 3, 5, 8, 64),
+        random(2, 1, 5, 1, 64),
+        random(3, 1, 8, 64),
+    )  # runs of 5, and two of them
+    torch.testing.assert_close(kernel(0.3)(x, mask, pair), torch.softmax(0.3 * x + mask + pair, -1))
+    assert len(went) == 7
 
 
 @pytest.mark.parametrize("narrow", [16384, 16])

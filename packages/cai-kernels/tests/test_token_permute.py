@@ -60,12 +60,14 @@ def test_rows_stand_by_expert_in_the_order_of_tokens(case, ids, backend):
     assert index.reshape(-1).tolist() == expected.tolist()
 
 
-def test_more_choices_than_one_scan_of_the_counts_takes(monkeypatch):
+@pytest.mark.parametrize("held", [0, 1024])
+def test_more_choices_than_one_scan_of_the_counts_takes(held, monkeypatch):
     from cai_kernels.token_permute import triton
 
     expert_ids = torch.randint(0, 3, (400, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     monkeypatch.setattr(triton, "CHOICES_EACH", 32)
     monkeypatch.setattr(triton, "COUNTS_EACH", 8)
+    monkeypatch.setattr(triton, "COUNTS_HELD", held)
     index, offsets = triton.expert_order(expert_ids, 3)
     expected, ends = reference.expert_order(expert_ids, 3)
     assert torch.equal(index, expected) and torch.equal(offsets, ends)

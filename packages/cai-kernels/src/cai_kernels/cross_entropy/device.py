@@ -14,7 +14,7 @@ from cai_kernels.tiles import exp
 PLAIN, LOGIT_SUM, ENTROPY = 0, 1, 2  # what a scan keeps beside maximum and sum of exponentials
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_LOGIT_SUM, _ENTROPY = tl.constexpr(LOGIT_SUM), tl.constexpr(ENTROPY)
+_PLAIN, _LOGIT_SUM, _ENTROPY = tl.constexpr(PLAIN), tl.constexpr(LOGIT_SUM), tl.constexpr(ENTROPY)
 
 
 @triton.jit
@@ -78,7 +78,8 @@ def end_scan(state, softcap, AUX: tl.constexpr, CAP: tl.constexpr):
     factor = exp(sunk)
     if AUX == _ENTROPY:
         extra = tl.where(total > 0.0, factor * (extra + total * sunk), 0.0)
-    total, extra = tl.sum(total * factor, 0), tl.sum(extra, 0)
+    total = tl.sum(total * factor, 0)
+    extra = tl.full((), 0.0, tl.float32) if AUX == _PLAIN else tl.sum(extra, 0)
     if CAP:
         maximum = tl.where(total > 0.0, maximum * softcap, maximum)
         if AUX == _LOGIT_SUM:
@@ -112,24 +113,33 @@ def scan_row(
         at = tl.arange(0, EACH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     state = start_scan(LANES)
     whole = columns // BLOCK * BLOCK
+    inside = whole + at < columns
+    rest = tl.load(x_ptr + whole + at, mask=inside, other=-float("inf"))  # waited for after the whole tiles
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         x = tl.load(x_ptr + start + at).to(tl.float32)
         state = merge_tile(state, x, None, softcap, AXIS, AUX, CAP)
     if whole < columns:
-        inside = whole + at < columns
-        x = tl.load(x_ptr + whole + at, mask=inside, other=-float("inf")).to(tl.float32)
-        state = merge_tile(state, x, inside, softcap, AXIS, AUX, CAP)
+        state = merge_tile(state, rest.to(tl.float32), inside, softcap, AXIS, AUX, CAP)
     return end_scan(state, softcap, AUX, CAP)
+
+
+@triton.jit
+def load_target(x_ptr, target, columns):
+    """The logit of `target` as it lies in memory, 0 where it is not among these columns."""
+    here = (target >= 0) & (target < columns)
+    return tl.load(x_ptr + tl.where(here, target, 0), mask=here, other=0.0)
 
 
 @triton.jit
 def target_logit(x_ptr, target, columns, softcap, CAP: tl.constexpr):
     """The logit of `target`, 0 where it is not among these columns."""
-    here = (target >= 0) & (target < columns)
-    x = tl.load(x_ptr + tl.where(here, target, 0), mask=here, other=0.0).to(tl.float32)
-    if CAP:
-        x = softcap * _tanh(x / softcap)
-    return tl.where(here, x, 0.0)
+    return capped(load_target(x_ptr, target, columns), softcap, CAP)
+
+
+@triton.jit
+def capped(x, softcap, CAP: tl.constexpr):
+    x = x.to(tl.float32)
+    return softcap * _tanh(x / softcap) if CAP else x
 
 
 @triton.jit

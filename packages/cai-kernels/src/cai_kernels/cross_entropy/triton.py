@@ -10,18 +10,19 @@ from cai_kernels.cross_entropy.device import (
     ENTROPY,
     LOGIT_SUM,
     PLAIN,
+    capped,
+    load_target,
     place_of,
     row_loss,
     row_offset,
     scan_row,
     slopes,
-    target_logit,
 )
 from cai_kernels.launch import power_of_2
 from cai_kernels.ops import define
 
 NONE, SUM, MEAN = 0, 1, 2  # reductions
-ROWS = 2048  # whose losses are summed at once
+ROWS = 4096  # whose losses are summed at once
 NEVER = -(1 << 62)  # an ignore_index no target has
 
 _ENTROPY = tl.constexpr(ENTROPY)
@@ -51,11 +52,11 @@ def _scan(
     target = tl.load(target_ptr + row).to(tl.int64)
     x_ptr += row_offset(row, shape)
     reads = tl.where(target == ignored, 0, columns)
+    aimed = load_target(x_ptr, target - first, reads)
     top, total, extra = scan_row(x_ptr, reads, softcap, AUX, CAP, ALIGNED, BLOCK, STAGES)
-    aimed = target_logit(x_ptr, target - first, reads, softcap, CAP)
     tl.store(stats_ptr + row, top)
     tl.store(stats_ptr + rows + row, total)
-    tl.store(stats_ptr + 2 * rows + row, aimed)
+    tl.store(stats_ptr + 2 * rows + row, capped(aimed, softcap, CAP))
     tl.store(stats_ptr + 3 * rows + row, extra)
 
 
@@ -77,16 +78,21 @@ def _finish(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     loss_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     z_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    weight = 0.0 if smoothing is None else smoothing
     count = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in range(tl.cdiv(rows, BLOCK) if REDUCTION != _NONE else 1):
         inside = at < rows
         target = tl.load(target_ptr + at, mask=inside, other=0).to(tl.int64)
+        # not by what the target says, so that nothing waits for it
+        top = tl.load(stats_ptr + at, mask=inside, other=0.0)
+        total = tl.load(stats_ptr + rows + at, mask=inside, other=1.0)
+        aimed = tl.load(stats_ptr + 2 * rows + at, mask=inside, other=0.0)
+        logit_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+        if smoothing is not None:
+            logit_sum = tl.load(stats_ptr + 3 * rows + at, mask=inside, other=0.0)
         counts = inside & (target != ignored)
-        top = tl.load(stats_ptr + at, mask=counts, other=0.0)
-        total = tl.load(stats_ptr + rows + at, mask=counts, other=1.0)
-        aimed = tl.load(stats_ptr + 2 * rows + at, mask=counts, other=0.0)
-        logit_sum = tl.load(stats_ptr + 3 * rows + at, mask=counts, other=0.0)
-        loss, z = row_loss(top, total, aimed, logit_sum, columns, smoothing, z_loss)
+        total = tl.where(counts, total, 1.0)
+        loss, z = row_loss(top, total, aimed, logit_sum, columns, weight, z_loss)
         loss = tl.where((target >= 0) & (target < columns), loss, float("nan"))
         loss = tl.where(counts, loss, 0.0)
         z = tl.where(counts, z, 0.0)
@@ -237,10 +243,11 @@ def _cross_entropy(
         rows,
         columns,
         ignore_index,
-        label_smoothing,
+        label_smoothing or None,
         z_loss,
         reduction,
         block,
+        num_warps=max(block // 256, 4),
     )
     return loss, z, stats, scale
 

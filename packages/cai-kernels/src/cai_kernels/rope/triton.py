@@ -9,35 +9,71 @@ import triton.language as tl
 from cai_kernels.launch import power_of_2
 from cai_kernels.ops import define
 
+WARP_VALUES = 512  # of the heads of q that a program holds at once: 16 a thread
+
+
+@triton.jit
+def _read(x_ptr, first, sizes, HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What is rotated of HEADS heads: both halves, or whole heads of which pairs are neighbours."""
+    heads, stride, half = sizes
+    head = first + tl.arange(0, HEADS)[:, None]
+    row = x_ptr + head * stride
+    if INTERLEAVED:
+        at = tl.arange(0, 2 * HALF)[None, :]
+        return (tl.load(row + at, mask=(head < heads) & (at < 2 * half), other=0.0),)
+    else:
+        at = tl.arange(0, HALF)[None, :]
+        inside = (head < heads) & (at < half)
+        return tl.load(row + at, mask=inside, other=0.0), tl.load(row + half + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(y_ptr, x, first, angles, sizes, INTERLEAVED: tl.constexpr):
+    """Rotate what `_read` gave and store it."""
+    cos, sin = angles
+    heads, stride, half = sizes
+    HEADS: tl.constexpr = x[0].shape[0]
+    HALF: tl.constexpr = cos.shape[1]
+    head = first + tl.arange(0, HEADS)[:, None]
+    row = y_ptr + head * stride
+    if INTERLEAVED:
+        at = tl.arange(0, 2 * HALF)[None, :]
+        a, b = tl.split(tl.reshape(x[0].to(tl.float32), (HEADS, HALF, 2)))
+        y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEADS, 2 * HALF))
+        tl.store(row + at, y.to(y_ptr.dtype.element_ty), mask=(head < heads) & (at < 2 * half))
+    else:
+        at = tl.arange(0, HALF)[None, :]
+        inside = (head < heads) & (at < half)
+        a, b = x[0].to(tl.float32), x[1].to(tl.float32)
+        tl.store(row + at, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(row + half + at, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
+
 
 @triton.jit
 def _turn(x_ptr, y_ptr, angles, sizes, HEADS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rotate the heads of one token, HEADS at a time; copy what is not rotated."""
-    cos, sin = angles
     heads, x_stride, y_stride, half, tail = sizes
-    HALF: tl.constexpr = cos.shape[1]
+    HALF: tl.constexpr = angles[0].shape[1]
     for first in range(0, heads, HEADS):
-        head = first + tl.arange(0, HEADS)[:, None]
-        x_row, y_row = x_ptr + head * x_stride, y_ptr + head * y_stride
-        if INTERLEAVED:
-            at = tl.arange(0, 2 * HALF)[None, :]
-            inside = (head < heads) & (at < 2 * half)
-            x = tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
-            y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEADS, 2 * HALF))
-            tl.store(y_row + at, y.to(y_ptr.dtype.element_ty), mask=inside)
-        else:
-            at = tl.arange(0, HALF)[None, :]
-            inside = (head < heads) & (at < half)
-            a = tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(x_row + half + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(y_row + at, (a * cos - b * sin).to(y_ptr.dtype.element_ty), mask=inside)
-            tl.store(y_row + half + at, (b * cos + a * sin).to(y_ptr.dtype.element_ty), mask=inside)
+        x = _read(x_ptr, first, (heads, x_stride, half), HEADS, HALF, INTERLEAVED)
+        _write(y_ptr, x, first, angles, (heads, y_stride, half), INTERLEAVED)
         if TAIL:
+            head = first + tl.arange(0, HEADS)[:, None]
             at = tl.arange(0, TAIL)[None, :]
             inside = (head < heads) & (at < tail)
-            kept = tl.load(x_row + 2 * half + at, mask=inside, other=0.0)
-            tl.store(y_row + 2 * half + at, kept, mask=inside)
+            kept = tl.load(x_ptr + head * x_stride + 2 * half + at, mask=inside, other=0.0)
+            tl.store(y_ptr + head * y_stride + 2 * half + at, kept, mask=inside)
+
+
+@triton.jit
+def _angles(tables, strides, batch, row, half, HALF: tl.constexpr):
+    cos_ptr, sin_ptr = tables
+    of_cos, of_sin = strides
+    at = tl.arange(0, HALF)[None, :]
+    cos_at = cos_ptr + batch * of_cos[0] + row * of_cos[1] + at * of_cos[2]
+    sin_at = sin_ptr + batch * of_sin[0] + row * of_sin[1] + at * of_sin[2]
+    cos = tl.load(cos_at, mask=at < half, other=0.0)
+    return cos, tl.load(sin_at, mask=at < half, other=0.0)
 
 
 @triton.jit
@@ -49,9 +85,11 @@ def _rotate(
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     TAIL: tl.constexpr,
+    WHOLE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
+    """WHOLE: q is one tile and k another, with nothing to mask; then both are read before either is written."""
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, position_ptr = tensors
     of_q, of_k, of_q_out, of_k_out, of_cos, of_sin, of_position = strides
     length, q_heads, k_heads, half, tail = shape
@@ -60,21 +98,25 @@ def _rotate(
     row = token
     if position_ptr is not None:
         row = tl.load(position_ptr + batch * of_position[0] + token * of_position[1]).to(tl.int64)
-    at = tl.arange(0, HALF)[None, :]
-    cos_at = cos_ptr + batch * of_cos[0] + row * of_cos[1] + at * of_cos[2]
-    sin_at = sin_ptr + batch * of_sin[0] + row * of_sin[1] + at * of_sin[2]
-    cos = tl.load(cos_at, mask=at < half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_at, mask=at < half, other=0.0).to(tl.float32)
+    q_ptr += batch * of_q[0] + token * of_q[2]
+    k_ptr += batch * of_k[0] + token * of_k[2]
+    q_out_ptr += batch * of_q_out[0] + token * of_q_out[2]
+    k_out_ptr += batch * of_k_out[0] + token * of_k_out[2]
+    if WHOLE:
+        q = _read(q_ptr, 0, (Q_HEADS, of_q[1], HALF), Q_HEADS, HALF, INTERLEAVED)
+        k = _read(k_ptr, 0, (K_HEADS, of_k[1], HALF), K_HEADS, HALF, INTERLEAVED)
+    cos, sin = _angles((cos_ptr, sin_ptr), (of_cos, of_sin), batch, row, half, HALF)
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     if INVERSE:
         sin = -sin
-    sizes = (q_heads, of_q[1], of_q_out[1], half, tail)
-    x = q_ptr + batch * of_q[0] + token * of_q[2]
-    y = q_out_ptr + batch * of_q_out[0] + token * of_q_out[2]
-    _turn(x, y, (cos, sin), sizes, Q_HEADS, TAIL, INTERLEAVED)
-    sizes = (k_heads, of_k[1], of_k_out[1], half, tail)
-    x = k_ptr + batch * of_k[0] + token * of_k[2]
-    y = k_out_ptr + batch * of_k_out[0] + token * of_k_out[2]
-    _turn(x, y, (cos, sin), sizes, K_HEADS, TAIL, INTERLEAVED)
+    if WHOLE:
+        _write(q_out_ptr, q, 0, (cos, sin), (Q_HEADS, of_q_out[1], HALF), INTERLEAVED)
+        _write(k_out_ptr, k, 0, (cos, sin), (K_HEADS, of_k_out[1], HALF), INTERLEAVED)
+    else:
+        sizes = (q_heads, of_q[1], of_q_out[1], half, tail)
+        _turn(q_ptr, q_out_ptr, (cos, sin), sizes, Q_HEADS, TAIL, INTERLEAVED)
+        sizes = (k_heads, of_k[1], of_k_out[1], half, tail)
+        _turn(k_ptr, k_out_ptr, (cos, sin), sizes, K_HEADS, TAIL, INTERLEAVED)
 
 
 def _at_once(heads: int, size: int) -> int:
@@ -115,18 +157,21 @@ def _rope(
     strides = (*(t.stride()[:3] for t in tensors[:4]), *tables, of_position)
     tail = size - rotary_dim
     heads = _at_once(q_heads, size), _at_once(k.shape[1], size)
+    half = rotary_dim // 2
+    whole = heads == (q_heads, k.shape[1]) and not tail and half == power_of_2(half)
     launch = _rotate[(batch * length,)]  # pyright: ignore[reportIndexIssue]
     launch(
         tensors,
         strides,
-        (length, q_heads, k.shape[1], rotary_dim // 2, tail),
+        (length, q_heads, k.shape[1], half, tail),
         Q_HEADS=heads[0],
         K_HEADS=heads[1],
-        HALF=power_of_2(rotary_dim // 2),
+        HALF=power_of_2(half),
         TAIL=power_of_2(tail) if tail else 0,
+        WHOLE=whole,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        num_warps=min(max(power_of_2(heads[0] * size) // 1024, 1), 4),
+        num_warps=min(max(power_of_2(heads[0] * size) // WARP_VALUES, 1), 8),
     )
     return q_out, k_out
 

@@ -52,31 +52,48 @@ def _write(ptr, value, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _pieces(ptr, start, along, stride, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    """Rows in pieces, as they lie in memory from `start` on."""
+    values = ()
+    for i in tl.static_range(PIECES):
+        values += (tl.load(ptr + start + (along + i * PIECE * stride)),)
+    return values
+
+
+@triton.jit
 def forward_shared(
-    tensors, y_ptr, strides, shape, scale,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    tensors, y_ptr, strides, steps, shape, scale,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of scale * x + held + other by strides, `held` the same for all members of a place; whole tiles only."""
+    """Softmax of scale * x + held + other by strides, `held` the same for all members of a place; whole tiles only.
+
+    steps: between neighbouring members of a run, of x, other and y; shape: (groups of places, parts of a run, members
+    of a run, sizes of places, sizes of runs). What a member adds to a place is one product: with divisions for its
+    dims there a program waited for them before every member.
+    """
     x_ptr, held_ptr, other_ptr = tensors
     of_x, of_held, of_other, of_y = strides
-    members, of_places, of_members = shape
-    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    groups, parts, members, of_places, of_runs = shape
+    program = tl.program_id(0)
+    place = place_of((program % groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], of_places)
+    run = place_of(program // groups // parts, of_runs)
     at = tl.arange(0, PIECE)[None, :]
-    place = place_of(group, of_places)
-    biases = ()
-    for i in tl.static_range(PIECES):
-        biases += (tl.load(held_ptr + offset(place, i * PIECE + at, of_held)).to(tl.float32),)
-    for member in tl.range(tl.program_id(1), members, tl.num_programs(1), num_stages=1):
-        beside = place_of(member, of_members)
+    biases = _pieces(held_ptr, 0, offset(place, at, of_held), of_held[4], PIECES, PIECE)
+    along_x = offset(run, 0, of_x) + offset(place, at, of_x)
+    along_other = offset(run, 0, of_other) + offset(place, at, of_other)
+    along_y = offset(run, 0, of_y) + offset(place, at, of_y)
+    for index in tl.range(program // groups % parts, members, parts, num_stages=STAGES):
+        member = (tl.full((), 0, tl.int64) + index).to(tl.int64)
+        xs = _pieces(x_ptr, member * steps[0], along_x, of_x[4], PIECES, PIECE)
+        if other_ptr is not None:
+            others = _pieces(other_ptr, member * steps[1], along_other, of_other[4], PIECES, PIECE)
         zs = ()
         top = tl.full((ROWS, PIECE), float("-inf"), tl.float32)
         for i in tl.static_range(PIECES):
-            along = x_ptr + offset(beside, 0, of_x) + offset(place, i * PIECE + at, of_x)
-            bias = biases[i]
+            bias = biases[i].to(tl.float32)
             if other_ptr is not None:
-                other = other_ptr + offset(beside, 0, of_other) + offset(place, i * PIECE + at, of_other)
-                bias += tl.load(other).to(tl.float32)
-            z = tl.load(along).to(tl.float32) * scale + bias
+                bias += others[i].to(tl.float32)
+            z = xs[i].to(tl.float32) * scale + bias
             zs += (z,)
             top = tl.maximum(top, z)
         highest = tl.max(top, 1)[:, None]
@@ -90,8 +107,8 @@ def forward_shared(
         whole = tl.sum(total, 1)[:, None]
         inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
         for i in tl.static_range(PIECES):
-            along = y_ptr + offset(beside, 0, of_y) + offset(place, i * PIECE + at, of_y)
-            tl.store(along, (es[i] * inverse).to(y_ptr.dtype.element_ty))
+            piece = y_ptr + member * steps[2] + (along_y + i * PIECE)
+            tl.store(piece, (es[i] * inverse).to(y_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -21,10 +21,10 @@ NARROW, WIDE_BLOCK = 16384, 4096
 ACROSS = 1024  # columns in a tile of a bias gradient
 SHARED = 8192  # columns of rows whose sums a program keeps in registers beside them
 PIECE, HELD = 128, 512  # columns of a piece, and of rows held in pieces: of 1024 a program would spill
-# Rows in pieces: 16 lanes hold one, so that its sums never leave a warp, and a forward program takes EACH in turn. With
-# 384 values in bfloat16 that is 93 % of a copy's bandwidth forward (EACH 1: 90 %, 32: 88 %; padded to 512: 54 %), and
-# 76 % backward in place of 63 % (H200, Triton 3.6).
-ROWS, WARPS, EACH = 8, 4, 8
+# Rows in pieces: 16 lanes hold one, so that its sums never leave a warp. A forward program takes about EACH of them in
+# turn and reads STAGES - 1 ahead. With 384 values in bfloat16 a row padded to 512 came to 54 % of a copy's bandwidth
+# forward, and to 63 % backward in place of 76 % (H200, Triton 3.6).
+ROWS, WARPS, EACH, STAGES = 8, 4, 16, 3
 
 
 @triton.jit
@@ -214,15 +214,39 @@ def _forward_beside(
     x: torch.Tensor, held: torch.Tensor, other: torch.Tensor | None, y: torch.Tensor, scale: float
 ) -> None:
     columns = x.shape[-1]
-    places, members, of_places, of_members, _ = _sharing(list(held.shape), x)
-    groups = places // ROWS
-    parts = min(max(triton.cdiv(members, EACH), triton.cdiv(waves(x.device, 16), groups)), members)
-    launch = forward_shared[(groups, parts)]  # pyright: ignore[reportIndexIssue]
+    places, _, of_places, _, _ = _sharing(list(held.shape), x)
     strides = tuple(_strides(t, x.shape) for t in (x, held, other, y))
+    members, steps, of_runs = _runs(held, x, (strides[0], strides[2], strides[3]))
+    groups, runs = places // ROWS, torch.Size(of_runs).numel()
+    parts = max(triton.cdiv(members, EACH), triton.cdiv(waves(x.device, 16), groups * runs))
+    parts = min(parts, members)
+    launch = forward_shared[(groups * parts * runs,)]  # pyright: ignore[reportIndexIssue]
     launch(
-        (x, held, other), y, strides, (members, of_places, of_members), scale,
-        ROWS=ROWS, PIECES=columns // PIECE, PIECE=PIECE, num_warps=WARPS,
+        (x, held, other), y, strides, steps, (groups, parts, members, of_places, of_runs[1:]), scale,
+        STAGES=STAGES, ROWS=ROWS, PIECES=columns // PIECE, PIECE=PIECE, num_warps=WARPS,
     )  # fmt: skip
+
+
+def _runs(
+    held: torch.Tensor, x: torch.Tensor, strides: tuple[tuple[int, ...], ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The rows that share a place of `held` as runs of rows whose neighbours lie evenly apart in every tensor.
+
+    (rows in a run, strides between them, how many runs there are in each dim)
+    """
+    lengths, kept = _sizes(x.shape), _sizes((*(1,) * (x.dim() - held.dim()), *held.shape))
+    apart = [length // own for length, own in zip(lengths, kept, strict=True)]
+    members, steps = 1, None
+    for dim in (3, 2, 1, 0):
+        here = tuple(s[dim] for s in strides)
+        if apart[dim] == 1:
+            continue
+        if steps is not None and here != tuple(members * step for step in steps):
+            break
+        steps = here if steps is None else steps
+        members *= apart[dim]
+        apart[dim] = 1
+    return members, steps or (0,) * len(strides), tuple(apart)
 
 
 def _softmax_backward(

@@ -9,8 +9,10 @@ import triton.language as tl
 from cai_kernels.launch import power_of_2, row_warps
 from cai_kernels.ops import define
 
-CHOICES_EACH = 256  # choices a program of the sort ranks among themselves
+CHOICES_EACH = 128  # choices a program of the sort ranks among themselves
 COUNTS_EACH = 1024  # counts a step of their prefix sum takes
+COUNTS_HELD = 8192  # counts that every program of the sort sums itself, sooner than a launch for the sums
+SPREAD_WARP = 256  # columns of a warp that spreads a token
 
 
 @triton.jit
@@ -53,28 +55,38 @@ def _place(
     experts,
     blocks,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The row of each choice, and offsets, which every program makes for itself: sooner than a launch for them."""
+    """The row of each choice, and offsets, which every program makes for itself: sooner than a launch for them.
+
+    Without totals it also sums the counts itself, all of them at once: BLOCKS for an expert.
+    """
     offsets_ptr, index_ptr = outputs
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total = tl.load(totals_ptr + bins, mask=bins <= experts, other=0)
+    if totals_ptr is None:
+        of = tl.arange(0, BLOCKS)[None, :]
+        there = (bins[:, None] <= experts) & (of < blocks)
+        counts = tl.load(counts_ptr + bins[:, None] * blocks + of, mask=there, other=0)
+        total = tl.sum(counts, 1)
+        before = tl.sum(tl.where(of < block, counts, 0), 1)
+    else:
+        total = tl.load(totals_ptr + bins, mask=bins <= experts, other=0)
+        before = tl.load(counts_ptr + bins * blocks + block, mask=bins <= experts, other=0)
     offsets = tl.cumsum(total, 0) - total
     tl.store(offsets_ptr + bins, offsets, mask=bins <= tl.where(block == 0, experts, -1))
     at = block * BLOCK + tl.arange(0, BLOCK)
     group = _groups(ids_ptr, at, choices, experts)
     rank = tl.zeros((BLOCK,), dtype=tl.int32)
+    STEP: tl.constexpr = min(32, BLOCK)
     for first in tl.static_range(0, BLOCK, STEP):
         other_at = block * BLOCK + first + tl.arange(0, STEP)
         other = _groups(ids_ptr, other_at, choices, experts)
         earlier = (other[None, :] == group[:, None]) & (other_at[None, :] < at[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
-    inside = at < choices
-    row = tl.gather(offsets, group, 0) + rank
-    row += tl.load(counts_ptr + group * blocks + block, mask=inside, other=0)
-    tl.store(index_ptr + at, tl.where(group < experts, row, -1 - row), mask=inside)
+    row = tl.gather(offsets + before, group, 0) + rank
+    tl.store(index_ptr + at, tl.where(group < experts, row, -1 - row), mask=at < choices)
 
 
 @triton.jit
@@ -159,23 +171,16 @@ def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tenso
     blocks = triton.cdiv(choices, CHOICES_EACH)
     bins = power_of_2(n_experts + 2)
     counts = offsets.new_empty(n_experts + 1, blocks)
-    totals = offsets.new_empty(n_experts + 1)
     _count[(blocks,)](expert_ids, counts, choices, n_experts, blocks, BLOCK=CHOICES_EACH, BINS=bins)  # pyright: ignore[reportIndexIssue]
-    _scan[(n_experts + 1,)](counts, totals, blocks, BLOCK=COUNTS_EACH)  # pyright: ignore[reportIndexIssue]
+    totals, held = None, power_of_2(blocks)
+    if bins * held > COUNTS_HELD:
+        totals, held = offsets.new_empty(n_experts + 1), 1
+        _scan[(n_experts + 1,)](counts, totals, blocks, BLOCK=COUNTS_EACH)  # pyright: ignore[reportIndexIssue]
     launch = _place[(blocks,)]  # pyright: ignore[reportIndexIssue]
     launch(
-        expert_ids,
-        counts,
-        totals,
-        (offsets, index),
-        choices,
-        n_experts,
-        blocks,
-        BLOCK=CHOICES_EACH,
-        STEP=32,
-        BINS=bins,
-        num_warps=8,
-    )
+        expert_ids, counts, totals, (offsets, index), choices, n_experts, blocks,
+        BLOCK=CHOICES_EACH, BLOCKS=held, BINS=bins, num_warps=max(CHOICES_EACH // 32, 1),
+    )  # fmt: skip
     return index, offsets
 
 
@@ -192,9 +197,7 @@ def _token_spread_weighted(
     tokens, columns = x.shape
     if out.numel():
         block = power_of_2(columns)
-        warps = min(
-            max(block // 256, 1), 16
-        )  # 16 of 4096 columns: 84 % of a copy's bandwidth, 8: 83 % (H200)
+        warps = min(max(block // SPREAD_WARP, 1), 16)
         launch = _spread[(tokens,)]  # pyright: ignore[reportIndexIssue]
         launch(
             x, index, weights, out, columns,
