@@ -8,26 +8,36 @@ import torch
 import triton
 import triton.language as tl
 
-from cai_kernels.launch import power_of_2
+from cai_kernels.launch import lapped, power_of_2
+from cai_kernels.tiles import wait_for_last
 
-ROWS = 128
-COLUMNS = 32  # at least: 128 bytes, one sector line a row
-VALUES = ROWS * COLUMNS  # of a tile: few rows make a wide one, or programs would be many and all but idle
+ROWS = 512  # all that a persistent launch left on a GPU, read at once: what it takes is the time of one such read
+COLUMNS = 16  # at least: 64 bytes, two sectors a row
+PROGRAMS = 128  # at least, as long as columns last
+VALUES = 32768  # of a tile, at most
+
+
+@triton.jit
+def _tile(partial_ptr, first, at, rows, columns, ROWS: tl.constexpr):
+    row = first + tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (at < columns)[None, :]
+    return tl.load(partial_ptr + row.to(tl.int64) * columns + at[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _sums(partial_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (at < columns)[None, :]
-        total += tl.load(partial_ptr + row.to(tl.int64) * columns + at[None, :], mask=inside, other=0.0)
+    total = _tile(partial_ptr, 0, at, rows, columns, ROWS)  # added to nothing, its loads wait for no sum
+    for first in range(ROWS, rows, ROWS):
+        total += _tile(partial_ptr, first, at, rows, columns, ROWS)
     tl.store(out_ptr + at, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=at < columns)
 
 
 @triton.jit
-def _column_sums(partials, outs, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums(
+    partials, outs, rows, columns, LAPPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    wait_for_last(LAPPED)
     for i in tl.static_range(len(partials)):
         if tl.program_id(1) == i:
             _sums(partials[i], outs[i], rows, columns, ROWS, COLUMNS)
@@ -41,9 +51,11 @@ def column_sums_into(partials: Sequence[torch.Tensor], outs: Sequence[torch.Tens
             out.zero_()
         return
     each = min(power_of_2(rows), ROWS)
-    block = min(VALUES // each, max(power_of_2(columns), COLUMNS))
+    block = min(VALUES // each, max(power_of_2(triton.cdiv(columns, PROGRAMS)), COLUMNS))
+    warps = min(max(each * block // 512, 4), 16)
     launch = _column_sums[(triton.cdiv(columns, block), len(outs))]  # pyright: ignore[reportIndexIssue]
-    launch(tuple(partials), tuple(outs), rows, columns, ROWS=each, COLUMNS=block, num_warps=8)
+    options = {"ROWS": each, "COLUMNS": block, "num_warps": warps, **lapped(partials[0].device)}
+    launch(tuple(partials), tuple(outs), rows, columns, **options)
 
 
 def column_sums(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,15 @@ def waves(device: torch.device, each: int = 1) -> int:
     return each * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def lapped(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose programs start while the kernel before ends, and wait for it (`tiles.wait_for_last`):
+    programmatic dependent launch, of NVIDIA's GPUs from Hopper on."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None:
+        return {"LAPPED": False}
+    able = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    return {"LAPPED": True, "launch_pdl": True} if able else {"LAPPED": False}
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tiles.dot` multiplies operands: float32 exactly, unless torch is set to allow TF32.
 

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from cai_kernels import row_pieces
 from cai_kernels.column_sums import column_sums_into
-from cai_kernels.launch import power_of_2, shared_memory, waves
+from cai_kernels.launch import lapped, power_of_2, shared_memory, waves
 from cai_kernels.rows import as_rows
+from cai_kernels.tiles import next_may_launch
 
 # Is the gradient of x wanted, and in which dtypes are those of weight and bias, if they are?
 Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
@@ -144,6 +145,7 @@ def _backward(
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
+    LAPPED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -187,6 +189,7 @@ def _backward(
                 dx += _read(dsum_ptr + row[:, None] * dsum_stride + at, inside, EVEN)
             dx = dx.to(dx_ptr.dtype.element_ty)
             _store(dx_ptr + row[:, None] * columns + at, dx, inside, EVEN)
+    next_may_launch(LAPPED)
     at = tl.arange(0, BLOCK)
     if dw_ptr is not None:
         tl.store(dw_ptr + program * columns + at, tl.sum(dw, 0), mask=at < columns)
@@ -286,6 +289,8 @@ def forward(
         launch = _forward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
         shape = (columns, x.stride(0), stride)
         launch(inputs, outputs, shape, eps, KIND=kind, BLOCK=WIDE_BLOCK, num_warps=16)
+    elif row_pieces.takes_forward(x, extra):
+        row_pieces.forward(inputs, outputs, eps, kind)
     else:
         each, block, warps = _tile(rows, columns, 2048)
         # A layer norm sums a row twice: programs of 8 warps, parameters fetched ahead, do that at 90 % of a copy's
@@ -347,6 +352,11 @@ def _residency(kind: str, even: bool, block: int, warps: int, held: int, lent: i
     return *choices[-1], 0
 
 
+def _in_pieces(kind: str, block: int, even: bool) -> bool:
+    """Whether rows go by `row_pieces` backward where it takes them."""
+    return block == NARROW or (2 * block == NARROW and (kind == "layer" or not even))
+
+
 def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     rows, columns = x.shape
     each, block, warps = _tile(rows, columns, 2048)
@@ -357,10 +367,9 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     programs = min(triton.cdiv(rows, each), waves(x.device, resident))
     keep = [dtype is not None for dtype in wanted[1:]]
     apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
-    in_pieces = apart or (kind == "layer" and 2 * block == NARROW)
-    if in_pieces and wanted[0] and row_pieces.takes(dy, x, dsum):
+    if _in_pieces(kind, block, even) and wanted[0] and row_pieces.takes(dy, x, dsum):
         # Widened by a conversion, not by bits, float16 leaves no registers for a second sum.
-        together = [keep[0], keep[1] and (x.dtype == torch.bfloat16 or not apart)]
+        together = [keep[0], keep[1] and (x.dtype == torch.bfloat16 or 2 * block == NARROW)]
         sums = row_pieces.backward(dy, x, weight, statistics, dsum, kind, dx, together)
         left = [k and not t for k, t in zip(keep, together, strict=True)]
         others = _over_rows(dy, x, statistics, kind, left)
@@ -370,7 +379,14 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
         outputs = (dx if wanted[0] else None, *partial)
         shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
         launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
-        sizes = {"STAGES": 1 + ahead, "ROWS": each, "BLOCK": block, "num_warps": warps, "maxnreg": registers}
+        sizes = {
+            "STAGES": 1 + ahead,
+            "LAPPED": lapped(x.device)["LAPPED"],
+            "ROWS": each,
+            "BLOCK": block,
+            "num_warps": warps,
+            "maxnreg": registers,
+        }
         launch(inputs, outputs, shape, KIND=kind, EVEN=even, **sizes)
     return _over_rows(dy, x, statistics, kind, keep) if apart else partial
 

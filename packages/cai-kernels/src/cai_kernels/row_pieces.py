@@ -1,26 +1,26 @@
-"""Backward of long rows, read once: a persistent launch whose program holds a row in pieces.
+"""Long rows, read once, whose program holds a row in pieces.
 
 A row of 8193 to 16384 columns and its sums of weight and bias gradients do not fit into the registers in float32. Here
-x and dy stay in their own two bytes a value and are widened piece by piece, once for the row's two sums and again for
-the gradients. Pieces need no power of two together, so a row of 14336 holds nothing more than its own columns.
+x and dy stay in their own two bytes a value and are widened piece by piece, once for the row's sums and again for the
+results. Pieces need no power of two together, so a row of 14336 holds nothing more than its own columns. Backward is a
+persistent launch, as in `row_norm`; weights that find no registers beside the sums are fetched with every row.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from cai_kernels.launch import waves
-from cai_kernels.tiles import again
+from cai_kernels.launch import lapped, power_of_2, shared_memory, waves
+from cai_kernels.tiles import again, next_may_launch
 
 PIECE = 2048
 WARPS = 8
 REGISTERS = 255
-KEPT_PIECES = (
-    4  # beside so many there are registers for the weight: a layer norm of 8192 runs at 91 % of a copy's
-)
-# bandwidth, and at 66 % with 128 registers, the weight read again and two reductions a row (H200, Triton 3.6)
+HALVES = 7  # up to so many pieces of half the size and half the warps, a row of odd length goes by these
 
 
 @triton.jit
@@ -44,20 +44,66 @@ def _both(a, b, c, d):
 
 
 @triton.jit
-def _weigh(
-    dy, kept, w_ptr, first, columns, AHEAD: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr, PIECE: tl.constexpr
-):  # fmt: skip
-    """Gradients times the weight: `kept`, or fetched (AHEAD: with the row, from the L2 cache, in fewer registers)."""
-    if w_ptr is not None:
-        if len(kept) > 0:
-            w = again(kept[0])
-        else:
-            w = tl.zeros((PIECE,), dtype=w_ptr.dtype.element_ty)
-            if AHEAD or columns > 0:
-                w = _load(w_ptr, first, columns, WHOLE, PIECE)
-            w = w.to(tl.float32)
-        dy *= w + 1.0 if KIND == "gemma" else w
-    return dy
+def _folded(value):
+    """Sums of 8 neighbours, which one thread holds: the sum of a row so far then takes an eighth of the registers."""
+    return tl.sum(tl.reshape(value, (value.shape[0] // 8, 8)), 1)
+
+
+@triton.jit
+def _weight(kept, w_ptr, first, columns, KIND: tl.constexpr, WHOLE: tl.constexpr, PIECE: tl.constexpr):
+    """The factor of a piece: of `kept`, else fetched with the row."""
+    w = again(kept[0]) if len(kept) > 0 else _load(w_ptr, first, columns, WHOLE, PIECE).to(tl.float32)
+    return w + 1.0 if KIND == "gemma" else w
+
+
+@triton.jit
+def _forward_pieces(
+    inputs,
+    outputs,
+    shape,
+    eps,
+    KIND: tl.constexpr,
+    EVEN: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    x_ptr, residual_ptr, w_ptr, b_ptr = inputs
+    y_ptr, sum_ptr, mean_ptr, rstd_ptr = outputs
+    columns, x_stride, residual_stride = shape
+    row = tl.program_id(0).to(tl.int64)
+    xs = ()
+    for i in tl.static_range(PIECES):
+        x = _load(x_ptr + row * x_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
+        if residual_ptr is not None:
+            r = _load(residual_ptr + row * residual_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
+            x = (x.to(tl.float32) + r.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+            _store(sum_ptr + row * columns, x, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
+        xs += (x,)
+    mean = 0.0
+    if KIND == "layer":
+        total = tl.zeros((PIECE // 8,), dtype=tl.float32)
+        for i in tl.static_range(PIECES):
+            total += _folded(xs[i].to(tl.float32))
+        mean = tl.sum(total, 0) / columns
+        tl.store(mean_ptr + row, mean)
+    squares = tl.zeros((PIECE // 8,), dtype=tl.float32)
+    for i in tl.static_range(PIECES):
+        centred = again(xs[i]) - mean
+        if KIND == "layer" and not EVEN and i == PIECES - 1:
+            centred = tl.where(i * PIECE + tl.arange(0, PIECE) < columns, centred, 0.0)
+        squares += _folded(centred * centred)
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / columns + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for i in tl.static_range(PIECES):
+        y = (again(xs[i]) - mean) * rstd
+        if KIND == "llama":
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        if w_ptr is not None:
+            y *= _weight((), w_ptr, i * PIECE, columns, KIND, EVEN or i < PIECES - 1, PIECE)
+        if b_ptr is not None:
+            y += _load(b_ptr, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE).to(tl.float32)
+        y = y.to(y_ptr.dtype.element_ty)
+        _store(y_ptr + row * columns, y, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
 
 
 @triton.jit
@@ -65,22 +111,23 @@ def _row_sums(
     x, dy, kept, w_ptr, moments, sums, columns, KIND: tl.constexpr, EVEN: tl.constexpr, PIECE: tl.constexpr
 ):
     """Means over a row of weighted dy times normalized x and of weighted dy, and `sums` with the row added."""
-    along = tl.zeros((PIECE,), dtype=tl.float32)
-    total = tl.zeros((PIECE,), dtype=tl.float32)
+    along = tl.zeros((PIECE // 8,), dtype=tl.float32)
+    total = tl.zeros((PIECE // 8,), dtype=tl.float32)
     rstd, shifted = moments
     dw, db = sums
     grown_w = ()
     grown_b = ()
     for i in tl.static_range(len(x)):
         normalized = x[i].to(tl.float32) * rstd - shifted
-        plain = dy[i].to(tl.float32)
-        grown_w += (dw[i] + plain * normalized,)
-        grown_b += (db[i] + plain,)
-        weighted = _weigh(
-            plain, kept[i : i + 1], w_ptr, i * PIECE, columns, len(x) > 7, KIND, EVEN or i < len(x) - 1, PIECE
-        )
-        along += weighted * normalized
-        total += weighted
+        weighted = dy[i].to(tl.float32)
+        grown_w += (dw[i] + weighted * normalized,)
+        grown_b += (db[i] + weighted,)
+        if w_ptr is not None:
+            weighted *= _weight(
+                kept[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < len(x) - 1, PIECE
+            )
+        along += _folded(weighted * normalized)
+        total += _folded(weighted)
     if KIND == "layer":
         alike, shift = tl.reduce((along, total), 0, _both)
     else:
@@ -90,8 +137,8 @@ def _row_sums(
 
 @triton.jit
 def _backward_pieces(
-    inputs, outputs, shape,
-    KIND: tl.constexpr, KEPT: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    inputs, outputs, shape, KIND: tl.constexpr, KEPT: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, LAPPED: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dsum_ptr = inputs
     dx_ptr, dw_ptr, db_ptr = outputs
@@ -102,10 +149,10 @@ def _backward_pieces(
     for i in tl.static_range(PIECES):
         dw += (tl.zeros((PIECE,), dtype=tl.float32),)
         db += (tl.zeros((PIECE,), dtype=tl.float32),)
-        if KEPT and w_ptr is not None:
+        if i < KEPT and w_ptr is not None:
             kept += (_load(w_ptr, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE),)
     program = tl.program_id(0).to(tl.int64)
-    for row in tl.range(program, rows, tl.num_programs(0), num_stages=3 if KEPT else 2):
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
         xs = ()
         dys = ()
         for i in tl.static_range(PIECES):
@@ -115,29 +162,90 @@ def _backward_pieces(
         shifted = tl.load(mean_ptr + row) * rstd if KIND == "layer" else 0.0
         moments = (rstd, shifted)
         alike, shift, dw, db = _row_sums(xs, dys, kept, w_ptr, moments, (dw, db), columns, KIND, EVEN, PIECE)
+        # dx = (weighted - shift - (x * rstd - shifted) * alike) * rstd, what is one for a row taken out
+        slope, offset = -alike * rstd * rstd, (shifted * alike - shift) * rstd
         for i in tl.static_range(PIECES):
-            dx = _weigh(
-                again(dys[i]), kept[i : i + 1], w_ptr, i * PIECE, columns,
-                PIECES > 7, KIND, EVEN or i < PIECES - 1, PIECE,
-            )  # fmt: skip
-            dx = (dx - shift - (again(xs[i]) * rstd - shifted) * alike) * rstd
+            dx = again(dys[i]) * rstd
+            if w_ptr is not None:
+                dx *= _weight(kept[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < PIECES - 1, PIECE)
+            dx += again(xs[i]) * slope + offset
             if dsum_ptr is not None:
                 dx += _load(
                     dsum_ptr + row * dsum_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE
                 ).to(tl.float32)
             dx = dx.to(dx_ptr.dtype.element_ty)
             _store(dx_ptr + row * columns, dx, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
+    next_may_launch(LAPPED)
     for i in tl.static_range(PIECES):
         if dw_ptr is not None:
-            _store(dw_ptr + program * columns, dw[i], i * PIECE, columns, False, PIECE)
+            _store(dw_ptr + program * columns, dw[i], i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
         if db_ptr is not None:
-            _store(db_ptr + program * columns, db[i], i * PIECE, columns, False, PIECE)
+            _store(db_ptr + program * columns, db[i], i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
 
 
 def takes(dy: torch.Tensor, x: torch.Tensor, dsum: torch.Tensor | None) -> bool:
     """Whether rows are of the length, dtypes and alignment for pieces; unaligned ones would not stay narrow."""
-    aligned = all(n % 16 == 0 for t in (dy, x, dsum) if t is not None for n in (t.shape[1], t.stride(0)))
-    return 2 * PIECE < x.shape[1] <= 8 * PIECE and x.element_size() == 2 and dy.dtype == x.dtype and aligned
+    return 2 * PIECE < x.shape[1] <= 8 * PIECE and dy.dtype == x.dtype and _aligned(dy, x, dsum)
+
+
+def takes_forward(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether rows go by pieces forward: those that a power of two would make much longer."""
+    return PIECE < x.shape[1] <= 8 * PIECE and x.shape[1] != power_of_2(x.shape[1]) and _aligned(x, residual)
+
+
+def _aligned(*rows: torch.Tensor | None) -> bool:
+    return all(
+        t.element_size() == 2 and t.shape[1] % 16 == 0 and t.stride(0) % 16 == 0
+        for t in rows
+        if t is not None
+    )
+
+
+def forward(inputs, outputs, eps: float, kind: str) -> None:
+    """Fill `outputs` (y, sum, mean, rstd) of rows `inputs` (x, residual, weight, bias)."""
+    x, residual = inputs[:2]
+    rows, columns = x.shape
+    short = columns <= 4 * PIECE
+    piece, warps = (PIECE // 2, WARPS // 2) if short else (PIECE, WARPS)
+    launch = _forward_pieces[(rows,)]  # pyright: ignore[reportIndexIssue]
+    shape = (columns, x.stride(0), 0 if residual is None else residual.stride(0))
+    pieces = triton.cdiv(columns, piece)
+    launch(
+        inputs, outputs, shape, eps, KIND=kind, EVEN=columns % piece == 0, PIECES=pieces, PIECE=piece,
+        num_warps=warps, maxnreg=64 if pieces < 7 else 80,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the backward kernel holds a row: `kept` pieces of the weight stay in registers, `stages - 1` rows are on
+    their way, `resident` programs share a multiprocessor."""
+
+    piece: int
+    warps: int
+    resident: int
+    kept: int
+    stages: int
+
+
+def plan(x: torch.Tensor, tensors: int, sums: int) -> Plan:
+    """For rows of x, of which `tensors` are read and `sums` made over rows.
+
+    From what the kernel compiles to: 8 pieces with two sums leave registers for 5 pieces of the weight. Widened by a
+    conversion, not by bits, float16 stays wide, and 4 it is.
+    """
+    columns = x.shape[1]
+    halves = triton.cdiv(columns, PIECE // 2)
+    if columns % PIECE and halves <= HALVES:
+        piece, warps, resident, pieces = PIECE // 2, WARPS // 2, 2, halves
+    else:
+        piece, warps, resident, pieces = PIECE, WARPS, 1, triton.cdiv(columns, PIECE)
+    kept = 5 if pieces > 7 and sums > 1 else pieces
+    if x.dtype == torch.float16:
+        kept = min(kept, 4)
+    held = 2 * piece * (tensors * pieces + 2 * (pieces - kept))
+    stages = 3 if 2 * held + 4096 <= shared_memory(x.device) // resident else 2
+    return Plan(piece, warps, resident, kept, stages)
 
 
 def backward(
@@ -152,12 +260,14 @@ def backward(
 ) -> list[torch.Tensor | None]:
     """Fill dx [T, D] and return partial sums [programs, D] in float32 of the `wanted` of weight and bias, else None."""
     rows, columns = x.shape
-    programs, pieces = min(rows, waves(x.device)), triton.cdiv(columns, PIECE)
+    how = plan(x, 2 if dsum is None else 3, sum(wanted))
+    programs = min(rows, waves(x.device, how.resident))
     partial = [x.new_empty(programs, columns, dtype=torch.float32) if w else None for w in wanted]
     launch = _backward_pieces[(programs,)]  # pyright: ignore[reportIndexIssue]
     shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
     launch(
-        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, KEPT=pieces <= KEPT_PIECES,
-        EVEN=columns % PIECE == 0, PIECES=pieces, PIECE=PIECE, num_warps=WARPS, maxnreg=REGISTERS,
+        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, KEPT=how.kept, STAGES=how.stages,
+        EVEN=columns % how.piece == 0, PIECES=triton.cdiv(columns, how.piece), PIECE=how.piece, num_warps=how.warps,
+        LAPPED=lapped(x.device)["LAPPED"], maxnreg=min(REGISTERS, 65536 // (32 * how.warps * how.resident)),
     )  # fmt: skip
     return partial

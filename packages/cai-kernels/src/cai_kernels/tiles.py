@@ -21,6 +21,20 @@ def again(value):
 
 
 @triton.jit
+def next_may_launch(LAPPED: tl.constexpr):
+    """A kernel launched by `launch.lapped` may take the place of this one's programs as they end."""
+    if LAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(LAPPED: tl.constexpr):
+    """Until the kernel before this one is done; first of all in a kernel launched by `launch.lapped`."""
+    if LAPPED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
     """total + a @ b in float32, multiplied as `launch.dot_precision` says."""
     if PRECISION == "widened":

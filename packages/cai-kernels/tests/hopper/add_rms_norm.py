@@ -13,5 +13,5 @@ def case(dtype: torch.dtype, columns: int) -> None:
 CASES = [
     lambda dtype=dtype, columns=columns: case(dtype, columns)
     for dtype in (torch.bfloat16, torch.float32)
-    for columns in (2048, 4096, 8192, 14336, 16384, 65536)
+    for columns in (2048, 4096, 5120, 8192, 14336, 16384, 65536)
 ]

@@ -15,4 +15,6 @@ CASES = [
     for columns in (1600, 2048, 8192, 14336, 16384, 65536)
 ]
 CASES += [lambda c=c: case(torch.float16, c) for c in (8192, 16384)]
-CASES += [lambda: case(torch.bfloat16, 5120)]
+CASES += [lambda c=c: case(torch.bfloat16, c) for c in (5120, 6144, 7168)] + [
+    lambda: case(torch.float16, 14336)
+]

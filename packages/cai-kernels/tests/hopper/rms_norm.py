@@ -15,3 +15,4 @@ CASES = [
     for columns in (128, 2048, 4096, 8192, 16384, 65536)
 ]
 CASES += [lambda: case(torch.bfloat16, 3072, "gemma"), lambda: case(torch.bfloat16, 14336)]
+CASES += [lambda: case(torch.bfloat16, 5120), lambda: case(torch.float16, 14336)]
