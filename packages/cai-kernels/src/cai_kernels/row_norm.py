@@ -354,7 +354,7 @@ def _residency(kind: str, even: bool, block: int, warps: int, held: int, lent: i
 
 def _in_pieces(kind: str, block: int, even: bool) -> bool:
     """Whether rows go by `row_pieces` backward where it takes them."""
-    return block == NARROW or (2 * block == NARROW and (kind == "layer" or not even))
+    return block in (NARROW, NARROW // 4) or (2 * block == NARROW and (kind == "layer" or not even))
 
 
 def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
@@ -369,7 +369,7 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
     if _in_pieces(kind, block, even) and wanted[0] and row_pieces.takes(dy, x, dsum):
         # Widened by a conversion, not by bits, float16 leaves no registers for a second sum.
-        together = [keep[0], keep[1] and (x.dtype == torch.bfloat16 or 2 * block == NARROW)]
+        together = [keep[0], keep[1] and (x.dtype == torch.bfloat16 or block < NARROW)]
         sums = row_pieces.backward(dy, x, weight, statistics, dsum, kind, dx, together)
         left = [k and not t for k, t in zip(keep, together, strict=True)]
         others = _over_rows(dy, x, statistics, kind, left)
