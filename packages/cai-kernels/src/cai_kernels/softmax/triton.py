@@ -22,7 +22,7 @@ ACROSS = 1024  # columns in a tile of a bias gradient
 SHARED = 8192  # columns of rows whose sums a program keeps in registers beside them
 PIECE, HELD = 128, 512  # columns of a piece, and of rows held in pieces: of 1024 a program would spill
 # Rows in pieces: 16 lanes hold one, so that its sums never leave a warp. A forward program takes about EACH of them in
-# turn and reads STAGES - 1 ahead: with 384 values in bfloat16 91 % of a copy's bandwidth (EACH 16: 89 %, no stage: 90 %);
+# turn and reads STAGES - 1 ahead: 91 % of a copy's speed with 384 values in bfloat16 (EACH 16: 89 %, no stage: 90 %);
 # a row padded to 512 came to 54 % forward, and to 63 % backward in place of 76 % (H200, Triton 3.6).
 ROWS, WARPS, EACH, STAGES = 8, 4, 8, 3
 
