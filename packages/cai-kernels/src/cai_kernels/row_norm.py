@@ -293,15 +293,17 @@ def forward(
         row_pieces.forward(inputs, outputs, eps, kind)
     else:
         each, block, warps = _tile(rows, columns, 2048)
-        # A layer norm sums a row twice: programs of 8 warps, parameters fetched ahead, do that at 90 % of a copy's
-        # bandwidth, of 16 at 70 % for want of registers, those of 16 without that at 86 % (H200, Triton 3.6).
-        ahead = kind == "layer" and 2 * block == NARROW and weight is not None and bias is not None
+        # A layer norm sums a row twice. Of 8192 columns, programs of 8 warps, parameters fetched ahead, do that at 90 %
+        # of a copy's bandwidth, of 16 at 70 % for want of registers, those of 16 without that at 86 %; of 4096 columns,
+        # programs of 4 with it at 89 to 93 %, of 8 at 85 to 90 % with or without (H200, Triton 3.6).
+        ahead = kind == "layer" and block in (NARROW // 4, NARROW // 2)
+        ahead = ahead and weight is not None and bias is not None
         even = ahead and block == columns and rows % each == 0
         launch = _forward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
         shape = (rows, columns, x.stride(0), stride)
         launch(
             inputs, outputs, shape, eps,
-            KIND=kind, AHEAD=ahead, EVEN=even, ROWS=each, BLOCK=block, num_warps=8 if ahead else warps,
+            KIND=kind, AHEAD=ahead, EVEN=even, ROWS=each, BLOCK=block, num_warps=block // 1024 if ahead else warps,
         )  # fmt: skip
     return y, total, mean, rstd
 
