@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import twin
-from rows import MIXED, adamw, assert_equals_one_process, planned
+from rows import MIXED, ROOMY, adamw, assert_equals_one_process, planned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,6 +38,7 @@ class Case:
         own: clip by the optimizer, on the device; else by `cai_mesh.clip_grad_norm_`.
         plain: step with the optimizer itself, which knows of no residency.
         keep: parameters stay whole from forward to backward.
+        device: that trains.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     plain: bool = False
     activations: bool = False
     keep: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         marks = [name for name in ("own", "plain", "activations", "keep") if getattr(self, name)]
@@ -54,17 +56,17 @@ class Case:
 
 
 def train(case: Case):
-    mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    data, rows = mesh._flatten("data"), planned(case.residency)
+    mesh = init_device_mesh(case.device, case.shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    data, rows = mesh._flatten("data"), planned(case.residency, ROOMY if case.device == "cpu" else 10**9)
     gather = Gather(reshard_after_forward=not case.keep, prefetch_bytes=40_000)
-    model = shard_module(twin.build(case.name), mesh, residency=rows, gather=gather)
+    model = shard_module(twin.build(case.name).to(case.device), mesh, residency=rows, gather=gather)
     if case.activations:
         offload_activations(model, keep=0, smallest=0)
     plain = adamw(model.parameters())
     optimizer = plain if case.plain else rows.optimizer(plain)
     losses, norms = [], []
     for step in range(twin.STEPS):
-        ids, loss = twin.batch(step, data.get_local_rank(), data.size()), 0.0
+        ids, loss = twin.batch(step, data.get_local_rank(), data.size()).to(case.device), 0.0
         for i, part in enumerate(
             ids.chunk(2)
         ):  # gradients are reduced after every other backward of odd steps
