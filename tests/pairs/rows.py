@@ -11,11 +11,14 @@ from cai_gemini.simulate import Rates
 from cai_mesh.testing import assert_same_as_one_device
 
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
-ROOMY, MIXED = 10**7, Tiers(0.6, 0.3)
+ROOMY, MIXED, DISK = 10**7, Tiers(0.6, 0.3), Tiers(0.5, 0.2, disk=0.6, disk_weights=0.3)
 
 
-def planned(residency: str | Tiers = MIXED, memory: int = ROOMY, **options) -> ChunkResidency:
-    return ChunkResidency(residency, device_memory=memory, tuning=Tuning(rates=SLOW_HOST, **options))
+def planned(
+    residency: str | Tiers = MIXED, memory: int = ROOMY, nvme: str | None = None, **options
+) -> ChunkResidency:
+    tuning = Tuning(rates=SLOW_HOST, **options)
+    return ChunkResidency(residency, device_memory=memory, nvme=nvme, tuning=tuning)
 
 
 def adamw(params) -> torch.optim.AdamW:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 import twin
-from rows import MIXED, ROOMY, adamw, assert_equals_one_process, planned
+from rows import DISK, MIXED, ROOMY, adamw, assert_equals_one_process, planned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,6 +40,7 @@ class Case:
         plain: step with the optimizer itself, which knows of no residency.
         keep: parameters stay whole from forward to backward.
         device: that trains.
+        folder: on a disk, for what is to be there.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Case:
     activations: bool = False
     keep: bool = False
     device: str = "cpu"
+    folder: Path | None = None
 
     def __str__(self) -> str:
         marks = [name for name in ("own", "plain", "activations", "keep") if getattr(self, name)]
@@ -57,7 +60,8 @@ class Case:
 
 def train(case: Case):
     mesh = init_device_mesh(case.device, case.shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    data, rows = mesh._flatten("data"), planned(case.residency, ROOMY if case.device == "cpu" else 10**9)
+    data, memory = mesh._flatten("data"), ROOMY if case.device == "cpu" else 10**9
+    rows = planned(case.residency, memory, None if case.folder is None else str(case.folder))
     gather = Gather(reshard_after_forward=not case.keep, prefetch_bytes=40_000)
     model = shard_module(twin.build(case.name).to(case.device), mesh, residency=rows, gather=gather)
     if case.activations:
@@ -102,6 +106,21 @@ def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
 )
 def test_equals_one_process(case: Case):
     assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", (1, 2), DISK),
+        Case("gpt2", (2, 2), "nvme", own=False),
+        Case("llama", (2, 1), "nvme", keep=True),
+    ],
+    ids=str,
+)
+def test_rows_on_a_disk_equal_one_process(case: Case, tmp_path: Path):
+    case = replace(case, folder=tmp_path)
+    assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
+    assert not any(tmp_path.iterdir()), "scratch files are gone with the run"
 
 
 @pytest.mark.matrix
@@ -354,7 +373,7 @@ def test_errors():
     with pytest.raises(PlanError, match="unknown residency"):
         ChunkResidency("tape")
     for disk in ("nvme", Tiers(disk=0.5), Tiers(disk_weights=0.5)):
-        with pytest.raises(PlanError, match="do not live on a disk"):
+        with pytest.raises(PlanError, match="no directory for state on the disk"):
             ChunkResidency(disk)
     with pytest.raises(PlanError, match="memory is not known"):
         net(ChunkResidency("auto"))
@@ -380,7 +399,5 @@ def test_errors():
         rows.optimizer(adamw(model.parameters()))
     short = ChunkResidency("host", host_memory="10KB")
     model = net(short)
-    with pytest.raises(
-        PlanError, match=r"host memory is too small(.|\n)*10KB(.|\n)*[\d,]+ bytes on this rank"
-    ):
+    with pytest.raises(PlanError, match=r"host memory is too small(.|\n)*10KB(.|\n)*[\d,]+ bytes"):
         short.optimizer(adamw(model.parameters()))

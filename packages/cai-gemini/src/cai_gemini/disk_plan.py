@@ -29,6 +29,7 @@ class ChunkBytes:
         weights: in the dtype of computation.
         trains: whether it has gradients, of the dtype of computation, and state.
         shared: whether the master weights on a disk serve as weights too.
+        gradient: of its gradient as it comes back; None: as many as `weights`.
     """
 
     numel: int
@@ -37,6 +38,7 @@ class ChunkBytes:
     weights: int
     trains: bool
     shared: bool
+    gradient: int | None = None
 
     @property
     def weights_on_disk(self) -> int:
@@ -93,9 +95,8 @@ def host_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk, *, delay: bool = Fals
     """
     total = 0
     for i, chunk in enumerate(chunks):
-        total += (
-            chunk.weights * (2 if delay else 1) if chunk.trains else 0
-        )  # the gradient, and the one before
+        gradient = chunk.weights if chunk.gradient is None else chunk.gradient
+        total += gradient * (2 if delay else 1) if chunk.trains else 0  # and the one before
         total += 0 if i in disk.every else chunk.master + chunk.state
         total += 0 if i in disk.weights else chunk.weights
     streamed = [_streamed(chunks[i], i in disk.weights) for i in disk.state]

@@ -106,6 +106,10 @@ class Engine:
             self.helds[i].stays = True
             self.helds[i].bring()
 
+    def reschedule(self, schedule: Schedule) -> None:
+        """Another schedule, before anything was traced."""
+        self._schedule = schedule
+
     @property
     def sizes(self) -> list[Sizes]:
         return [held.sizes for held in self.helds]

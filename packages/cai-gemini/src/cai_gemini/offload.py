@@ -164,7 +164,7 @@ def offload(
     everything = [held for some in helds.values() for held in some]
     take_over(optimizer, everything, _homes(made))
     ModuleUses(engine, model, made, helds)
-    tuning = _measured(tuning, engine) if tiers is None else tuning
+    tuning = measured(tuning, engine) if tiers is None else tuning
     plans = schedule(tiers, everything, budget, where, tuning, early_chunks(everything, helds[model]))
     engine.start(everything, plans, tuning.observe, helds[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
@@ -239,7 +239,7 @@ def _held(unit: FlatUnit, engine: Engine) -> Held:
     return held
 
 
-def _measured(tuning: Tuning, engine: Engine) -> Tuning:
+def measured(tuning: Tuning, engine: Engine) -> Tuning:
     """With rates of this machine, unless they were given."""
     if tuning.rates is not None:
         return tuning

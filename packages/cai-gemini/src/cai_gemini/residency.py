@@ -8,16 +8,21 @@ tensor and pipeline parallelism beside it change nothing: a step is a sequence o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from cai_gemini.budget import device_budget
+from cai_gemini.disk_plan import choose
+from cai_gemini.disk_use import disk_user, open_store
+from cai_gemini.engine import Schedule
 from cai_gemini.held import Held
-from cai_gemini.offload import Tiers, Tuning, schedule, take_over, tiers_of
+from cai_gemini.offload import Tiers, Tuning, measured, schedule, take_over, tiers_of
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.rows import Arriving, RowEngine, RowUnit, check_device, check_host
+from cai_gemini.policy import Plan
+from cai_gemini.rows import Arriving, RowEngine, RowUnit, check_device, row_chunks
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle, Stored
 
@@ -39,15 +44,17 @@ class ChunkResidency:
     in the background. That is for optimizers that are not elementwise.
 
     Args:
-        residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", or `Tiers`.
+        residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", "nvme", or `Tiers`.
         device_memory: bytes that torch may take on a rank, or such as "40GB" (10^9), as in `offload`; whole parameters,
             which the plan leaves room for, and activations included. Default: what torch may take of the device.
-        host_memory: bytes that one rank's rows may need there. Default: no limit.
+        host_memory: bytes that one rank's rows may take there; more goes to `nvme` or is refused. Default: no limit.
+        nvme: a directory on a disk, of every rank's host, for rows as in `offload`. They are made in host memory: the
+            disk is used from `optimizer` on.
         tuning: details.
 
-    Raises `PlanError` for an unknown residency, a disk, `Tuning(speculate=...)` or `Tuning(delay=True)`, and a device
-    whose memory is not known; and later for memory too small: for one chunk at once when the model is sharded, for its
-    activations after the traced steps, each with the smallest that works.
+    Raises `PlanError` for an unknown residency, `Tuning(speculate=...)` or `Tuning(delay=True)`, and a device whose
+    memory is not known; and later for memory too small: for one chunk at once when the model is sharded, on the host or
+    the disk when there is an optimizer, for activations after the traced steps, each with the smallest that works.
     """
 
     def __init__(
@@ -56,15 +63,13 @@ class ChunkResidency:
         *,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        nvme: str | os.PathLike[str] | None = None,
         tuning: Tuning = Tuning(),  # noqa: B008 (frozen)
     ):
-        self._tiers = tiers_of(residency)
-        if self._tiers is not None and (self._tiers.disk or self._tiers.disk_weights):
+        self._tiers, self._nvme = tiers_of(residency), nvme
+        if self._tiers is not None and (self._tiers.disk or self._tiers.disk_weights) and nvme is None:
             raise PlanError(
-                "rows of a sharded model do not live on a disk",
-                got=repr(residency),
-                expected="'auto', 'host', 'device' or Tiers(...) without a disk",
-                fix="use offload on one device, or shard over more ranks",
+                "no directory for state on the disk", got=repr(residency), fix="pass nvme='/path/on/a/disk'"
             )
         if tuning.images:
             raise PlanError(
@@ -97,14 +102,14 @@ class ChunkResidency:
                 "this residency already has a model's rows", fix="make a ChunkResidency for every model"
             )
         device = stored[0].device
-        budget = device_budget(self._device_memory, device, needed=self._tiers is None)
-        check_device(stored, budget, self._device_memory)
+        self._budget = device_budget(self._device_memory, device, needed=self._tiers is None)
+        check_device(stored, self._budget, self._device_memory)
         self._stored, self._mesh, self._device = list(stored), mesh, device
         self._index = {id(rows): i for i, rows in enumerate(stored)}
         self._engine = RowEngine(device)
         helds = [Held(RowUnit(rows), rows.gradients, self._engine) for rows in stored]
-        plan = schedule(self._tiers, helds, budget, device, self._tuning)
-        self._engine.start(helds, plan, self._tuning.observe)
+        nothing = Schedule(self._budget, lambda *_: Plan(frozenset(), frozenset()))
+        self._engine.start(helds, nothing, self._tuning.observe)
         self._engine.recording = False  # until there is an optimizer whose steps part the traces
 
     def fetch(self, stored: Stored) -> CommHandle:
@@ -144,7 +149,7 @@ class ChunkResidency:
                 and AdamW run torch's fused kernels.
 
         Raises `PlanError` before the model is sharded, when called twice, for an optimizer that holds other parameters
-        or communicates, and for too little host memory.
+        or communicates, and for too little memory on the host or the disk; `NvmeError` for a bad directory.
         """
         if not self._stored:
             raise PlanError("there are no rows to step yet", fix="pass the residency to shard_module first")
@@ -163,11 +168,25 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
-        check_host(self._stored, 2 if "betas" in optimizer.defaults else 1, self._host_memory)
+        self._use_disk(optimizer)
         take_over(optimizer, self._engine.helds, kept)
+        tuning = measured(self._tuning, self._engine) if self._tiers is None else self._tuning
+        self._engine.reschedule(schedule(self._tiers, self._engine.helds, self._budget, self._device, tuning))
         self._engine.recording = True
         self._engine.begin()
         self._optimizer = OffloadedOptimizer(
             optimizer, self._engine, self._tuning.overlap, self._device, self._mesh
         )
         return self._optimizer
+
+    def _use_disk(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put rows on the disk that are asked there, or that host memory has no room for."""
+        engine, asked = self._engine, self._tiers or Tiers()
+        chunks = row_chunks(self._stored, optimizer)
+        on_disk = choose(
+            chunks, asked.disk, asked.disk_weights, self._host_memory, disk=self._nvme is not None
+        )
+        engine.store = open_store(self._nvme, chunks, on_disk)
+        use = disk_user(engine, chunks, on_disk)
+        for i, held in enumerate(engine.helds):
+            use(i, held)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from cai_gemini.budget import parse_bytes
+from cai_gemini.disk_plan import ChunkBytes, state_tensors
 from cai_gemini.engine import Engine
 from cai_gemini.held import Held
 from cai_gemini.policy import IN_FLIGHT
@@ -99,25 +99,23 @@ def check_device(stored: Sequence[Stored], budget: int, asked: int | str | None)
         )
 
 
-def check_host(stored: Sequence[Stored], slots: int, host_memory: int | str | None) -> None:
-    """Raise `PlanError` where a rank's rows need more host memory than it may use.
+def row_chunks(stored: Sequence[Stored], optimizer: torch.optim.Optimizer) -> list[ChunkBytes]:
+    """Bytes of a rank's rows of every chunk, stepped by `optimizer`."""
+    tensors = state_tensors(optimizer)
 
-    slots: tensors of state a parameter.
-    """
-    if host_memory is None:
-        return
-    least = 0
-    for rows in stored:
-        least += _bytes(rows.unit.shard) * (1 if rows.gradients is None else 1 + slots) + _row_bytes(rows)
-        least += rows.unit.shard.numel() * (rows.gradients.itemsize if rows.gradients else 0)
-    if least > parse_bytes(host_memory):
-        raise PlanError(
-            "the host memory is too small for what may have to live there",
-            got=host_memory if isinstance(host_memory, str) else f"{host_memory:,} bytes",
-            expected=f"{least:,} bytes on this rank",
-            cause="gradients, weights to copy, master weights and optimizer state",
-            fix="raise host_memory, shard over more ranks, or train in a smaller dtype",
+    def one(rows: Stored) -> ChunkBytes:
+        shard, trains = rows.unit.shard, rows.gradients is not None
+        return ChunkBytes(
+            shard.numel(),
+            master=_bytes(shard),
+            state=tensors * _bytes(shard) if trains else 0,
+            weights=_row_bytes(rows),
+            trains=trains,
+            shared=shard.dtype == rows.unit.whole.dtype,
+            gradient=shard.numel() * rows.gradients.itemsize if rows.gradients is not None else 0,
         )
+
+    return [one(rows) for rows in stored]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -193,7 +193,8 @@ class FlatUnit:
 
     def check_rows(self) -> None:
         """Raise `LayoutError` where a kept parameter is no longer part of the shard: the model has been moved."""
-        first, size = self.shard.data_ptr(), self.shard.element_size()
+        # (a shard whose values are elsewhere is one value seen again and again, of no stride)
+        first, size = self.shard.data_ptr(), self.shard.element_size() * self.shard.stride(0)
         with torch._C.DisableTorchFunctionSubclass():  # addresses do not wait for values
             for name, (start, _), param in zip(self.chunk.names, self.ranges, self.kept, strict=True):
                 away = param.data_ptr() != first + start * size or param.dtype != self.shard.dtype
