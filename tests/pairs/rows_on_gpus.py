@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import MIXED, assert_equals_one_process
+from rows import DISK, MIXED, assert_equals_one_process
 from zero_x_gemini import Case, train
 
 pytestmark = [
@@ -36,10 +37,11 @@ def work(rank: int, folder: str, case: Case) -> None:
         Case("llama", (1, 2), "auto", own=False, activations=True, device="cuda"),
         Case("gpt2", (1, 2), "device", keep=True, device="cuda"),
         Case("llama", (2, 1), MIXED, device="cuda"),
+        Case("llama", (1, 2), DISK, device="cuda"),
     ],
     ids=str,
 )
 def test_equals_one_process(tmp_path: Path, case: Case):
     world = case.shape[0] * case.shape[1]
-    mp.spawn(work, (str(tmp_path), case), nprocs=world)
+    mp.spawn(work, (str(tmp_path), replace(case, folder=tmp_path)), nprocs=world)
     assert_equals_one_process(case.name, [torch.load(tmp_path / f"{i}.pt") for i in range(world)])

@@ -140,7 +140,7 @@ def test_every_mix_equals_one_process(name, shape, residency, own, keep):
 def leg(directory: str, residency: str | Tiers, first: int, last: int, own: bool):
     """Steps `first` to `last` of the twin's run, from a checkpoint and to another; `own`: of the optimizer's making."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
-    rows, model = planned(residency), twin.build("llama")
+    rows, model = planned(residency, nvme=directory), twin.build("llama")
     if first:
         with torch.no_grad():
             for param in model.parameters():
@@ -173,11 +173,14 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {**{f"model.{n}": p for n, p in model.named_parameters()}, **held, "groups": groups}
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_checkpoint_goes_on_over_other_ranks_and_residencies(tmp_path, own):
+@pytest.mark.parametrize(
+    ("own", "one", "two"),
+    [(False, MIXED, "auto"), (True, MIXED, DISK), (True, "nvme", "auto"), (False, DISK, "host")],
+)
+def test_a_checkpoint_goes_on_over_other_ranks_and_residencies(tmp_path, own, one, two):
     losses, _, final = twin.reference("llama")
-    first = run_ranks(2, leg, str(tmp_path), MIXED, 0, 3, own)
-    then = run_ranks(4, leg, str(tmp_path), "auto", 3, 4, own)
+    first = run_ranks(2, leg, str(tmp_path), one, 0, 3, own)
+    then = run_ranks(4, leg, str(tmp_path), two, 3, 4, own)
     for got in first:
         assert got[0] == pytest.approx(losses[:3], rel=1e-9)
     for got in then:
@@ -280,9 +283,10 @@ def test_what_a_forward_left_whole_is_gathered_anew_after_a_step():
     assert found[2] == found[1]
 
 
-def test_evaluations_and_writes_between_steps():
+@pytest.mark.parametrize("residency", [MIXED, DISK, "nvme"], ids=str)
+def test_evaluations_and_writes_between_steps(residency, tmp_path):
     """The trace of a step does not know of them; rows that were written to are gathered anew."""
-    (plain, theirs), (model, ours) = pair()
+    (plain, theirs), (model, ours) = pair(residency=residency, nvme=str(tmp_path))
     for step in range(6):
         for m, opt in ((plain, theirs), (model, ours)):
             losses = losses_of(m, opt, range(step, step + 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import twin
-from rows import MIXED, adamw, assert_equals_one_process, planned
+from rows import DISK, MIXED, adamw, assert_equals_one_process, planned
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tiers
@@ -15,9 +15,9 @@ from cai_pipeline import PipelineRunner, split
 from cai_zero import shard_module, sharding_of
 
 
-def train_pipeline(name: str, residency: str | Tiers, schedule: str, driver: str):
+def train_pipeline(name: str, residency: str | Tiers, disk: str, schedule: str, driver: str):
     mesh, microbatches = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), 4
-    data, rows = mesh["dp_shard"], planned(residency)
+    data, rows = mesh["dp_shard"], planned(residency, nvme=disk)
     model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=rows)
     optimizer = rows.optimizer(adamw(model.parameters()))
     runner = PipelineRunner(
@@ -44,9 +44,15 @@ def train_pipeline(name: str, residency: str | Tiers, schedule: str, driver: str
 
 @pytest.mark.parametrize(
     ("name", "residency", "schedule", "driver"),
-    [("llama", "auto", "1f1b", "actions"), ("gpt2", MIXED, "gpipe", "hooks")],
+    [
+        ("llama", "auto", "1f1b", "actions"),
+        ("gpt2", MIXED, "gpipe", "hooks"),
+        ("gpt2", DISK, "1f1b", "hooks"),
+    ],
     ids=str,
 )
-def test_beside_a_pipeline(name, residency, schedule, driver):
+def test_beside_a_pipeline(name, residency, schedule, driver, tmp_path):
     """gpt2 ties its embeddings over the stages: they count once in the norm."""
-    assert_equals_one_process(name, run_ranks(4, train_pipeline, name, residency, schedule, driver))
+    assert_equals_one_process(
+        name, run_ranks(4, train_pipeline, name, residency, str(tmp_path), schedule, driver)
+    )

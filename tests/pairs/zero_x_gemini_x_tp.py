@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import twin
-from rows import MIXED, adamw, assert_equals_one_process, planned
+from rows import DISK, MIXED, adamw, assert_equals_one_process, planned
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tiers
@@ -14,9 +14,9 @@ from cai_tensor_parallel import parallelize
 from cai_zero import shard_module
 
 
-def train_tensor_parallel(name: str, residency: str | Tiers):
+def train_tensor_parallel(name: str, residency: str | Tiers, disk: str):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    data, rows = mesh["dp_shard"], planned(residency)
+    data, rows = mesh["dp_shard"], planned(residency, nvme=disk)
     model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=rows)
     optimizer = rows.optimizer(adamw(model.parameters()))
     losses, norms = [], []
@@ -32,6 +32,8 @@ def train_tensor_parallel(name: str, residency: str | Tiers):
     return losses, norms, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize(("name", "residency"), [("llama", MIXED), ("gpt2", "auto")], ids=str)
-def test_beside_tensor_parallelism(name, residency):
-    assert_equals_one_process(name, run_ranks(4, train_tensor_parallel, name, residency))
+@pytest.mark.parametrize(
+    ("name", "residency"), [("llama", MIXED), ("gpt2", "auto"), ("llama", DISK)], ids=str
+)
+def test_beside_tensor_parallelism(name, residency, tmp_path):
+    assert_equals_one_process(name, run_ranks(4, train_tensor_parallel, name, residency, str(tmp_path)))

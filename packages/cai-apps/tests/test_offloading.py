@@ -221,10 +221,17 @@ def on_ranks(model, config, case):
 
 
 @pytest.mark.parametrize(
-    ("layout", "memory"), [("data2", "auto"), ("data2-tensor2", "host"), ("data2-pipeline2", "recomputed")]
+    ("layout", "memory"),
+    [
+        ("data2", "auto"),
+        ("data2-tensor2", "host"),
+        ("data2-pipeline2", "recomputed"),
+        ("data2-tensor2", "nvme"),
+    ],
 )
-def test_on_several_ranks_it_is_the_same_run(layout, memory):
-    case, options = MANY[layout], BUDGETS[memory] | {"device_memory": "500kB"}
+def test_on_several_ranks_it_is_the_same_run(layout, memory, tmp_path):
+    known = {**BUDGETS, "nvme": {"residency": "nvme", "nvme": str(tmp_path)}}
+    case, options = MANY[layout], known[memory] | {"device_memory": "500kB"}
     _, losses, after = run_ranks(1, run, "llama", config_of("fp64", clip=0.1))[0]
     config = config_of("fp64", clip=0.1, case=case, size=1, **options)
     found, placed, again = run_ranks(case.world, on_ranks, "llama", config, case)[0]
@@ -235,12 +242,12 @@ def test_on_several_ranks_it_is_the_same_run(layout, memory):
     assert placed.host_bytes > 0
 
 
-@pytest.mark.parametrize("memory", ["device", "auto"])
+@pytest.mark.parametrize("memory", ["device", "auto", "nvme"])
 def test_a_checkpoint_goes_on_on_several_ranks(memory, tmp_path):
-    options = {"device": {}, **BUDGETS}
+    options = {"device": {}, **BUDGETS, "nvme": {"residency": "nvme", "nvme": str(tmp_path)}}
     _, losses, after = run_ranks(1, run, "gpt2", config_of("fp64"))[0]
-    run_ranks(1, first_half, config_of("fp64", **BUDGETS["auto"]), str(tmp_path))
+    run_ranks(1, first_half, config_of("fp64", **BUDGETS["auto"]), str(tmp_path / "saved"))
     config = config_of("fp64", case=PAIR, **options[memory])
-    resumed, again = run_ranks(2, second_half, config, str(tmp_path), PAIR)[0]
+    resumed, again = run_ranks(2, second_half, config, str(tmp_path / "saved"), PAIR)[0]
     assert resumed == pytest.approx(losses[HALF:], abs=1e-9)
     assert all(torch.allclose(again[n], after[n], rtol=0, atol=1e-9) for n in after)

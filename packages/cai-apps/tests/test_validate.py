@@ -83,7 +83,7 @@ ALONE = {"parallel__shard": 1, "parallel__tensor__size": 1, "parallel__pipeline_
         (1, {"nvme": "/tmp"}, ["memory.nvme does nothing"]),
         (1, {"activations": "host"}, ['activations = "host"', 'recompute = "none"', "set memory.recompute to full"]),
         (2, {"residency": "auto"}, ['"auto" on several ranks', "parallel.zero = 1, 2 ranks", "parallel.zero to 3"]),
-        (2, {"residency": "nvme", "nvme": "/tmp"}, ["memory.nvme works on one rank", "2 ranks"]),
+        (2, {"residency": "nvme", "nvme": "/tmp"}, ['"nvme" on several ranks', "set parallel.zero to 3"]),
         (2, {"residency": "host"}, ["needs parameters in shards", "set parallel.zero to 3"]),
     ],
 )  # fmt: skip
@@ -102,6 +102,7 @@ def test_memory_that_cannot_be_says_so(tiny, ranks, memory, parts):
         (1, {"residency": "host"}),
         (2, {"residency": "host"}),
         (2, {"residency": "auto", "device_memory": "22GB", "host_memory": "100GB"}),
+        (2, {"residency": "nvme", "nvme": "/nowhere"}),
         (1, {"recompute": "full", "activations": "host"}),
     ],
 )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import threading
 
 import pytest
 import torch
 from offloaded import SLOW_HOST
+from test_nvme_faults import Disk, fails
+from test_offload_disk import within
 from torch import nn
 
 from cai_gemini import ChunkResidency, Tiers, Tuning
 from cai_gemini.gradient import counted, sums_of_squares
+from cai_gemini.nvme import NvmeError
 from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import State
 from cai_gemini.trace import Trace, Use
@@ -22,10 +27,10 @@ from cai_mesh.units import FlatUnit, Share
 CPU, BLOCKS = torch.device("cpu"), 4
 
 
-def rows_of(residency: Residency, compute: torch.dtype = torch.float32) -> list[Stored]:
+def rows_of(residency: Residency, compute: torch.dtype = torch.float32, width: int = 20) -> list[Stored]:
     """The second half of every block's rows; the second block is frozen."""
     torch.manual_seed(0)
-    blocks = nn.ModuleList(nn.Linear(20, 15) for _ in range(BLOCKS))
+    blocks = nn.ModuleList(nn.Linear(width, 15) for _ in range(BLOCKS))
     stored = []
     for i, block in enumerate(blocks):
         unit = FlatUnit(
@@ -68,12 +73,11 @@ def step(residency: ChunkResidency, stored: list[Stored], optimizer, number: int
     return seen
 
 
-def planned(residency="auto", memory=10**6, **options) -> ChunkResidency:
-    return ChunkResidency(residency, device_memory=memory, tuning=Tuning(rates=SLOW_HOST, **options))
+def planned(residency="auto", memory=10**6, nvme=None, **options) -> ChunkResidency:
+    tuning = Tuning(rates=SLOW_HOST, **options)
+    return ChunkResidency(residency, device_memory=memory, nvme=nvme, tuning=tuning)
 
 
-@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4)], ids=str)
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 def gradient(rows: Stored, number: int, part: int, index: int) -> torch.Tensor:
     """Of a backward; padding is zero."""
     generator = torch.Generator().manual_seed(100 * number + 10 * part + index)
@@ -83,11 +87,14 @@ def gradient(rows: Stored, number: int, part: int, index: int) -> torch.Tensor:
     return grad
 
 
-@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4)], ids=str)
+DISKS = ["nvme", Tiers(0.4, 0.3, disk=0.7), Tiers(0.6, 0.3, disk=0.4, disk_weights=0.5)]
+
+
+@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4), *DISKS], ids=str)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute):
+def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute, tmp_path):
     """The twin steps copies of the parameters, with gradients added in the order in which they came: bit for bit."""
-    rows = planned(residency)
+    rows = planned(residency, nvme=tmp_path)
     stored = rows_of(rows, compute)
     twins = [[p.detach().clone() for p in one.unit.kept] for one in stored]
     theirs = torch.optim.AdamW([t for i, ts in enumerate(twins) if i != 1 for t in ts], lr=1e-2, fused=True)
@@ -106,6 +113,42 @@ def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute):
     assert rows._engine.planned
     for one, ts in zip(stored, twins, strict=True):
         assert all(torch.equal(p.detach(), twin) for p, twin in zip(one.unit.kept, ts, strict=True))
+
+
+@pytest.mark.parametrize("part", ["weights", "master weights", "exp_avg"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_failing_disk_is_an_error_that_names_path_and_parameter(tmp_path, part, call):
+    rows = planned("nvme", nvme=tmp_path)
+    stored = rows_of(rows, torch.bfloat16)
+    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    for number in range(2):
+        step(rows, stored, optimizer, number)
+    optimizer.wait()
+    held = rows._engine.helds[2]
+    region = {r.name: r for r in held.disk_regions()}[f"{held.name} ({part})"]
+    rows._engine.store._file._sys = Disk(**{call: within(region, fails(errno.EIO))})
+
+    def go_on():
+        for number in range(2, 5):
+            step(rows, stored, optimizer, number)
+
+    with pytest.raises(NvmeError) as caught:
+        go_on()
+    assert region.name in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_host_memory_that_is_short_spills_to_the_disk(tmp_path):
+    """To the byte that the error asks for."""
+
+    def of(host_memory, nvme=None):
+        rows = ChunkResidency("host", host_memory=host_memory, nvme=nvme)
+        return rows.optimizer(torch.optim.AdamW(trained(rows_of(rows, width=4000)), lr=1e-2))
+
+    with pytest.raises(PlanError, match=r"host memory is too small(.|\n)*or pass nvme") as caught:
+        of(10_000)
+    enough = int(re.search(r"expected: ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+    assert of(enough).placement().state_on_disk == 0
+    assert of(enough - 1, tmp_path).placement().state_on_disk > 0
 
 
 def test_a_traced_step_is_whole():

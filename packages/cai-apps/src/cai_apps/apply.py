@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -272,7 +273,10 @@ def _residency(config: Config) -> ChunkResidency | None:
     if memory.residency == "device":
         return None
     return ChunkResidency(
-        memory.residency, device_memory=memory.device_memory, host_memory=memory.host_memory
+        memory.residency,
+        device_memory=memory.device_memory,
+        host_memory=memory.host_memory,
+        nvme=None if memory.nvme is None else Path(memory.nvme).expanduser(),
     )
 
 

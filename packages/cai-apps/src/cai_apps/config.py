@@ -71,7 +71,7 @@ class Parallel:
 class Memory:
     residency: Literal["device", "host", "auto", "nvme"] = "device"
     """Where parameters, gradients and optimizer state live between uses. auto: as much on the device as makes steps
-    short, planned from traced steps; host: there; nvme: in files, on one rank. On several ranks with ZeRO-3."""
+    short, planned from traced steps; host: there; nvme: in files. On several ranks with ZeRO-3."""
     device_memory: int | str | None = None
     """What a rank may use of its device, in bytes or as "22GB" (10^9) or "22GiB"; None: all of it."""
     host_memory: int | str | None = None

@@ -51,13 +51,6 @@ def check_memory(config: Config, ranks: int) -> None:
 
 def _check_many_ranks(config: Config, ranks: int) -> None:
     memory = config.memory
-    if memory.nvme is not None:
-        raise ConfigError(
-            "memory.nvme works on one rank",
-            got=f"{ranks} ranks",
-            expected='memory.residency = "auto" or "host" without a disk',
-            fix="leave memory.nvme out and shard over more ranks, or train on one",
-        )
     if config.parallel.zero != 3:
         raise ConfigError(
             f'memory.residency = "{memory.residency}" on several ranks needs parameters in shards',
