@@ -98,3 +98,11 @@ def test_a_clock_does_not_count_what_the_host_waits(monkeypatch):
         pass
     clock.start()
     assert clock.seconds() == [3.0, 0.0] and clock.seconds() == []
+
+
+def test_of_two_passes_the_quicker_use_counts():
+    """Where the passes are the same; bytes are those of the last."""
+    uses = (Use(0, False), Use(0, True))
+    first, then = Trace(uses, (5, 9), (3.0, 1.0)), Trace(uses, (6, 7), (1.0, 2.0))
+    assert then.quickest(first) == Trace(uses, (6, 7), (1.0, 1.0))
+    assert then.quickest(None) is then and then.quickest(Trace(uses[:1], (5,), (0.5,))) is then

@@ -185,7 +185,8 @@ class Engine:
             self._clock.stop()
             self._beside.append(self._clock.beside())
             seconds = tuple(self._clock.seconds())
-            self.trace = Trace(tuple(self._seen), tuple(self._beside), seconds, tuple(self._also))
+            trace = Trace(tuple(self._seen), tuple(self._beside), seconds, tuple(self._also))
+            self.trace = trace.quickest(self.trace)
             self.recording = not self.planned and self.steps + 1 < self._schedule.warmup
             if self.planned:
                 self._adopt(self.plan)

@@ -6,7 +6,7 @@ pass is run once with as little on the device as possible, and what was seen dec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Trace:
     Args:
         uses: in order.
         beside: bytes on the device that are not weights, gradients or optimizer state, at most, during each use.
-        seconds: what each use took to compute.
+        seconds: what each use took to compute, at least.
         also: other chunks in use at that moment, which cannot be freed; none where left out.
     """
 
@@ -32,6 +32,15 @@ class Trace:
     beside: tuple[int, ...]
     seconds: tuple[float, ...]
     also: tuple[frozenset[int], ...] = ()
+
+    def quickest(self, last: Trace | None) -> Trace:
+        """This pass with the least seconds of it and the one traced before, where that was the same.
+
+        What a host that is busy adds (libraries that load, state that is made, steps in the background) is no compute.
+        """
+        if last is None or last.uses != self.uses:
+            return self
+        return replace(self, seconds=tuple(map(min, self.seconds, last.seconds)))
 
     def in_use(self, moment: int) -> frozenset[int]:
         """Chunks in use at a moment beside the one it is the use of."""
