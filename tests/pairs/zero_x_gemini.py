@@ -84,6 +84,7 @@ def train(case: Case):
         losses.append(twin.mean_over(data.get_group(), loss))
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     assert rows._engine.planned is not case.plain
+    assert any(held.disk is not None for held in rows._engine.helds) == (case.folder is not None)
     return losses, norms, twin.whole(boxed)
 
 
