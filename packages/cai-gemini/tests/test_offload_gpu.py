@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from cai_gemini import Tiers, Tuning, offload, pinned
+from cai_gemini.budget import usable
 from cai_gemini.pinned import host_memory
 
 pytestmark = [
@@ -124,7 +125,7 @@ def test_the_budget_holds():
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= budget
+    assert torch.cuda.max_memory_allocated() - before <= usable(budget, torch.device("cuda"))
     assert optimizer._engine.plan.state, "memory that is there is used"
 
 
@@ -198,7 +199,8 @@ def test_the_budget_holds_with_several_backwards_a_step():
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before <= budget
+    peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+    assert peak - before <= usable(budget, torch.device("cuda"))
     assert optimizer._engine.plan.state and optimizer._engine.helds[0].sizes.sums
 
 

@@ -121,6 +121,19 @@ def test_any_number_of_heads(heads):
     assert_no_less_exact(kernel(cos, sin), plain(cos, sin), inputs, upstream)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("q_heads", "k_heads", "size"), [(8, 4, 128), (16, 8, 64), (8, 8, 256)])
+def test_heads_that_divide_into_groups(q_heads, k_heads, size, interleaved, dtype):
+    from cai_kernels.rope import triton
+
+    assert triton._group(q_heads, k_heads, size), "or the shapes above test it already"
+    inputs, upstream = tensors(2, q_heads, k_heads, 3, size, dtype)
+    cos, sin = tables(3, size, dtype, interleaved=interleaved)
+    options = {"interleaved": interleaved}
+    assert_no_less_exact(kernel(cos, sin, **options), plain(cos, sin, **options), inputs, upstream)
+
+
 def test_results_lie_in_memory_as_the_inputs_do():
     (q, k), (dq, dk) = tensors(2, 4, 2, 5, 16, torch.float32)
     cos, sin = tables(5, 16)

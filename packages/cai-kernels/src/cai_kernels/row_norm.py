@@ -303,7 +303,8 @@ def forward(
         shape = (rows, columns, x.stride(0), stride)
         launch(
             inputs, outputs, shape, eps,
-            KIND=kind, AHEAD=ahead, EVEN=even, ROWS=each, BLOCK=block, num_warps=block // 1024 if ahead else warps,
+            KIND=kind, AHEAD=ahead, EVEN=even, ROWS=each, BLOCK=block,
+            num_warps=max(block // 1024, 1) if ahead else warps,
         )  # fmt: skip
     return y, total, mean, rstd
 
