@@ -14,7 +14,7 @@ from cai_gemini.budget import memory_for, parse_bytes, usable
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
 
-RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0)]
+RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0), Tiers(0.5, 0.2, streamed=0.5)]
 
 
 def torchs_clip(model, opt):
@@ -212,13 +212,13 @@ def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
         train(model, ours, steps=2)
 
 
-@pytest.mark.parametrize("residency", ["host", Tiers(0.6, 0.4)], ids=str)
+@pytest.mark.parametrize("residency", ["host", Tiers(0.6, 0.4), Tiers(streamed=0.6)], ids=str)
 def test_state_dicts_resume_and_loaded_weights_are_seen(residency):
     twin, theirs = build()
     train(twin, theirs, steps=3)
     model, ours = moved(*build(), residency)
     train(model, ours, steps=3)
-    other, resumed = moved(*build(), "host")
+    other, resumed = moved(*build(), "host" if residency == "host" else Tiers(0.3, 0.2, streamed=0.5))
     with torch.no_grad():
         for mine, saved in zip(other.parameters(), model.parameters(), strict=True):
             mine.copy_(saved)

@@ -14,7 +14,7 @@ from cai_mesh.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is no disk but memory")
 
-KINDS = ["nvme", "host", "device", Tiers(0.5, 0.3, disk=0.5, disk_weights=0.3)]
+KINDS = ["nvme", "host", "device", Tiers(0.5, 0.3, disk=0.5, disk_weights=0.3), Tiers(0.4, 0.2, streamed=0.5)]
 MAKERS = {"adamw": adamw, "sgd": OPTIMIZERS["sgd"], "amsgrad": OPTIMIZERS["amsgrad"]}
 
 

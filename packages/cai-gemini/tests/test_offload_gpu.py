@@ -44,7 +44,7 @@ def nothing_else_on_the_device():
     Its last steps may still run in the background, and hold the model while they do.
     """
     end = time.monotonic() + 120
-    while gc.collect() + sum(t.name == "cai_gemini" for t in threading.enumerate()) > 0:
+    while gc.collect() + sum(t.name.startswith("cai_gemini") for t in threading.enumerate()) > 0:
         assert time.monotonic() < end, "a model of an earlier test is still held"
         time.sleep(0.02)
     torch.cuda.empty_cache()
@@ -76,7 +76,17 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    "residency", ["host", "device", "auto", Tiers(1.0, 0.4), Tiers(0.5, 0.2, 0.3)], ids=str
+    "residency",
+    [
+        "host",
+        "device",
+        "auto",
+        Tiers(1.0, 0.4),
+        Tiers(0.5, 0.2, 0.3),
+        Tiers(0.5, 0.2, streamed=0.5),
+        Tiers(streamed=1.0),
+    ],
+    ids=str,
 )
 def test_training_is_that_without_offload(residency, tmp_path):
     expected = plain()

@@ -111,7 +111,7 @@ class Held:
 
 def test_the_allocator_is_told_of_a_copy_that_nobody_waited_for():
     kept, left = Held(), Held()
-    waited, dropped = Copied(None, "stream", kept), Copied(None, "stream", left)
+    waited, dropped = Copied(None, "stream", [kept]), Copied(None, "stream", [left])
     waited.wait()
     del waited, dropped
     assert (kept.streams, left.streams) == ([], ["stream"])

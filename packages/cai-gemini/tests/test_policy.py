@@ -139,7 +139,6 @@ def test_fractions_take_the_first_used():
     trace, sizes = palindrome(4), [Sizes(10, 10, 60)] * 4
     plan = fractions(trace, sizes, 0.75, 0.5)
     assert plan.weights == {0, 1, 2} and plan.state == {0, 1}
-    assert fractions(trace, sizes, 0.0, 0.0, stays={3}).weights == {3}
 
 
 # -- time ----------------------------------------------------------------------------------------------------------

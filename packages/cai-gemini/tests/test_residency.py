@@ -87,10 +87,11 @@ def gradient(rows: Stored, number: int, part: int, index: int) -> torch.Tensor:
     return grad
 
 
+STREAMED = Tiers(0.5, 0.2, streamed=0.6)
 DISKS = ["nvme", Tiers(0.4, 0.3, disk=0.7), Tiers(0.6, 0.3, disk=0.4, disk_weights=0.5)]
 
 
-@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4), *DISKS], ids=str)
+@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4), STREAMED, *DISKS], ids=str)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute, tmp_path):
     """The twin steps copies of the parameters, with gradients added in the order in which they came: bit for bit."""

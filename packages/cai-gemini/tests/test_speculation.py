@@ -384,7 +384,7 @@ def test_an_early_step_that_fails_is_undone_as_far_as_it_came(monkeypatch):
     warm(model, optimizer, plain)
     from cai_gemini import chunk_step
 
-    whole, left = chunk_step._fused_adam, [7]
+    whole, left = chunk_step.ChunkStep.adam, [7]
 
     def breaks(*args):
         left[0] -= 1
@@ -392,7 +392,7 @@ def test_an_early_step_that_fails_is_undone_as_far_as_it_came(monkeypatch):
             raise MemoryError("no more")
         whole(*args)
 
-    monkeypatch.setattr(chunk_step, "_fused_adam", breaks)
+    monkeypatch.setattr(chunk_step.ChunkStep, "adam", breaks)
     backward(model, plain, 0)
     caught_up(optimizer)
     step(optimizer, plain)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,22 @@ def has_two_moments(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class AdamBlock:
+    """A part of one parameter.
+
+    Args:
+        group: its options.
+        step: how many steps the parameter has made with this one, where the step is taken.
+        low, high: its elements of the chunk.
+    """
+
+    group: Group
+    step: torch.Tensor
+    low: int
+    high: int
+
+
 class ChunkStep:
     """Steps the kept parameters of one chunk.
 
@@ -63,6 +80,7 @@ class ChunkStep:
                 self._groups.append((place, sorted(indices)))
         self.fused = has_two_moments(optimizer)
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._placed: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
 
     @property
     def state_bytes(self) -> int:
@@ -153,30 +171,67 @@ class ChunkStep:
         """Adam on `state`: master weights and both moments, flat, which need not be where the chunk's are."""
         master, first, second = state
         scaled = not (isinstance(scale, float) and scale == 1.0)
-        block = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
+        size = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
         apart = scaled or gradient.dtype != master.dtype
-        scratch = master.new_empty(min(block, master.numel())) if apart else None
+        scratch = master.new_empty(min(size, master.numel())) if apart else None
+        for block in self.blocks(groups, size, master.device, before):
+            part = slice(block.low, block.high)
+            if before is not None:
+                for tensor in state:
+                    before.keep(tensor[part])
+            grad = gradient[part]
+            if scratch is not None:
+                grad = scratch[: grad.numel()].copy_(grad)
+                grad = grad.mul_(scale) if scaled else grad
+            self.adam(block, master[part], grad, first[part], second[part])
+            if weights.data_ptr() != master.data_ptr():
+                weights[part].copy_(master[part])
+
+    def blocks(
+        self, groups: Groups, size: int, device: torch.device, before: Before | None = None
+    ) -> list[AdamBlock]:
+        """What a step of Adam runs over, at most `size` elements each, and counts that step.
+
+        One parameter after the other: the host's kernel rounds the last few elements of a tensor in its own way.
+        """
+        found = []
         for group, indices in groups:
-            # one by one: the kernel rounds the last few elements of a tensor in its own way
             for i in indices:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
                 if before is not None:
                     before.keep(count)
                 count += 1
-                step = torch.full((), float(count), device=master.device)
+                step = torch.full((), float(count), device=device)
                 low, high = self._unit.ranges[i]
-                for at in range(low, high, block):
-                    part = slice(at, min(at + block, high))
-                    if before is not None:
-                        for tensor in state:
-                            before.keep(tensor[part])
-                    grad = gradient[part]
-                    if scratch is not None:
-                        grad = scratch[: grad.numel()].copy_(grad)
-                        grad = grad.mul_(scale) if scaled else grad
-                    _fused_adam(self._optimizer, group, master[part], grad, first[part], second[part], step)
-                    if weights.data_ptr() != master.data_ptr():
-                        weights[part].copy_(master[part])
+                found += [AdamBlock(group, step, at, min(at + size, high)) for at in range(low, high, size)]
+        return found
+
+    def adam(
+        self,
+        block: AdamBlock,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+    ) -> None:
+        """Adam on the tensors of a block, in place, wherever they are."""
+        kernel = torch._fused_adamw_ if _decoupled(self._optimizer, block.group) else torch._fused_adam_
+        beta1, beta2 = block.group["betas"]
+        kernel(
+            [param],
+            [grad],
+            [first],
+            [second],
+            [],
+            [block.step],
+            lr=float(block.group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=block.group["weight_decay"],
+            eps=block.group["eps"],
+            amsgrad=False,
+            maximize=block.group["maximize"],
+        )
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Adam's moments of the chunk, flat."""
@@ -192,10 +247,19 @@ class ChunkStep:
     def _adam_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Flat moments; the optimizer's state are views of them."""
         if self._moments is None:
-            shard = self._unit.shard
-            self._moments = (torch.zeros_like(shard), torch.zeros_like(shard))
+            self._moments = self._zeros()
             self._point_state(fresh=True)
         return self._moments
+
+    def move_moments(self, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let Adam's moments be what `place` makes of them, those of state that is loaded later too."""
+        first, second = self.moments()
+        self.put_moments(place(first), place(second))
+        self._placed = place
+
+    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shard = self._unit.shard
+        return self._placed(torch.zeros_like(shard)), self._placed(torch.zeros_like(shard))
 
     def _point_state(self, *, fresh: bool) -> None:
         assert self._moments is not None
@@ -280,8 +344,7 @@ class ChunkStep:
         """The optimizer's state was loaded: let it be views of the chunk's moments again."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.fused and (self._moments is not None or self.has_state):
-                shard = self._unit.shard
-                self._moments = (torch.zeros_like(shard), torch.zeros_like(shard))
+                self._moments = self._zeros()
                 self._point_state(fresh=True)
 
     # -- moving --------------------------------------------------------------------------------------------------
@@ -304,32 +367,8 @@ class ChunkStep:
                             state[name] = value.to(device)
 
 
-def _fused_adam(
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    step: torch.Tensor,
-) -> None:
-    kernel = torch._fused_adamw_ if _decoupled(optimizer, group) else torch._fused_adam_
-    beta1, beta2 = group["betas"]
-    kernel(
-        [param],
-        [grad],
-        [first],
-        [second],
-        [],
-        [step],
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=group["maximize"],
-    )
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: Group) -> bool:

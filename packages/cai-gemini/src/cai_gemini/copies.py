@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
 
 
 class Copied:
@@ -14,15 +18,15 @@ class Copied:
     Args:
         event: behind the copy; None: it is done.
         stream: that copies.
-        held: the device tensor it reads or writes. It is kept until somebody has waited; where nobody ever does, the
-            allocator is told of the stream before it is let go.
+        held: the device tensors it reads or writes. They are kept until somebody has waited; where nobody ever does,
+            the allocator is told of the stream before they are let go.
     """
 
     def __init__(
         self,
         event: torch.cuda.Event | None,
         stream: torch.cuda.Stream | None = None,
-        held: torch.Tensor | None = None,
+        held: Sequence[torch.Tensor] = (),
     ):
         self._event, self._stream, self._held = event, stream, held
 
@@ -31,21 +35,22 @@ class Copied:
         if self._event is not None:
             device = None if self._stream is None else self._stream.device
             torch.cuda.current_stream(device).wait_event(self._event)
-        self._held = None
+        self._held = ()
 
     def synchronize(self) -> None:
         """Wait on the host."""
         if self._event is not None:
             self._event.synchronize()
-        self._held = None
+        self._held = ()
 
     @property
     def done(self) -> bool:
         return self._event is None or self._event.query()
 
     def __del__(self) -> None:
-        if self._held is not None and self._stream is not None:
-            self._held.record_stream(self._stream)
+        if self._stream is not None:
+            for tensor in self._held:
+                tensor.record_stream(self._stream)
 
 
 class Scalar:
@@ -112,13 +117,21 @@ class Copies:
             allocator keeps it until all that the copying stream has been given by then is done.
         name: of what is copied, on a timeline.
         """
-        return self._copy((self._up, "to_device"), target, source, after, held, name)
+        return self._copy((self._up, "to_device"), [(target, source)], after, held, name)
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, *, held: bool = False, name: str = "activations"
     ) -> Copied:
         """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
-        return self._copy((self._down, "to_host"), target, source, self.mark(), held, name)
+        return self._copy((self._down, "to_host"), [(target, source)], self.mark(), held, name)
+
+    def all_to_device(self, pairs: Pairs, after: torch.cuda.Event | None, name: str) -> Copied:
+        """Several copies as one, to device memory that is not given up, as `to_device` with `held`."""
+        return self._copy((self._up, "to_device"), pairs, after, True, name)
+
+    def all_to_host(self, pairs: Pairs, name: str) -> Copied:
+        """Several copies as one, from device memory that is not given up, as `to_host` with `held`."""
+        return self._copy((self._down, "to_host"), pairs, self.mark(), True, name)
 
     def scalar(self, value: float | torch.Tensor) -> float | Scalar:
         """A number that other threads may read; a tensor, 0-d, starts on its way to the host."""
@@ -132,8 +145,7 @@ class Copies:
     def _copy(
         self,
         lane: tuple[torch.cuda.Stream | None, str],
-        target: torch.Tensor,
-        source: torch.Tensor,
+        pairs: Pairs,
         after: torch.cuda.Event | None,
         held: bool,
         name: str,
@@ -143,12 +155,16 @@ class Copies:
             if stream is not None and after is not None:
                 stream.wait_event(after)
             begin = recorder.now(stream) if recorder is not None else None
-            target.copy_(source, non_blocking=stream is not None)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=stream is not None)
             if recorder is not None and begin is not None:
                 recorder.span(lane[1], begin, recorder.now(stream), name)
             if stream is None:
                 return Copied(None)
-            tensor = target if target.is_cuda else source
+            tensors = [target if target.is_cuda else source for target, source in pairs]
             if not held:
-                tensor.record_stream(stream)
-            return Copied(stream.record_event(), stream, tensor if held else None)
+                for tensor in tensors:
+                    tensor.record_stream(stream)
+            done = torch.cuda.Event(blocking=True)  # a thread that spins takes a core from host steps
+            done.record(stream)
+            return Copied(done, stream, tensors if held else ())

@@ -43,7 +43,7 @@ class DelayedHeld(Held):
         """Step with the gradient, which is consumed: at once on the device, on the host for the next `publish`."""
         if self.on_device:
             super().begin_step(scale)
-        elif (taken := self._take_gradient()) is not None:
+        elif (taken := self.take_gradient()) is not None:
             self._step_later(taken, scale)
 
     def _step_later(self, taken: Taken, scale: float | Scalar) -> None:
@@ -53,19 +53,19 @@ class DelayedHeld(Held):
 
         def run() -> None:
             ready = gradient.settled()
-            with host_span(self._copies.recorder, self.name):
+            with host_span(self.copies.recorder, self.name):
                 step.run(groups, ready, float(scale), weights)
                 if partly:
                     self.home.copy_to(weights)
             self.home.adopt()
             if ready is not weights:
-                self._copies.host.give(ready)
+                self.copies.host.give(ready)
 
         self.home.delay(self.worker.submit(run), weights)
 
     def _room(self, gradient: Gradient) -> torch.Tensor:
         """Where a step puts new weights: where its gradient is, unless that is wider, or may yet change place."""
-        tensor, home, host = gradient.tensor, self.home.weights, self._copies.host
+        tensor, home, host = gradient.tensor, self.home.weights, self.copies.host
         own = gradient.adding is None and host.is_lent(tensor) and tensor.dtype == home.dtype
         return tensor if own else host.take(home.numel(), home.dtype)
 

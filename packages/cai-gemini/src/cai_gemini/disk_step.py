@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from cai_gemini.copies import Scalar
+from cai_gemini.disk_state import Job
 from cai_gemini.nvme import NvmeStore, stream
+from cai_gemini.timeline import host_span
 
 if TYPE_CHECKING:
     from cai_gemini.held import Held
@@ -23,7 +25,7 @@ def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | Scalar)
     """
     if not helds:
         return
-    jobs = [(held, job) for held in helds if (job := held.step_on_disk(scale)) is not None]
+    jobs = [(held, job) for held in helds if (job := _job(held, scale)) is not None]
     done: list[Future[None]] = [Future() for _ in jobs]
     chunks = [held.disk_regions() for held, _ in jobs]
     begun: list[float] = []
@@ -32,7 +34,7 @@ def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | Scalar)
         jobs[index][1](tensors)
 
     def wrote(index: int) -> None:
-        jobs[index][0].show_disk(begun.pop())
+        _show(jobs[index][0], begun.pop())
         begun.append(time.perf_counter())
         done[index].set_result(None)
 
@@ -50,3 +52,30 @@ def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | Scalar)
     whole = jobs[0][0].worker.submit(run) if jobs else None
     for (held, _), future in zip(jobs, done, strict=True):
         held.stepped_by(future, also=whole)
+
+
+def _job(held: Held, scale: float | Scalar) -> Job | None:
+    """What steps tensors that were read from the chunk's `disk_regions`; None where there is no gradient."""
+    disk = held.disk
+    assert disk is not None
+    held.finish_writing()
+    disk.give_back()
+    taken = held.take_gradient()
+    if taken is None:
+        return None
+    gradient, groups, step = taken
+
+    def run(tensors: list[torch.Tensor]) -> None:
+        ready = gradient.settled()
+        partly = sum(len(indices) for _, indices in groups) < len(held.unit.kept)
+        with host_span(held.copies.recorder, held.name):
+            disk.step(step, groups, (ready, float(scale)), tensors, held.home.among(tensors, partly=partly))
+        held.copies.host.give(gradient.tensor)
+
+    return run
+
+
+def _show(held: Held, begun: float) -> None:
+    """On a timeline: from `begun`, of `time.perf_counter`, until now the disk was at work for this chunk."""
+    if held.copies.recorder is not None:
+        held.copies.recorder.span("disk", begun, time.perf_counter(), held.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,7 @@ from cai_gemini.policy import (
 )
 from cai_gemini.speculation import Tally
 from cai_gemini.states import Ledger, State
+from cai_gemini.streamed import Streaming, keep_streamed
 from cai_gemini.timeline import Recorder, Timeline
 from cai_gemini.trace import Trace, Use
 from cai_gemini.worker import Worker, leave_cores
@@ -78,6 +79,7 @@ class Engine:
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini", device), Ledger()
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
+        self._streaming: Streaming | None = None
         self.planned = False
         self.steps = self._passes = self._usual = 0  # backwards in this step and in the one before
         self.tally, self._early = Tally(), set[Held]()
@@ -232,8 +234,9 @@ class Engine:
                 fix="raise device_memory, take smaller batches, or recompute activations",
             )
         plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
-        self._adopt(Plan(plan.weights | self._always, plan.state))
+        self._adopt(replace(plan, weights=plan.weights | self._always))
         let_go(device)
+        self._stream()
         for i in sorted(self.plan.weights):
             held = self.helds[i]
             if held.state is State.FREE:
@@ -244,6 +247,13 @@ class Engine:
             if self.helds[i].step is not None:
                 self.helds[i].move_to_device()
         self.planned, self.recording = True, False
+
+    def _stream(self) -> None:
+        """Let the plan's state be stepped on the device piece by piece from now on."""
+        if self.plan.streamed:
+            self._streaming = Streaming(self.copies, self.ledger, self.plan.buffers)
+        for i in sorted(self.plan.streamed):
+            keep_streamed(self.helds[i], self.copies.device)
 
     def _adopt(self, plan: Plan) -> None:
         assert self.trace is not None
@@ -282,9 +292,11 @@ class Engine:
             if held.touched and not held.stays and held.state is not State.FREE:
                 held.free()
         ordered = self._in_order()
-        for held in [h for h in ordered if h.on_device] + [
-            h for h in ordered if not h.on_device and h.disk is None
-        ]:
+        for held in (h for h in ordered if h.on_device):
+            held.begin_step(factor)
+        if self._streaming is not None:
+            self._streaming.step([h for h in ordered if h.streamed], factor)
+        for held in (h for h in ordered if not h.on_device and not h.streamed and h.disk is None):
             held.begin_step(factor)
         if self.store is not None:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)

@@ -48,15 +48,22 @@ class Gradient:
             self.sent = None
         return self.tensor
 
-    def add(self, more: torch.Tensor, sent: Copied | None, worker: Worker, pool: HostPool) -> None:
-        """Add another, which is `sent` here, or here; gradients of several backwards are summed in float32 at least."""
+    def add(
+        self, more: torch.Tensor, sent: Copied | None, worker: Worker, pool: HostPool, *, copies: bool = False
+    ) -> None:
+        """Add another, which is `sent` here, or here; gradients of several backwards are summed in float32 at least.
+
+        copies: whether the sum goes to the device again.
+        """
         if sent is None:
             self.squares = None
             self.tensor = self.tensor.to(wide(more.dtype)).add_(more)
         else:
-            self._add_later(more, sent, worker, pool)
+            self._add_later(more, sent, worker, pool, copies)
 
-    def _add_later(self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool) -> None:
+    def _add_later(
+        self, more: torch.Tensor, sent: Copied, worker: Worker, pool: HostPool, copies: bool
+    ) -> None:
         first, before = self.sent, self.adding
         self.squares = self.sent = None
 
@@ -68,7 +75,7 @@ class Gradient:
             sent.synchronize()
             total = self.tensor
             if total.dtype != wide(more.dtype):
-                total = pool.take(total.numel(), wide(more.dtype), copies=False)
+                total = pool.take(total.numel(), wide(more.dtype), copies=copies)
             _add(total, self.tensor, more)
             if total is not self.tensor:
                 pool.give(self.tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
@@ -11,7 +10,7 @@ import torch
 
 from cai_gemini.chunk_step import ChunkStep, Groups
 from cai_gemini.copies import Copied, Copies, Scalar, there
-from cai_gemini.disk_state import DiskState, Job
+from cai_gemini.disk_state import DiskState
 from cai_gemini.disk_weights import DiskWeights, Staging
 from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares, wide
 from cai_gemini.home import Home
@@ -54,24 +53,25 @@ class Held:
     Attributes:
         buffer: where gradients accumulate, if they are collected from there.
         wanted: whether somebody waits for the weights, or uses them.
+        streamed: whether master weights and state, on the host, are stepped on the device piece by piece.
     """
 
     def __init__(self, unit: Unit, gradients: torch.dtype | None, shared: Shared):
         self.unit = unit
         self.step: ChunkStep | None = None
         self.name = unit.chunk.names[0]
-        self._copies, self.worker, self._ledger = shared.copies, shared.worker, shared.ledger
+        self.copies, self.worker, self._ledger = shared.copies, shared.worker, shared.ledger
         self._make_room = shared.make_room
         self.disk: DiskState | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
-        self.stays = self.wanted = False
-        self.home = Home(unit, self._copies)
+        self.stays = self.wanted = self.streamed = False
+        self.home = Home(unit, self.copies)
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
         self.early = Speculator(self.home.renew)
         self.buffer: GradBuffer | None = None
-        self._gradients, self._summed = gradients, False  # of several backwards
+        self.gradient_dtype, self._summed = gradients, False  # of several backwards
         self._parts: Parts | None = None  # of the gradient, that count in its norm
         self.gradient: Gradient | None = None
         self.touched: set[int] = set()  # parameters that have a gradient
@@ -85,7 +85,7 @@ class Held:
     @property
     def trains(self) -> bool:
         """Whether it gets gradients."""
-        return self._gradients is not None
+        return self.gradient_dtype is not None
 
     @property
     def in_use(self) -> bool:
@@ -103,11 +103,11 @@ class Held:
         """Bytes on the device when there."""
         numel = self.unit.shard.numel()
         weights = numel * self.unit.whole.element_size()
-        if self._gradients is None:
+        if self.gradient_dtype is None:
             return Sizes(weights, 0, 0)
         state = self.step.state_bytes if self.step is not None else 0
-        sums = numel * wide(self._gradients).itemsize if self._summed else 0
-        return Sizes(weights, numel * self._gradients.itemsize, state, sums)
+        sums = numel * wide(self.gradient_dtype).itemsize if self._summed else 0
+        return Sizes(weights, numel * self.gradient_dtype.itemsize, state, sums)
 
     def _happens(self, event: Event) -> None:
         self.state = follow(self.state, event, self.name)
@@ -124,7 +124,7 @@ class Held:
 
     def _copy_when_stepped(self) -> None:
         coming: Future[Copied] = Future()
-        free = self._copies.mark()
+        free = self.copies.mark()
 
         def copy(stepped: Future[None] | None = None) -> None:
             try:
@@ -234,12 +234,12 @@ class Held:
         self._summed = self._summed or before is not None
         home, sent = arrived, None
         if not self.on_device:
-            home = self._copies.host.take(arrived.numel(), arrived.dtype)
-            sent = self._copies.to_host(home, arrived, name=self.name)
+            home = self.copies.host.take(arrived.numel(), arrived.dtype)
+            sent = self.copies.to_host(home, arrived, name=self.name)
         if before is None:
             self.gradient = Gradient(home, sent, squares)
         else:
-            before.add(home, sent, self.worker, self._copies.host)
+            before.add(home, sent, self.worker, self.copies.host, copies=self.streamed)
         return sent
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
@@ -275,7 +275,7 @@ class Held:
         """Forget the gradient, and what a backward that raised has left of one."""
         self.early.roll_back()
         if self.gradient is not None:
-            self._copies.host.give(self.gradient.settled())
+            self.copies.host.give(self.gradient.settled())
         self.gradient = None
         self.touched.clear()
         if self.buffer is None:
@@ -330,7 +330,7 @@ class Held:
         A step taken early stands where it is the same.
         """
         early = self.early.take()
-        taken = self._take_gradient()
+        taken = self.take_gradient()
         if taken is None:
             return
         self.finish_step()
@@ -345,7 +345,7 @@ class Held:
             if early is None or not early.stands(factor, groups):
                 self._step_home(taken, factor)
             self.home.adopt()
-            self._copies.host.give(gradient.tensor)
+            self.copies.host.give(gradient.tensor)
 
         self.stepped_by(self.worker.submit(run))
 
@@ -355,7 +355,7 @@ class Held:
         ready = gradient.settled()
         self.home.wait_until_read()
         self.home.refresh()
-        with host_span(self._copies.recorder, self.name):
+        with host_span(self.copies.recorder, self.name):
             step.run(groups, ready, scale, self.home.weights, image)
 
     # -- early steps ---------------------------------------------------------------------------------------------
@@ -378,40 +378,13 @@ class Held:
         nbytes = self.sizes.state + ALIGNMENT * len(self.unit.kept)
         self.early.begin(step.groups(self.touched), nbytes, run, self.worker, tally)
 
-    def step_on_disk(self, scale: float | Scalar) -> Job | None:
-        """What steps tensors that were read from `disk_regions`; None where there is no gradient."""
-        assert self.disk is not None
-        self.finish_writing()
-        self.disk.give_back()
-        taken = self._take_gradient()
-        if taken is None:
-            return None
-        gradient, groups, step = taken
-        disk = self.disk
-
-        def run(tensors: list[torch.Tensor]) -> None:
-            ready = gradient.settled()
-            partly = sum(len(indices) for _, indices in groups) < len(self.unit.kept)
-            with host_span(self._copies.recorder, self.name):
-                disk.step(
-                    step, groups, (ready, float(scale)), tensors, self.home.among(tensors, partly=partly)
-                )
-            self._copies.host.give(gradient.tensor)
-
-        return run
-
     def disk_regions(self) -> list[Region]:
         """What a step reads and writes: master weights, state, and the weights where they are apart."""
         assert self.disk is not None
         return self.disk.regions + self.home.regions
 
-    def show_disk(self, begun: float) -> None:
-        """On a timeline: from `begun`, of `time.perf_counter`, until now the disk was at work for this chunk."""
-        if self._copies.recorder is not None:
-            self._copies.recorder.span("disk", begun, time.perf_counter(), self.name)
-
-    def _take_gradient(self) -> Taken | None:
-        """The gradient, which is consumed, and what steps with it."""
+    def take_gradient(self) -> Taken | None:
+        """The gradient, which is consumed, and what steps with it; None where there is none."""
         if self.step is None or self.gradient is None or not self.touched:
             return None
         taken = (self.gradient, self.step.groups(self.touched), self.step)
@@ -436,7 +409,7 @@ class Held:
         self.show_writes()
         self.arrive()
         self.disk = self.home.disk = None
-        device = self._copies.device
+        device = self.copies.device
         sizes = self.sizes
         self._ledger.change("state", sizes.state)
         self._ledger.change("gradients", max(sizes.gradients, sizes.sums))

@@ -23,9 +23,10 @@ from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.policy import Early, fractions
+from cai_gemini.policy import NO_PIECES, Early, Pieces, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
+from cai_gemini.streamed import buffer_bytes, can_stream, check_streamed
 from cai_gemini.uses import ModuleUses
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
@@ -40,6 +41,8 @@ class Tiers:
         weights: in the dtype of computation. What does not stay comes before its use and goes after it.
         state: master weights, optimizer state and gradients. What does not stay is stepped on the host; the weights of
             what stays do too.
+        streamed: state that lives on the host and is stepped on the device all the same: it comes over the link in
+            pieces and goes back. Adam and AdamW only.
         disk: master weights and optimizer state, of the chunks used last.
         disk_weights: what is copied to the device, of the chunks used last; their state is on the disk as well.
 
@@ -50,14 +53,18 @@ class Tiers:
     state: float = 0.0
     disk: float = 0.0
     disk_weights: float = 0.0
+    streamed: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("weights", "state", "disk", "disk_weights"):
+        for name in ("weights", "state", "disk", "disk_weights", "streamed"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise PlanError(f"{name} is no fraction", got=getattr(self, name), expected="0 to 1")
         disk = max(self.disk, self.disk_weights)
-        if self.state + disk > 1.0:
-            raise PlanError("more state than there is", got=f"{self.state} on the device, {disk} on the disk")
+        if self.state + self.streamed + disk > 1.0 + 1e-9:
+            raise PlanError(
+                "more state than there is",
+                got=f"{self.state} on the device, {self.streamed} streamed, {disk} on the disk",
+            )
 
 
 Members = list[tuple[str, nn.Parameter]]
@@ -80,6 +87,8 @@ class Tuning:
             them: the weights of these blocks are a step old (ZeRO-Offload's delayed parameter update). Pays where the
             host is what a step waits for; other values than without it. Takes host memory for one more copy of the
             weights. Not with `speculate`, nor for blocks on a disk.
+        stream: let "auto" have state that lives on the host stepped on the device, piece by piece, where the link has
+            time for it; `Tiers(streamed=...)` asks for it. Not with `delay`.
         expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
             its environment variable is set: less is lost to holes.
 
@@ -92,6 +101,7 @@ class Tuning:
     observe: Callable[[], int] | None = None
     speculate: int | str = 0
     delay: bool = False
+    stream: bool = True
     expandable_segments: bool = True
 
     def __post_init__(self) -> None:
@@ -150,6 +160,7 @@ def offload(
     """
     tiers = tiers_of(residency)
     _check(model, optimizer)
+    check_streamed(tiers.streamed if tiers is not None else 0.0, optimizer, delay=tuning.delay)
     where = _device(model, device, materialize)
     budget = device_budget(device_memory, where, needed=tiers is None)
     found = _units(model)
@@ -345,8 +356,14 @@ def schedule(
         disk=disk_traffic(helds),
         early=early,
         delay=tuning.delay,
+        pieces=NO_PIECES if tuning.delay else _pieces(helds),
     )
-    return Schedule(budget, _planner(tiers, step, budget, device, tuning.rates), tuning.warmup, early)
+    return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup, early)
+
+
+def _pieces(helds: Sequence[Held]) -> Pieces:
+    able = {i: held for i, held in enumerate(helds) if can_stream(held)}
+    return Pieces(frozenset(able), buffer_bytes([*able.values()]))
 
 
 def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[int]:
@@ -356,10 +373,10 @@ def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[i
     )
 
 
-def _planner(
-    tiers: Tiers | None, step: Step, budget: int, device: torch.device, rates: Rates | None
-) -> Planner:
+def _planner(tiers: Tiers | None, step: Step, budget: int, device: torch.device, tuning: Tuning) -> Planner:
     if tiers is not None:
-        return lambda trace, sizes, _passes: fractions(trace, sizes, tiers.weights, tiers.state)
-    known = rates or measure(device)
+        shares = (tiers.weights, tiers.state, tiers.streamed)
+        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, step.pieces)
+    known = tuning.rates or measure(device)
+    step = step if tuning.stream else replace(step, pieces=NO_PIECES)
     return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, replace(step, passes=passes))

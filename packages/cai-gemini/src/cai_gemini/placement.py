@@ -22,6 +22,7 @@ class Placement:
         weights_stay: of how many the weights stay on the device.
         state_chunks: how many are trained and so have optimizer state.
         state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
+        state_streamed: of how many they are on the host and stepped on the device.
         device_bytes: of weights, gradients and state that stay on the device.
         host_bytes: of the weights that copies to the device are made from, with delayed steps those to come too, and
             gradients and state that live there.
@@ -37,6 +38,7 @@ class Placement:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
+    state_streamed: int = 0
 
     @classmethod
     def of(cls, helds: Sequence[Held], *, planned: bool) -> Placement:
@@ -69,12 +71,15 @@ class Placement:
             device_bytes=device,
             host_bytes=host,
             disk_bytes=disk,
+            state_streamed=sum(held.streamed for held in trained),
         )
 
     def __str__(self) -> str:
         parts = [f"weights of {self.weights_stay} of {self.chunks} chunks stay on the device"]
         if self.state_chunks:
             parts.append(f"state of {self.state_stays} of {self.state_chunks}")
+        if self.state_streamed:
+            parts.append(f"{self.state_streamed} come there in pieces to be stepped")
         if self.state_on_disk:
             parts.append(f"{self.state_on_disk} on the disk")
         held = f"{self.device_bytes / 1e9:.3g} GB on the device, {self.host_bytes / 1e9:.3g} GB on the host"

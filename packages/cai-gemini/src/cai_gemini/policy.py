@@ -42,12 +42,20 @@ class Plan:
     Args:
         weights: chunks whose weights stay.
         state: chunks whose optimizer state stays; their gradients and weights do too.
+        streamed: chunks whose state lives on the host and is stepped on the device, piece by piece.
+        buffers: bytes for those pieces.
     """
 
     weights: frozenset[int]
     state: frozenset[int]
+    streamed: frozenset[int] = frozenset()
+    buffers: int = 0
 
     def __post_init__(self) -> None:
+        if self.state & self.streamed:
+            raise PlanError(
+                "a chunk's state both stays and comes in pieces", got=sorted(self.state & self.streamed)
+            )
         if not self.state <= self.weights:
             raise PlanError(
                 "a chunk's state stays without its weights", got=sorted(self.state - self.weights)
@@ -63,7 +71,7 @@ class Plan:
         moving = sorted(
             (s.gradients for c, s in enumerate(sizes) if s.sums or c not in self.state), reverse=True
         )
-        return stays + sum(moving[:IN_FLIGHT])
+        return stays + sum(moving[:IN_FLIGHT]) + (self.buffers if self.streamed else 0)
 
     def gradients(self, trace: Trace, sizes: Sequence[Sizes]) -> list[int]:
         """Bytes of gradients that stay, at every moment, where a step has one backward: from there to its end."""
@@ -184,18 +192,42 @@ def fits(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """What may be stepped on the device piece by piece.
+
+    Args:
+        able: chunks.
+        buffers: bytes for pieces of any of them.
+    """
+
+    able: frozenset[int] = frozenset()
+    buffers: int = 0
+
+
+NO_PIECES = Pieces()
+
+
 def fractions(
-    trace: Trace, sizes: Sequence[Sizes], weights: float, state: float, stays: Collection[int] = ()
+    trace: Trace,
+    sizes: Sequence[Sizes],
+    weights: float,
+    state: float,
+    streamed: float = 0.0,
+    pieces: Pieces = NO_PIECES,
 ) -> Plan:
     """A plan by static fractions of all bytes: chunks in the order of their first use, until the fraction is reached.
 
     State that stays is that of the chunks used first, so that the host has the time of their forward to step others.
+    What is streamed is spread over the rest, so that neither the host nor the link waits for its share.
     """
     order = list(dict.fromkeys(use.chunk for use in trace.uses))
     order += [c for c in range(len(sizes)) if c not in order]
     held = _first(order, [s.state for s in sizes], state)
     kept = _first(order, [s.weights for s in sizes], weights)
-    return Plan(frozenset(kept) | held | frozenset(stays), frozenset(held))
+    able = [c for c in order if c in pieces.able and c not in held]
+    spread = _spread(able, [s.state for s in sizes], streamed)
+    return Plan(frozenset(kept) | held, frozenset(held), spread, pieces.buffers)
 
 
 def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
@@ -205,6 +237,19 @@ def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> fr
             break
         total += bytes_of[chunk]
         found.append(chunk)
+    return frozenset(found)
+
+
+def _spread(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
+    """Chunks with a fraction of all bytes, evenly between those that are left out."""
+    wanted = fraction * sum(bytes_of)
+    share = min(wanted / max(sum(bytes_of[c] for c in order), 1), 1.0)
+    passed, total, found = 0.0, 0, []
+    for chunk in order:
+        passed += share * bytes_of[chunk]
+        if total + bytes_of[chunk] / 2 < passed * (1 + 1e-9):
+            total += bytes_of[chunk]
+            found.append(chunk)
     return frozenset(found)
 
 
@@ -229,7 +274,7 @@ def early_steps(trace: Trace, sizes: Sequence[Sizes], plan: Plan, early: Early) 
     last = {use.chunk: moment for moment, use in enumerate(trace.uses) if use.backward}
     found, left = [], early.images
     for chunk in sorted(last, key=lambda c: last[c]):
-        if chunk in early.able and chunk not in plan.state and 0 < sizes[chunk].state <= left:
+        if chunk in early.able and chunk not in plan.state | plan.streamed and 0 < sizes[chunk].state <= left:
             found.append(chunk)
             left -= sizes[chunk].state
     return frozenset(found)

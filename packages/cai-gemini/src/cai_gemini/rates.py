@@ -45,22 +45,27 @@ def measure(device: torch.device, worker: Worker | None = None) -> Rates:
         up()
         down()
 
+    worker = worker or Worker("rates", device)
     return Rates(
         to_device=numel / _seconds(up, device),
         to_host=numel / _seconds(down, device),
         both=2 * numel / _seconds(both, device),
-        host_step=_on_worker(
-            lambda: _step_rate(torch.device("cpu"), elements), worker or Worker("rates", device)
-        ),
+        host_step=_host_rate(elements, worker),
         device_step=_step_rate(device, elements // 8),
+        host_beside=_host_rate(elements, worker, beside=both) if device.type == "cuda" else None,
     )
 
 
-def _on_worker(rate: Callable[[], float], worker: Worker) -> float:
+def _host_rate(elements: int, worker: Worker, beside: Callable[[], None] | None = None) -> float:
+    """Of the host's steps, in the worker's thread; with `beside` done all the while."""
     if torch.cuda.is_available():
         leave_cores()
     found: list[float] = []
-    worker.submit(lambda: found.append(rate())).result()
+    done = worker.submit(lambda: found.append(_step_rate(torch.device("cpu"), elements)))
+    while beside is not None and not done.done():
+        beside()
+        torch.cuda.synchronize()
+    done.result()
     return found[0]
 
 

@@ -23,6 +23,7 @@ from cai_gemini.offload import Tiers, Tuning, measured, schedule, take_over, tie
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.policy import Plan
 from cai_gemini.rows import Arriving, RowEngine, RowUnit, check_device, row_chunks
+from cai_gemini.streamed import check_streamed
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle, Stored
 
@@ -168,6 +169,8 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
+        asked = self._tiers.streamed if self._tiers is not None else 0.0
+        check_streamed(asked, optimizer, delay=self._tuning.delay)
         self._use_disk(optimizer)
         take_over(optimizer, self._engine.helds, kept)
         tuning = measured(self._tuning, self._engine) if self._tiers is None else self._tuning

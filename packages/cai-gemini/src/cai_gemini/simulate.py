@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cai_gemini.policy import NONE_EARLY, Early, Plan, Sizes, decide, early_steps, fits, room
+from cai_gemini.policy import (
+    NO_PIECES,
+    NONE_EARLY,
+    Early,
+    Pieces,
+    Plan,
+    Sizes,
+    decide,
+    early_steps,
+    fits,
+    room,
+)
 from cai_gemini.trace import Trace
 
 HOST_BYTES = (
     28  # a parameter: master weights and two moments read and written, gradient read, weights written
 )
+
+GAIN = 0.97  # of the seconds without it, at most, for state to be stepped on the device piece by piece
 
 IMAGE_BYTES = 12  # a parameter, written beside them where a step may be undone
 
@@ -29,6 +42,7 @@ class Rates:
         host_step: host memory moved by the optimizer.
         device_step: device memory moved by the optimizer.
         disk_read, disk_write: of the disk; infinite where it costs nothing.
+        host_beside: as `host_step`, while both directions of the link are busy; None: as without.
     """
 
     to_device: float
@@ -38,6 +52,11 @@ class Rates:
     device_step: float
     disk_read: float = math.inf
     disk_write: float = math.inf
+    host_beside: float | None = None
+
+    def link_seconds(self, up: int, down: int) -> float:
+        """For bytes in both directions at once."""
+        return max(up / self.to_device, down / self.to_host, (up + down) / self.both)
 
 
 @dataclass
@@ -79,6 +98,7 @@ class Step:
         disk: what chunks on a disk move there.
         early: steps that may be taken during the last backward; all of them are thought to stand.
         delay: steps on the host are awaited a step later; none of them is on a disk or early.
+        pieces: what may be stepped on the device though it lives on the host.
     """
 
     parameters: Sequence[int]
@@ -86,6 +106,12 @@ class Step:
     disk: Mapping[int, DiskBytes] = field(default_factory=dict)
     early: Early = NONE_EARLY
     delay: bool = False
+    pieces: Pieces = NO_PIECES
+
+
+def _piece_bytes(sizes: Sizes) -> tuple[int, int]:
+    """To the device and back, by a step there of state on the host."""
+    return sizes.state + max(sizes.gradients, sizes.sums), sizes.state + sizes.weights
 
 
 def simulate(
@@ -114,6 +140,7 @@ class _Run:
             range(len(sizes)), 0.0
         )  # when a chunk's weights are on the host or device
         self._compute = self._link_up = self._link_down = self._host = self._disk = 0.0
+        self._streaming = self._streaming_until = 0.0  # as far as chunks are done, and as all of them will be
         self._start = 0.0
         self._early = early_steps(trace, sizes, plan, step.early)
         self._arrived: dict[int, float] = {}  # chunks to be stepped early, and when their gradients come
@@ -176,7 +203,16 @@ class _Run:
         begin = max(self._link_up, there)
         self._link_up = begin + self._sizes[chunk].weights / self._up
         self.lanes.to_device.append(self._span(begin, self._link_up, chunk))
+        self._hold_up(chunk, begin, self._link_up - begin)
         return self._link_up
+
+    def _hold_up(self, chunk: int, begin: float, seconds: float) -> None:
+        """Weights that come while state is streamed go before its pieces."""
+        if begin < self._streaming:
+            self._streaming += seconds
+            for other in self._plan.streamed - {chunk}:
+                if self._ready[other] > begin:
+                    self._ready[other] += seconds
 
     def _send(self, chunk: int) -> None:
         begin = max(self._link_down, self._compute)
@@ -211,10 +247,15 @@ class _Run:
             for chunk in dict.fromkeys(use.chunk for use in self._trace.uses)
             if chunk not in self._plan.state
         ]
+        streamed = [chunk for chunk in order if chunk in self._plan.streamed]
+        self._streaming = max(self._streaming, known)
+        self._streaming_until = self._streaming + sum(self._streaming_seconds(chunk) for chunk in streamed)
         reading = {c: d for c in order if (d := self._step.disk.get(c)) is not None and d.read}
         for chunk in order:
             if chunk in done:
                 self._stepped(chunk, done[chunk])
+            elif chunk in self._plan.streamed:
+                self._stepped(chunk, self._step_streamed(chunk))
             elif chunk not in reading:
                 ready = self._step_on_host(chunk, known)
                 if self._step.delay:
@@ -223,9 +264,22 @@ class _Run:
                     self._stepped(chunk, ready)
         self._update_disk(reading, known)
 
+    def _streaming_seconds(self, chunk: int) -> float:
+        return self._rates.link_seconds(*_piece_bytes(self._sizes[chunk]))
+
+    def _step_streamed(self, chunk: int) -> float:
+        begin = self._streaming
+        self._streaming += self._streaming_seconds(chunk)
+        for lane in (self.lanes.to_device, self.lanes.to_host):
+            lane.append(self._span(begin, self._streaming, chunk))
+        return self._streaming
+
     def _step_on_host(self, chunk: int, there: float, nbytes: int = HOST_BYTES) -> float:
         begin = max(self._host, there)
-        self._host = begin + self._step.parameters[chunk] * nbytes / self._rates.host_step
+        rate = self._rates.host_step
+        if begin < self._streaming_until:
+            rate = self._rates.host_beside or rate
+        self._host = begin + self._step.parameters[chunk] * nbytes / rate
         self.lanes.host.append(self._span(begin, self._host, chunk))
         return self._host
 
@@ -251,10 +305,11 @@ def floor(trace: Trace, sizes: Sequence[Sizes], plan: Plan, rates: Rates, step: 
     moving = [c for c in range(len(sizes)) if c not in plan.state]
     compute = step.passes * sum(trace.seconds)
     compute += sum(step.parameters[c] for c in plan.state) * HOST_BYTES / rates.device_step
-    up = sum(sizes[c].weights for c in moving)
+    pieces = [_piece_bytes(sizes[c]) for c in plan.streamed]
+    up = sum(sizes[c].weights for c in moving) + sum(up for up, _ in pieces)
     down = step.passes * sum(sizes[c].gradients for c in moving if _has_backward(trace, c))
-    link = max(up / rates.to_device, down / rates.to_host, (up + down) / rates.both)
-    host = sum(step.parameters[c] for c in moving) * HOST_BYTES / rates.host_step
+    link = rates.link_seconds(up, down + sum(down for _, down in pieces))
+    host = sum(step.parameters[c] for c in moving if c not in plan.streamed) * HOST_BYTES / rates.host_step
     away = [step.disk[c] for c in moving if c in step.disk]
     read, written = sum(d.read + d.weights for d in away), sum(d.written for d in away)
     return max(compute, link, host, read / rates.disk_read + written / rates.disk_write)
@@ -274,38 +329,57 @@ def best_plan(
 ) -> Plan:
     """The plan of the shortest simulated step: the state of the first n chunks stays, and as many weights as fit.
 
-    Every n is tried; for each, weights stay from the first use on, all that fit and half of those.
+    Every n is tried; for each, weights stay from the first use on, all that fit and half of those. Then again with
+    state of the others shared out between the host and the device, where the link has time.
     """
     order = [*dict.fromkeys(use.chunk for use in trace.uses)]
-    best: tuple[float, Plan] | None = None
+    found: dict[bool, tuple[float, Plan]] = {}
     for count in range(len(order) + 1):
         held = frozenset(order[:count])
-        most = _most_weights(trace, sizes, budget, held, order, frozenset(stays))
-        if most is None:
-            break
-        for kept in {most, (count + most) // 2}:
-            plan = Plan(held | frozenset(order[:kept]) | frozenset(stays), held)
-            seconds, _ = simulate(trace, sizes, plan, budget, rates, step)
-            if best is None or seconds <= best[0]:  # of equals, the one with more on the device
-                best = (seconds, plan)
-    return best[1] if best is not None else Plan(frozenset(stays), frozenset())
+        streamed = _shared_out(order[count:], sizes, rates, step)
+        for some in dict.fromkeys([frozenset[int](), streamed]):
+            least = Plan(held | frozenset(stays), held, some, step.pieces.buffers)
+            most = _most_weights(trace, sizes, budget, least, order)
+            for kept in [] if most is None else {most, (count + most) // 2}:
+                plan = replace(least, weights=least.weights | frozenset(order[:kept]))
+                seconds, _ = simulate(trace, sizes, plan, budget, rates, step)
+                best = found.get(bool(some))
+                if best is None or seconds <= best[0]:  # of equals, the one with more on the device
+                    found[bool(some)] = (seconds, plan)
+    nothing = (math.inf, Plan(frozenset(stays), frozenset()))
+    plain, pieces = found.get(False, nothing), found.get(True, nothing)
+    return pieces[1] if pieces[0] < GAIN * plain[0] else plain[1]
+
+
+def _shared_out(order: Sequence[int], sizes: Sequence[Sizes], rates: Rates, step: Step) -> frozenset[int]:
+    """Of chunks whose state is on the host, those for the device: each goes where it is done first."""
+    host = link = 0.0
+    found = []
+    for chunk in order:
+        here = host + step.parameters[chunk] * HOST_BYTES / (rates.host_beside or rates.host_step)
+        there = link + rates.link_seconds(*_piece_bytes(sizes[chunk]))
+        if chunk in step.pieces.able and there < here:
+            found.append(chunk)
+            link = there
+        else:
+            host = here
+    return frozenset(found)
 
 
 def _most_weights(
-    trace: Trace,
-    sizes: Sequence[Sizes],
-    budget: int,
-    held: frozenset[int],
-    order: Sequence[int],
-    stays: frozenset[int],
+    trace: Trace, sizes: Sequence[Sizes], budget: int, least: Plan, order: Sequence[int]
 ) -> int | None:
-    """How many chunks' weights can stay beside the state of `held`; None when that does not fit at all."""
-    low, high = len(held), len(order)
-    if not fits(trace, sizes, Plan(held | frozenset(order[:low]) | stays, held), budget):
+    """Of how many chunks weights can stay beside what stays at least; None when that does not fit at all."""
+
+    def do(kept: int) -> bool:
+        return fits(trace, sizes, replace(least, weights=least.weights | frozenset(order[:kept])), budget)
+
+    low, high = len(least.state), len(order)
+    if not do(low):
         return None
     while low < high:
         middle = (low + high + 1) // 2
-        if fits(trace, sizes, Plan(held | frozenset(order[:middle]) | stays, held), budget):
+        if do(middle):
             low = middle
         else:
             high = middle - 1
