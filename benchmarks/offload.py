@@ -5,7 +5,8 @@
 The allocator is capped with `torch.cuda.set_per_process_memory_fraction`. A LLaMA shape of about the asked size with
 random weights, sequence 2048, every block recomputed, AdamW with clipping, bfloat16 compute, float32 masters. Every
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
-`cai-early` takes host steps during backward (`--speculate` bytes of before-images), `cai-delay` delays them by a step.
+`cai-early` takes host steps during backward (`--speculate` bytes of before-images), `cai-delay` delays them by a step,
+`cai-unstreamed` lets the host step all that does not stay on the device.
 `--host-memory` and `--nvme` limit what our forms keep in host memory and say where the rest goes.
 `--state-dtype bfloat16` keeps master weights and moments in it, `--activations` the inputs of blocks in host memory.
 `--timeline FILE` records one more step of ours, after those that are timed (`cai report` draws it).
@@ -128,6 +129,7 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
         tuning=Tuning(
             speculate=options.speculate if options.form == "cai-early" else 0,
             delay=options.form == "cai-delay",
+            stream=options.form != "cai-unstreamed",
         ),
     )
     facts["engine"], facts["optimizer"], facts["norms"] = moved._engine, moved, []
@@ -239,6 +241,7 @@ FORMS = {
     "cai-swap": cai,
     "cai-early": cai,
     "cai-delay": cai,
+    "cai-unstreamed": cai,
     "deepspeed-2": deepspeed,
     "deepspeed-3": deepspeed,
     "fsdp2": fsdp2,
@@ -296,7 +299,7 @@ def run_form(options: argparse.Namespace) -> dict:
 
 
 def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
-    """What stays on the device, and the floor of a step under that plan."""
+    """What stays on the device, and the floor of a step under that plan, and where the host stepped all the rest."""
     from cai_gemini.disk_use import disk_traffic
     from cai_gemini.rates import measure, measure_disk
     from cai_gemini.simulate import Step as Sized
@@ -309,14 +312,16 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
         rates = replace(rates, disk_read=read, disk_write=write)
     numel = [held.unit.shard.numel() if held.trains else 0 for held in engine.helds]
     sized = Sized(numel, disk=disk_traffic(engine.helds), early=engine._schedule.early, delay=engine.delay)
-    budget = engine._schedule.budget
+    budget, alone = engine._schedule.budget, replace(engine.plan, streamed=frozenset())
     return {
         "chunks": len(sizes),
         "weights_stay": len(engine.plan.weights),
         "state_stays": len(engine.plan.state),
+        "state_streamed": len(engine.plan.streamed),
         "state_bytes_on_device": sum(sizes[i].state for i in engine.plan.state),
-        "rates_gbs": {name: value / 1e9 for name, value in vars(rates).items() if math.isfinite(value)},
+        "rates_gbs": {name: value / 1e9 for name, value in vars(rates).items() if value and value < math.inf},
         "floor_s": floor(engine.trace, sizes, engine.plan, rates, sized),
+        "host_floor_s": floor(engine.trace, sizes, alone, rates, sized),
         "simulated_s": simulate(engine.trace, sizes, engine.plan, budget, rates, sized)[0],
         "compute_s": sum(engine.trace.seconds),
         "beside_bytes": max(engine.trace.beside),
