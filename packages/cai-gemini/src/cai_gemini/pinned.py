@@ -22,13 +22,29 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     if device.type != "cuda" or size < SMALL:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     memory = _pages(size)
-    address = ctypes.addressof(memory)
-    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
-        _forget_error(device)
+    if not _register(memory, device):
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def in_host_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a flat host tensor in such memory."""
+    if device.type != "cuda" or tensor.numel() * tensor.element_size() < SMALL:
+        return host_memory(tensor.numel(), tensor.dtype, device).copy_(tensor)
+    memory = _pages(tensor.numel() * tensor.element_size())
+    copied = torch.frombuffer(memory, dtype=tensor.dtype).copy_(tensor)  # all threads touch pages, then
+    return copied if _register(memory, device) else copied.pin_memory()
+
+
+def _register(memory: ctypes.Array, device: torch.device) -> bool:
+    """Lock pages for as long as there is the memory; False where the system will not."""
+    address = ctypes.addressof(memory)
+    if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) != 0:
+        _forget_error(device)
+        return False
     end = weakref.finalize(memory, _release, address, device)
     end.atexit = False
-    return torch.frombuffer(memory, dtype=dtype)
+    return True
 
 
 def _pages(size: int) -> ctypes.Array:

@@ -21,7 +21,7 @@ import torch
 from cai_gemini.chunk_step import AdamBlock, ChunkStep, has_two_moments
 from cai_gemini.copies import Copied, Copies, Scalar
 from cai_gemini.gradient import wide
-from cai_gemini.pinned import host_memory
+from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
 from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
@@ -83,7 +83,7 @@ def keep_streamed(held: Held, device: torch.device) -> None:
     held.show_writes()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return host_memory(tensor.numel(), tensor.dtype, device).copy_(tensor)
+        return in_host_memory(tensor, device)
 
     with torch._C.DisableTorchFunctionSubclass():
         held.unit.move_shard(moved(held.unit.shard))
