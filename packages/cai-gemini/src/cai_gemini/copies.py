@@ -9,7 +9,7 @@ import torch
 from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # target, source
+Tensors = list[torch.Tensor]
 
 
 class Copied:
@@ -117,21 +117,21 @@ class Copies:
             allocator keeps it until all that the copying stream has been given by then is done.
         name: of what is copied, on a timeline.
         """
-        return self._copy((self._up, "to_device"), [(target, source)], after, held, name)
+        return self._copy((self._up, "to_device"), [target], [source], after, held, name)
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, *, held: bool = False, name: str = "activations"
     ) -> Copied:
         """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
-        return self._copy((self._down, "to_host"), [(target, source)], self.mark(), held, name)
+        return self._copy((self._down, "to_host"), [target], [source], self.mark(), held, name)
 
-    def all_to_device(self, pairs: Pairs, after: torch.cuda.Event | None, name: str) -> Copied:
-        """Several copies as one, to device memory that is not given up, as `to_device` with `held`."""
-        return self._copy((self._up, "to_device"), pairs, after, True, name)
+    def all_to_device(self, targets: Tensors, sources: Tensors, name: str) -> Copied:
+        """Several copies at once, to device memory that is not given up and that nothing uses, as `to_device`."""
+        return self._copy((self._up, "to_device"), targets, sources, None, True, name)
 
-    def all_to_host(self, pairs: Pairs, name: str) -> Copied:
-        """Several copies as one, from device memory that is not given up, as `to_host` with `held`."""
-        return self._copy((self._down, "to_host"), pairs, self.mark(), True, name)
+    def all_to_host(self, targets: Tensors, sources: Tensors, name: str) -> Copied:
+        """Several copies at once, from device memory that is not given up, as `to_host`."""
+        return self._copy((self._down, "to_host"), targets, sources, self.mark(), True, name)
 
     def scalar(self, value: float | torch.Tensor) -> float | Scalar:
         """A number that other threads may read; a tensor, 0-d, starts on its way to the host."""
@@ -145,7 +145,8 @@ class Copies:
     def _copy(
         self,
         lane: tuple[torch.cuda.Stream | None, str],
-        pairs: Pairs,
+        targets: Tensors,
+        sources: Tensors,
         after: torch.cuda.Event | None,
         held: bool,
         name: str,
@@ -155,13 +156,14 @@ class Copies:
             if stream is not None and after is not None:
                 stream.wait_event(after)
             begin = recorder.now(stream) if recorder is not None else None
-            for target, source in pairs:
-                target.copy_(source, non_blocking=stream is not None)
+            torch._foreach_copy_(
+                targets, sources, non_blocking=stream is not None
+            )  # one call, whatever is copied
             if recorder is not None and begin is not None:
                 recorder.span(lane[1], begin, recorder.now(stream), name)
             if stream is None:
                 return Copied(None)
-            tensors = [target if target.is_cuda else source for target, source in pairs]
+            tensors = targets if targets[0].is_cuda else sources
             if not held:
                 for tensor in tensors:
                     tensor.record_stream(stream)

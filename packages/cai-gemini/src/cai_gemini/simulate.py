@@ -27,7 +27,7 @@ HOST_BYTES = (
     28  # a parameter: master weights and two moments read and written, gradient read, weights written
 )
 
-GAIN = 0.97  # of the seconds without it, at most, for state to be stepped on the device piece by piece
+GAIN = 0.95  # of the seconds without it, at most, for state to be stepped on the device piece by piece
 
 IMAGE_BYTES = 12  # a parameter, written beside them where a step may be undone
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cai_gemini.held import Held, Taken
 
 PIECE = 2**22  # elements: copies of 16 MB run at the link's rate, and are launched in a quarter of their time
-SLOTS = 3  # one on its way here, one there, one stepped
+SLOTS = 4  # one on its way here, one on its way back, and one that each of them goes on with
 ALIGNMENT = 256  # bytes
 
 
@@ -62,12 +62,12 @@ def buffer_bytes(helds: Sequence[Held]) -> int:
 
 
 def _slot_bytes(held: Held) -> int:
-    """Of a piece: three of state, the gradient as it comes (new weights after it), and as wide as the state."""
-    assert held.gradient_dtype is not None
-    unit = held.unit
-    coming = max(wide(held.gradient_dtype).itemsize, unit.whole.element_size())
-    numel = min(PIECE, unit.shard.numel())
-    return 4 * _aligned(numel * unit.shard.element_size()) + _aligned(numel * coming)
+    """Of a piece: three of state, a gradient as wide as it, and the gradient as it comes, with new weights after it."""
+    unit, gradient = held.unit, held.gradient_dtype
+    assert gradient is not None
+    numel, master = min(PIECE, unit.shard.numel()), unit.shard.dtype
+    coming = [dtype.itemsize for dtype in (gradient, wide(gradient)) if dtype != master]
+    return 4 * _aligned(numel * master.itemsize) + _aligned(numel * max([*coming, unit.whole.element_size()]))
 
 
 def _aligned(nbytes: int) -> int:
@@ -126,7 +126,10 @@ class Streaming:
         self._stream = torch.cuda.Stream(copies.device) if copies.device.type == "cuda" else None
         ledger.change("state", nbytes)
         self._slots = itertools.cycle(
-            [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
+            [
+                Slot(torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device))
+                for _ in range(SLOTS)
+            ]
         )
         self._under_way: deque[tuple[Copied, Callable[[], None] | None]] = deque()
 
@@ -181,28 +184,26 @@ class Streaming:
             self._under_way.append((sent, over if piece is of[-1] else None))
 
     def _step_piece(
-        self, step: ChunkStep, piece: Piece, here: Sequence[torch.Tensor], scale: float, name: str
+        self, step: ChunkStep, piece: Piece, here: list[torch.Tensor], scale: float, name: str
     ) -> Copied:
         """Bring a piece, step it and send it back; returns its copies back.
 
         Args:
             here: on the host, master weights, both moments, gradient, and where new weights go.
         """
-        *state, grad, coming, leaving = _views(next(self._slots), here)
-        arriving = grad if coming.dtype == grad.dtype else coming
-        there = (*state, arriving)
-        self._copies.all_to_device(list(zip(there, here[:4], strict=True)), None, name).wait()
-        if arriving is not grad:
-            grad.copy_(arriving)
+        there = next(self._slots).views(here)
+        arriving = there.gradient if there.coming is None else there.coming
+        self._copies.all_to_device([*there.state, arriving], here[:4], name).wait()
+        if there.coming is not None:
+            there.gradient.copy_(there.coming)
         if scale != 1.0:
-            grad.mul_(scale)
-        master, first, second = state
+            there.gradient.mul_(scale)
         for block in piece.blocks:
-            at = slice(block.low - piece.low, block.high - piece.low)
-            step.adam(block, master[at], grad[at], first[at], second[at])
-        leaving.copy_(master)
-        back = zip((*here[:3], here[4]), (*state, leaving), strict=True)
-        return self._copies.all_to_host(list(back), name)
+            part = slice(block.low - piece.low, block.high - piece.low)
+            master, first, second = (tensor[part] for tensor in there.state)
+            step.adam(block, master, there.gradient[part], first, second)
+        there.leaving.copy_(there.state[0])
+        return self._copies.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
 
     def _await_one(self) -> None:
         sent, over = self._under_way.popleft()
@@ -218,14 +219,38 @@ class Streaming:
         self._under_way.clear()
 
 
-def _views(slot: torch.Tensor, here: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors in a slot: master weights, both moments and the gradient in their dtype; over one another, the gradient
-    in that of the host's and the new weights, which are made when it has been read."""
-    master, *_, gradient, weights = here
-    size = _aligned(master.numel() * master.element_size())
-    dtypes = [master.dtype] * 4 + [gradient.dtype, weights.dtype]
-    at = [0, size, 2 * size, 3 * size, 4 * size, 4 * size]
-    return [
-        slot[low : low + master.numel() * dtype.itemsize].view(dtype)
-        for low, dtype in zip(at, dtypes, strict=True)
-    ]
+class Views(NamedTuple):
+    """Tensors of a piece on the device: state and gradient in the dtype of master weights; over one another the gradient
+    in that of the host's, where it has another, and the new weights, which are made when it has been read."""
+
+    state: list[torch.Tensor]
+    gradient: torch.Tensor
+    coming: torch.Tensor | None
+    leaving: torch.Tensor
+
+
+class Slot:
+    """Device memory of a piece.
+
+    Args:
+        memory: [bytes], uint8.
+    """
+
+    def __init__(self, memory: torch.Tensor):
+        self._memory, self._views = memory, dict[tuple, Views]()
+
+    def views(self, here: Sequence[torch.Tensor]) -> Views:
+        """As tensors for those of `here`, which are as in `Streaming._step_piece`; the same for pieces that are alike."""
+        master, *_, gradient, weights = here
+        like = (master.numel(), master.dtype, gradient.dtype, weights.dtype)
+        if like not in self._views:
+            size = _aligned(master.numel() * master.element_size())
+            *state, wide_gradient = (self._view(i * size, master.numel(), master.dtype) for i in range(4))
+            same = gradient.dtype == master.dtype
+            coming = None if same else self._view(4 * size, master.numel(), gradient.dtype)
+            leaving = self._view(4 * size, master.numel(), weights.dtype)
+            self._views[like] = Views(state, wide_gradient, coming, leaving)
+        return self._views[like]
+
+    def _view(self, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory[at : at + numel * dtype.itemsize].view(dtype)
