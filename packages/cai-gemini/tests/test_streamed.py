@@ -13,11 +13,11 @@ from offloaded import SLOW_HOST, assert_equal, build, groups, train
 from plain import Plain, assert_same, fragile, loss_of
 from test_policy import RATES, palindrome
 
-from cai_gemini import ChunkResidency, Tiers, Tuning, offload, streamed
+from cai_gemini import ChunkResidency, Tiers, Tuning, offload
 from cai_gemini.chunk_step import AdamBlock
+from cai_gemini.pieces import GRAIN, buffer_bytes, pieces
 from cai_gemini.policy import Pieces, Plan, Sizes, fits, fractions
 from cai_gemini.simulate import Step, best_plan, floor, simulate
-from cai_gemini.streamed import pieces
 from cai_mesh.errors import PlanError
 
 ALL, MIXED = Tiers(streamed=1.0), Tiers(0.6, 0.2, streamed=0.4)
@@ -29,11 +29,16 @@ def moved(model, optimizer, residency, **options):
     return offload(model, optimizer, residency=residency, device_memory="80KB", tuning=tuning)
 
 
+def small_pieces(monkeypatch, size):
+    for where in ("pieces", "streamed"):
+        monkeypatch.setattr(f"cai_gemini.{where}.PIECE", size)
+
+
 @pytest.fixture(params=[64, 128, None])
 def piece(request, monkeypatch):
     """Several pieces a parameter, several parameters a piece, and a chunk at once."""
     if request.param:
-        monkeypatch.setattr(streamed, "PIECE", request.param)
+        small_pieces(monkeypatch, request.param)
     return request.param
 
 
@@ -93,6 +98,21 @@ def test_it_equals_master_weights_by_hand(kind, compute, piece):
     assert_same(model, ours, plain)
 
 
+def test_chunks_that_the_optimizer_leaves_out_are_not_waited_for():
+    def of_some(params):
+        return torch.optim.AdamW([p for g in params for p in g["params"]][:5], lr=1e-2, fused=True)
+
+    twin, theirs = build(optimizer=of_some)
+    model, ours = moved(*build(optimizer=of_some), ALL)
+    for _ in range(4):
+        for opt, net in ((theirs, twin), (ours, model)):
+            loss_of(net, 1, skip=False).backward()
+            opt.step()
+            opt.zero_grad()
+    assert ours._engine.plan.streamed
+    assert_equal(model, twin)
+
+
 def test_state_loaded_later_stays_where_copies_are_fast():
     twin, theirs = build()
     model, ours = moved(*build(), ALL)
@@ -137,13 +157,13 @@ def test_a_step_that_fails_is_raised_where_its_weights_are_used(monkeypatch):
 
 @pytest.mark.parametrize("residency", [ALL, MIXED, "auto"], ids=str)
 def test_pieces_count_in_the_budget(residency, monkeypatch):
-    monkeypatch.setattr(streamed, "PIECE", 64)
+    small_pieces(monkeypatch, 64)
     model, ours = offload(*build(), residency=residency, device_memory="40KB", tuning=Tuning(rates=FAST_LINK))
     ours._engine.ledger.limit = 40_000
     train(model, ours)
     plan, held = ours._engine.plan, ours._engine.ledger.held
     assert plan.streamed
-    assert plan.buffers == streamed.buffer_bytes([h for h in ours._engine.helds if h.step is not None])
+    assert plan.buffers == buffer_bytes([h for h in ours._engine.helds if h.step is not None])
     state = sum(ours._engine.helds[i].sizes.state for i in plan.state)
     assert held["state"] == plan.buffers + state
     model, ours = offload(
@@ -154,7 +174,7 @@ def test_pieces_count_in_the_budget(residency, monkeypatch):
 
 
 def test_auto_streams_where_it_pays_and_only_there(monkeypatch):
-    monkeypatch.setattr(streamed, "PIECE", 64)
+    small_pieces(monkeypatch, 64)
 
     def plan(rates, **options):
         model, ours = offload(*build(), device_memory="40KB", tuning=Tuning(rates=rates, **options))
@@ -172,20 +192,24 @@ def test_auto_streams_where_it_pays_and_only_there(monkeypatch):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.data(), st.integers(40, 90))
-def test_pieces_hold_every_block_once(lengths, data, most):
-    """Parameters one after the other, some left out, in blocks of at most 40 elements."""
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.data(), st.integers(64, 400))
+def test_pieces_hold_every_element_once(lengths, data, most):
+    """Parameters one after the other, some left out; they are cut only at multiples of whole vectors."""
     ends = list(itertools.accumulate(lengths))
     spans = [(end - length, end) for length, end in zip(lengths, ends, strict=True)]
     chosen = data.draw(st.lists(st.sampled_from(spans), unique=True))
-    blocks = [AdamBlock({}, torch.ones(()), low, high) for low, high in chosen]
-    found = pieces(blocks, most)
-    assert sorted((b.low, b.high) for p in found for b in p.blocks) == sorted(chosen)
+    groups = {low: {"of": low} for low, _ in chosen}
+    blocks = [AdamBlock(groups[low], torch.ones(()), low, high) for low, high in chosen]
+    found, covered = pieces(blocks, most), []
     for each in found:
         assert each.high - each.low <= most
         assert (each.low, each.high) == (each.blocks[0].low, each.blocks[-1].high)
-        assert all(a.high <= b.low for a, b in itertools.pairwise(each.blocks))
-    assert all(a.high <= b.low for a, b in itertools.pairwise(found))
+        for block in each.blocks:
+            assert (block.low - block.group["of"]) % GRAIN == 0
+            covered += range(block.low, block.high)
+    assert covered == [at for low, high in sorted(chosen) for at in range(low, high)]
+    for a, b in itertools.pairwise(found):
+        assert a.high < b.low or a.high - a.low > most - GRAIN, "a piece that is not full"
 
 
 @settings(deadline=None, max_examples=100)

@@ -28,24 +28,24 @@ class Copied:
         stream: torch.cuda.Stream | None = None,
         held: Sequence[torch.Tensor] = (),
     ):
-        self._event, self._stream, self._held = event, stream, held
+        self.event, self._stream, self._held = event, stream, held
 
     def wait(self) -> None:
         """Let the current stream, of the device of the copy, wait for it."""
-        if self._event is not None:
+        if self.event is not None:
             device = None if self._stream is None else self._stream.device
-            torch.cuda.current_stream(device).wait_event(self._event)
+            torch.cuda.current_stream(device).wait_event(self.event)
         self._held = ()
 
     def synchronize(self) -> None:
         """Wait on the host."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         self._held = ()
 
     @property
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        return self.event is None or self.event.query()
 
     def __del__(self) -> None:
         if self._stream is not None:
@@ -125,9 +125,11 @@ class Copies:
         """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
         return self._copy((self._down, "to_host"), [target], [source], self.mark(), held, name)
 
-    def all_to_device(self, targets: Tensors, sources: Tensors, name: str) -> Copied:
-        """Several copies at once, to device memory that is not given up and that nothing uses, as `to_device`."""
-        return self._copy((self._up, "to_device"), targets, sources, None, True, name)
+    def all_to_device(
+        self, targets: Tensors, sources: Tensors, after: torch.cuda.Event | None, name: str
+    ) -> Copied:
+        """Several copies at once, to device memory that is not given up, as `to_device`."""
+        return self._copy((self._up, "to_device"), targets, sources, after, True, name)
 
     def all_to_host(self, targets: Tensors, sources: Tensors, name: str) -> Copied:
         """Several copies at once, from device memory that is not given up, as `to_host`."""

@@ -122,7 +122,7 @@ class Held:
         self.unit.allocate_storage()
         self._copy_when_stepped()
 
-    def _copy_when_stepped(self) -> None:
+    def _copy_when_stepped(self, *, there: bool = False) -> None:
         coming: Future[Copied] = Future()
         free = self.copies.mark()
 
@@ -130,6 +130,9 @@ class Held:
             try:
                 if stepped is not None:
                     stepped.result()
+                if there and not self.home.is_old:
+                    coming.set_result(Copied(None))
+                    return
                 self.home.refresh()
                 self.home.send(free, coming, self.name)
             except BaseException as error:
@@ -188,8 +191,8 @@ class Held:
         self._ledger.change("weights", -self.sizes.weights)
         self.unit.free_storage()
 
-    def _renew(self) -> None:
-        """The weights on the device are old: copy new ones there as soon as the step has them."""
+    def _renew(self, *, there: bool = False) -> None:
+        """The weights on the device are old: copy new ones as soon as a step has them, unless it puts them `there`."""
         self.arrive()
         self._happens(Event.RENEWED)
         if self.state is State.COMING:
@@ -200,7 +203,7 @@ class Held:
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
             else:
-                self._copy_when_stepped()
+                self._copy_when_stepped(there=there)
 
     # -- gradient ------------------------------------------------------------------------------------------------
 
@@ -393,11 +396,18 @@ class Held:
         self.touched.clear()
         return taken
 
-    def stepped_by(self, stepping: Future[None], also: Future[None] | None = None) -> None:
-        """The step is under way. `also`: what must have ended before the next one begins."""
+    def stepped_by(
+        self, stepping: Future[None], also: Future[None] | None = None, *, there: bool = False
+    ) -> None:
+        """The step is under way.
+
+        Args:
+            also: what must have ended before the next one begins.
+            there: it writes new weights to the device, too, where they stay.
+        """
         self._stepping, self._writing = stepping, also
         if self.stays:
-            self._renew()
+            self._renew(there=there)
 
     # -- moving --------------------------------------------------------------------------------------------------
 

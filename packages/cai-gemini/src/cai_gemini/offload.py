@@ -23,10 +23,11 @@ from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
+from cai_gemini.pieces import buffer_bytes
 from cai_gemini.policy import NO_PIECES, Early, Pieces, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
-from cai_gemini.streamed import buffer_bytes, can_stream, check_streamed
+from cai_gemini.streamed import can_stream, check_streamed
 from cai_gemini.uses import ModuleUses
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears

@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from cai_gemini.chunk_step import AdamBlock, ChunkStep, has_two_moments
+from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.copies import Copied, Copies, Scalar
-from cai_gemini.gradient import wide
+from cai_gemini.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
 from cai_gemini.worker import Worker
@@ -28,10 +28,6 @@ from cai_mesh.errors import PlanError
 
 if TYPE_CHECKING:
     from cai_gemini.held import Held, Taken
-
-PIECE = 2**22  # elements: copies of 16 MB run at the link's rate, and are launched in a quarter of their time
-SLOTS = 4  # one on its way here, one on its way back, and one that each of them goes on with
-ALIGNMENT = 256  # bytes
 
 
 def check_streamed(wanted: float, optimizer: torch.optim.Optimizer, *, delay: bool) -> None:
@@ -56,24 +52,6 @@ def can_stream(held: Held) -> bool:
     return held.step is not None and held.step.fused and held.disk is None
 
 
-def buffer_bytes(helds: Sequence[Held]) -> int:
-    """What the device needs for pieces of any of the chunks."""
-    return SLOTS * max((_slot_bytes(held) for held in helds), default=0)
-
-
-def _slot_bytes(held: Held) -> int:
-    """Of a piece: three of state, a gradient as wide as it, and the gradient as it comes, with new weights after it."""
-    unit, gradient = held.unit, held.gradient_dtype
-    assert gradient is not None
-    numel, master = min(PIECE, unit.shard.numel()), unit.shard.dtype
-    coming = [dtype.itemsize for dtype in (gradient, wide(gradient)) if dtype != master]
-    return 4 * _aligned(numel * master.itemsize) + _aligned(numel * max([*coming, unit.whole.element_size()]))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 @torch.no_grad()
 def keep_streamed(held: Held, device: torch.device) -> None:
     """Let master weights and moments be where copies to and from `device` run at full speed."""
@@ -93,107 +71,101 @@ def keep_streamed(held: Held, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Neighbouring blocks of a chunk, [low, high) of its elements."""
+class _Job:
+    """A chunk to be stepped."""
 
-    low: int
-    high: int
-    blocks: Sequence[AdamBlock]
-
-
-def pieces(blocks: Sequence[AdamBlock], most: int) -> list[Piece]:
-    """Blocks of a chunk, none larger than `most` elements, in as many pieces as it takes."""
-    found: list[Piece] = []
-    for block in sorted(blocks, key=lambda b: b.low):
-        if found and block.high - found[-1].low <= most:
-            found[-1] = Piece(found[-1].low, block.high, (*found[-1].blocks, block))
-        else:
-            found.append(Piece(block.low, block.high, (block,)))
-    return found
+    held: Held
+    taken: Taken
+    done: Future[None] = field(default_factory=Future)
 
 
 class Streaming:
     """Steps chunks on the device, one after the other, in a thread of its own.
 
+    What a chunk takes is queued at once, behind the one before it: nothing waits for the host between pieces. Copies
+    have streams of their own, so that weights which are waited for need not wait for all of a chunk.
+
     Args:
-        copies: to and from the device.
+        copies: to and from the device, of weights and gradients.
         ledger: of its memory.
         nbytes: of `buffer_bytes`.
     """
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):
         self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device)
+        self._lanes = Copies(copies.device)
         self._stream = torch.cuda.Stream(copies.device) if copies.device.type == "cuda" else None
         ledger.change("state", nbytes)
-        self._slots = itertools.cycle(
-            [
-                Slot(torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device))
-                for _ in range(SLOTS)
-            ]
-        )
-        self._under_way: deque[tuple[Copied, Callable[[], None] | None]] = deque()
+        memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
+        self._slots = itertools.cycle([Slot(each) for each in memory])
 
     def step(self, helds: Sequence[Held], scale: float | Scalar) -> None:
         """Step chunks in order, in the background: each is awaited where it is used."""
-        taken = [(held, found) for held in helds if (found := held.take_gradient()) is not None]
-        done: list[Future[None]] = [Future() for _ in taken]
+        jobs = [_Job(held, taken) for held in helds if (taken := held.take_gradient()) is not None]
+        if not jobs:
+            return
+        for job in jobs:
+            job.held.finish_step()
+            if job.held.stays:
+                job.held.arrive()
+        free, self._lanes.recorder = self._copies.mark(), self._copies.recorder
+        self._worker.submit(lambda: self._run(jobs, scale, free))
+        for job in jobs:
+            job.held.stepped_by(job.done, there=job.held.stays)
 
-        def run() -> None:
-            try:
-                with self._on_stream():
-                    for (held, what), future in zip(taken, done, strict=True):
-                        self._step(held, what, float(scale), future)
-                    while self._under_way:
-                        self._await_one()
-            except BaseException as error:
-                self._give_up()
-                for future in done:
-                    if not future.done():
-                        future.set_exception(error)
-
-        for held, _ in taken:
-            held.finish_step()
-        if taken:
-            self._worker.submit(run)
-        for (held, _), future in zip(taken, done, strict=True):
-            held.stepped_by(future)
+    def _run(self, jobs: Sequence[_Job], scale: float | Scalar, free: torch.cuda.Event | None) -> None:
+        """free: where the device has read the weights of chunks that stay."""
+        under_way: deque[tuple[_Job, Copied]] = deque()
+        try:
+            with self._on_stream():
+                if self._stream is not None and free is not None:
+                    self._stream.wait_event(free)
+                for job in jobs:
+                    under_way.append((job, self._queue(job, float(scale))))
+                    if len(under_way) > 1:
+                        self._finish(*under_way.popleft())
+                self._finish(*under_way.popleft())
+        except BaseException as error:
+            for _, sent in under_way:  # nothing writes any more once a chunk is said to have failed
+                with contextlib.suppress(RuntimeError):
+                    sent.synchronize()
+            for job in jobs:
+                if not job.done.done():
+                    job.done.set_exception(error)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             yield
 
-    def _step(self, held: Held, taken: Taken, scale: float, done: Future[None]) -> None:
-        gradient, groups, step = taken
-        ready = gradient.settled()
+    def _queue(self, job: _Job, scale: float) -> Copied:
+        """Begin to step a chunk; returns its last copies."""
+        held, (gradient, groups, step) = job.held, job.taken
+        ready, unit = gradient.settled(), held.unit
         held.home.wait_until_read()
         held.home.refresh()
-        tensors = (held.unit.shard, *step.moments(), ready, held.home.weights)
-        of = pieces(step.blocks(groups, PIECE, self._copies.device), PIECE)
-
-        def over() -> None:
-            held.home.adopt()
-            self._copies.host.give(ready)
-            done.set_result(None)
-
-        for piece in of:
-            if len(self._under_way) == SLOTS:
-                self._await_one()
-            here = [tensor[piece.low : piece.high] for tensor in tensors]
-            sent = self._step_piece(step, piece, here, scale, held.name)
-            self._under_way.append((sent, over if piece is of[-1] else None))
+        tensors = (unit.shard, *step.moments(), ready, held.home.weights)
+        whole, sent = unit.whole.data if held.stays else None, Copied(None)
+        for piece in pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE):
+            part = slice(piece.low, piece.high)
+            here = [tensor[part] for tensor in tensors]
+            used = whole[part] if whole is not None else None
+            sent = self._step_piece(job, piece, here, used, scale)
+        return sent
 
     def _step_piece(
-        self, step: ChunkStep, piece: Piece, here: list[torch.Tensor], scale: float, name: str
+        self, job: _Job, piece: Piece, here: list[torch.Tensor], used: torch.Tensor | None, scale: float
     ) -> Copied:
         """Bring a piece, step it and send it back; returns its copies back.
 
         Args:
             here: on the host, master weights, both moments, gradient, and where new weights go.
+            used: weights on the device, that get the new ones, where they stay.
         """
-        there = next(self._slots).views(here)
+        slot, step, name = next(self._slots), job.taken[2], job.held.name
+        there = slot.views(here)
         arriving = there.gradient if there.coming is None else there.coming
-        self._copies.all_to_device([*there.state, arriving], here[:4], name).wait()
+        self._lanes.all_to_device([*there.state, arriving], here[:4], slot.sent.event, name).wait()
         if there.coming is not None:
             there.gradient.copy_(there.coming)
         if scale != 1.0:
@@ -203,54 +175,13 @@ class Streaming:
             master, first, second = (tensor[part] for tensor in there.state)
             step.adam(block, master, there.gradient[part], first, second)
         there.leaving.copy_(there.state[0])
-        return self._copies.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
+        if used is not None:
+            used.copy_(there.leaving)
+        slot.sent = self._lanes.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
+        return slot.sent
 
-    def _await_one(self) -> None:
-        sent, over = self._under_way.popleft()
+    def _finish(self, job: _Job, sent: Copied) -> None:
         sent.synchronize()
-        if over is not None:
-            over()
-
-    def _give_up(self) -> None:
-        """Let nothing of what is under way write any more."""
-        for sent, _ in self._under_way:
-            with contextlib.suppress(RuntimeError):
-                sent.synchronize()
-        self._under_way.clear()
-
-
-class Views(NamedTuple):
-    """Tensors of a piece on the device: state and gradient in the dtype of master weights; over one another the gradient
-    in that of the host's, where it has another, and the new weights, which are made when it has been read."""
-
-    state: list[torch.Tensor]
-    gradient: torch.Tensor
-    coming: torch.Tensor | None
-    leaving: torch.Tensor
-
-
-class Slot:
-    """Device memory of a piece.
-
-    Args:
-        memory: [bytes], uint8.
-    """
-
-    def __init__(self, memory: torch.Tensor):
-        self._memory, self._views = memory, dict[tuple, Views]()
-
-    def views(self, here: Sequence[torch.Tensor]) -> Views:
-        """As tensors for those of `here`, which are as in `Streaming._step_piece`; the same for pieces that are alike."""
-        master, *_, gradient, weights = here
-        like = (master.numel(), master.dtype, gradient.dtype, weights.dtype)
-        if like not in self._views:
-            size = _aligned(master.numel() * master.element_size())
-            *state, wide_gradient = (self._view(i * size, master.numel(), master.dtype) for i in range(4))
-            same = gradient.dtype == master.dtype
-            coming = None if same else self._view(4 * size, master.numel(), gradient.dtype)
-            leaving = self._view(4 * size, master.numel(), weights.dtype)
-            self._views[like] = Views(state, wide_gradient, coming, leaving)
-        return self._views[like]
-
-    def _view(self, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory[at : at + numel * dtype.itemsize].view(dtype)
+        job.held.home.adopt()
+        self._copies.host.give(job.taken[0].tensor)
+        job.done.set_result(None)
