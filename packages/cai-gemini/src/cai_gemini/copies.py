@@ -82,17 +82,18 @@ class Copies:
 
     Args:
         device: a CUDA device, or the CPU, which then plays the device.
+        priority: of the streams.
 
     Attributes:
         host: host memory to copy from and to.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, priority: int = 0):
         self.device = device
         self.recorder: Recorder | None = None
         self.host = HostPool(device)
-        self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._up = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
+        self._down = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the compute stream is now."""

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from cai_gemini.held import Held, Taken
 
 
+AHEAD = 6  # pieces queued
+HIGH = -1  # priority of streams
+
+
 def check_streamed(wanted: float, optimizer: torch.optim.Optimizer, *, delay: bool) -> None:
     """Raise `PlanError` where state cannot be stepped on the device piece by piece as asked."""
     if wanted and not has_two_moments(optimizer):
@@ -82,8 +86,9 @@ class _Job:
 class Streaming:
     """Steps chunks on the device, one after the other, in a thread of its own.
 
-    What a chunk takes is queued at once, behind the one before it: nothing waits for the host between pieces. Copies
-    have streams of their own, so that weights which are waited for need not wait for all of a chunk.
+    Pieces are queued ahead, so that the link does not wait for this thread. Their streams are their own, so that
+    weights which are waited for need not wait for what is queued, and of high priority: a GPU has few queues, streams
+    of one priority share them, and the compute stream would stand behind copies that it has nothing to do with.
 
     Args:
         copies: to and from the device, of weights and gradients.
@@ -93,8 +98,8 @@ class Streaming:
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):
         self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device)
-        self._lanes = Copies(copies.device)
-        self._stream = torch.cuda.Stream(copies.device) if copies.device.type == "cuda" else None
+        self._lanes = Copies(copies.device, priority=HIGH)
+        self._stream = torch.cuda.Stream(copies.device, HIGH) if copies.device.type == "cuda" else None
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
         self._slots = itertools.cycle([Slot(each) for each in memory])
@@ -115,18 +120,20 @@ class Streaming:
 
     def _run(self, jobs: Sequence[_Job], scale: float | Scalar, free: torch.cuda.Event | None) -> None:
         """free: where the device has read the weights of chunks that stay."""
-        under_way: deque[tuple[_Job, Copied]] = deque()
+        queued: deque[tuple[Copied, _Job | None]] = deque()
         try:
             with self._on_stream():
                 if self._stream is not None and free is not None:
                     self._stream.wait_event(free)
                 for job in jobs:
-                    under_way.append((job, self._queue(job, float(scale))))
-                    if len(under_way) > 1:
-                        self._finish(*under_way.popleft())
-                self._finish(*under_way.popleft())
+                    for sent, last in self._pieces(job, float(scale)):
+                        queued.append((sent, job if last else None))
+                        if len(queued) > AHEAD:
+                            self._await(*queued.popleft())
+                while queued:
+                    self._await(*queued.popleft())
         except BaseException as error:
-            for _, sent in under_way:  # nothing writes any more once a chunk is said to have failed
+            for sent, _ in queued:  # nothing writes any more once a chunk is said to have failed
                 with contextlib.suppress(RuntimeError):
                     sent.synchronize()
             for job in jobs:
@@ -138,20 +145,22 @@ class Streaming:
         with torch.cuda.stream(self._stream), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             yield
 
-    def _queue(self, job: _Job, scale: float) -> Copied:
-        """Begin to step a chunk; returns its last copies."""
+    def _pieces(self, job: _Job, scale: float) -> Iterator[tuple[Copied, bool]]:
+        """Queue a chunk's pieces, one at a time; gives their copies to the host, and whether these are the last."""
         held, (gradient, groups, step) = job.held, job.taken
         ready, unit = gradient.settled(), held.unit
         held.home.wait_until_read()
         held.home.refresh()
         tensors = (unit.shard, *step.moments(), ready, held.home.weights)
-        whole, sent = unit.whole.data if held.stays else None, Copied(None)
-        for piece in pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE):
+        whole = unit.whole.data if held.stays else None
+        cut = pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE)
+        if not cut:  # the optimizer leaves the chunk's parameters out
+            yield Copied(None), True
+        for piece in cut:
             part = slice(piece.low, piece.high)
             here = [tensor[part] for tensor in tensors]
             used = whole[part] if whole is not None else None
-            sent = self._step_piece(job, piece, here, used, scale)
-        return sent
+            yield self._step_piece(job, piece, here, used, scale), piece is cut[-1]
 
     def _step_piece(
         self, job: _Job, piece: Piece, here: list[torch.Tensor], used: torch.Tensor | None, scale: float
@@ -180,8 +189,10 @@ class Streaming:
         slot.sent = self._lanes.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
         return slot.sent
 
-    def _finish(self, job: _Job, sent: Copied) -> None:
+    def _await(self, sent: Copied, over: _Job | None) -> None:
+        """over: the chunk whose pieces have all been sent then."""
         sent.synchronize()
-        job.held.home.adopt()
-        self._copies.host.give(job.taken[0].tensor)
-        job.done.set_result(None)
+        if over is not None:
+            over.held.home.adopt()
+            self._copies.host.give(over.taken[0].tensor)
+            over.done.set_result(None)
