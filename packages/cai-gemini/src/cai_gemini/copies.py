@@ -10,6 +10,9 @@ from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
 
 Tensors = list[torch.Tensor]
+FIRST = (
+    -1
+)  # priority of streams: a GPU has few queues, which streams of one priority share and block for one another
 
 
 class Copied:
@@ -82,18 +85,17 @@ class Copies:
 
     Args:
         device: a CUDA device, or the CPU, which then plays the device.
-        priority: of the streams.
 
     Attributes:
         host: host memory to copy from and to.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0):
+    def __init__(self, device: torch.device):
         self.device = device
         self.recorder: Recorder | None = None
         self.host = HostPool(device)
-        self._up = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
-        self._down = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
+        self._up = torch.cuda.Stream(device, FIRST) if device.type == "cuda" else None
+        self._down = torch.cuda.Stream(device, FIRST) if device.type == "cuda" else None
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the compute stream is now."""

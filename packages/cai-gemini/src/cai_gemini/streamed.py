@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cai_gemini.chunk_step import has_two_moments
-from cai_gemini.copies import Copied, Copies, Scalar
+from cai_gemini.copies import FIRST, Copied, Copies, Scalar
 from cai_gemini.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 AHEAD = 6  # pieces queued
-HIGH = -1  # priority of streams
 
 
 def check_streamed(wanted: float, optimizer: torch.optim.Optimizer, *, delay: bool) -> None:
@@ -86,20 +85,18 @@ class _Job:
 class Streaming:
     """Steps chunks on the device, one after the other, in a thread of its own.
 
-    Pieces are queued ahead, so that the link does not wait for this thread. Their streams are their own, so that
-    weights which are waited for need not wait for what is queued, and of high priority: a GPU has few queues, streams
-    of one priority share them, and the compute stream would stand behind copies that it has nothing to do with.
+    A few pieces are queued ahead, so that the link does not wait for this thread. They share the streams of weights and
+    gradients: those come between pieces, while copies queued in another stream would keep them waiting to the end.
 
     Args:
-        copies: to and from the device, of weights and gradients.
+        copies: to and from the device.
         ledger: of its memory.
         nbytes: of `buffer_bytes`.
     """
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):
         self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device)
-        self._lanes = Copies(copies.device, priority=HIGH)
-        self._stream = torch.cuda.Stream(copies.device, HIGH) if copies.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(copies.device, FIRST) if copies.device.type == "cuda" else None
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
         self._slots = itertools.cycle([Slot(each) for each in memory])
@@ -113,7 +110,7 @@ class Streaming:
             job.held.finish_step()
             if job.held.stays:
                 job.held.arrive()
-        free, self._lanes.recorder = self._copies.mark(), self._copies.recorder
+        free = self._copies.mark()
         self._worker.submit(lambda: self._run(jobs, scale, free))
         for job in jobs:
             job.held.stepped_by(job.done, there=job.held.stays)
@@ -174,7 +171,7 @@ class Streaming:
         slot, step, name = next(self._slots), job.taken[2], job.held.name
         there = slot.views(here)
         arriving = there.gradient if there.coming is None else there.coming
-        self._lanes.all_to_device([*there.state, arriving], here[:4], slot.sent.event, name).wait()
+        self._copies.all_to_device([*there.state, arriving], here[:4], slot.sent.event, name).wait()
         if there.coming is not None:
             there.gradient.copy_(there.coming)
         if scale != 1.0:
@@ -186,7 +183,7 @@ class Streaming:
         there.leaving.copy_(there.state[0])
         if used is not None:
             used.copy_(there.leaving)
-        slot.sent = self._lanes.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
+        slot.sent = self._copies.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
         return slot.sent
 
     def _await(self, sent: Copied, over: _Job | None) -> None:
