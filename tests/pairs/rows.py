@@ -12,6 +12,7 @@ from cai_mesh.testing import assert_same_as_one_device
 
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
 ROOMY, MIXED, DISK = 10**7, Tiers(0.6, 0.3), Tiers(0.5, 0.2, disk=0.6, disk_weights=0.3)
+STREAMED = Tiers(0.5, 0.2, streamed=0.6)
 
 
 def planned(
@@ -25,8 +26,8 @@ def adamw(params) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
-def assert_equals_one_process(name: str, results) -> None:
-    losses, norms, final = twin.reference(name)
+def assert_equals_one_process(name: str, results, device: str = "cpu") -> None:
+    losses, norms, final = twin.reference(name, device)
     for got in results:
         assert got[0] == pytest.approx(losses, rel=1e-9)
         assert got[1] == pytest.approx(norms, rel=1e-9)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import DISK, MIXED, assert_equals_one_process
+from rows import DISK, MIXED, STREAMED, assert_equals_one_process
 from zero_x_gemini import Case, train
 
 pytestmark = [
@@ -38,6 +38,7 @@ def work(rank: int, folder: str, case: Case) -> None:
         Case("gpt2", (1, 2), "device", keep=True, device="cuda"),
         Case("llama", (2, 1), MIXED, device="cuda"),
         Case("llama", (1, 2), DISK, device="cuda"),
+        Case("llama", (1, 2), STREAMED, device="cuda"),
     ],
     ids=str,
 )
@@ -45,4 +46,5 @@ def test_equals_one_process(tmp_path: Path, case: Case):
     world = case.shape[0] * case.shape[1]
     case = replace(case, folder=tmp_path if case.residency == DISK else None)
     mp.spawn(work, (str(tmp_path), case), nprocs=world)
-    assert_equals_one_process(case.name, [torch.load(tmp_path / f"{i}.pt") for i in range(world)])
+    found = [torch.load(tmp_path / f"{i}.pt") for i in range(world)]
+    assert_equals_one_process(case.name, found, device="cuda")

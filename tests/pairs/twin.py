@@ -38,20 +38,23 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def reference(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms and final parameters of a plain loop in this process."""
-    model = build(name)
+def reference(name: str, device: str = "cpu") -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final parameters of a plain loop in this process.
+
+    device: that trains. LLaMA's norms compute in float32, which another device rounds in its own way.
+    """
+    model = build(name).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(STEPS):
-        ids = batch(step)
+        ids = batch(step).to(device)
         loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids)
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, norms, {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
 def whole(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import twin
-from rows import DISK, MIXED, ROOMY, adamw, assert_equals_one_process, planned
+from rows import DISK, MIXED, ROOMY, STREAMED, adamw, assert_equals_one_process, planned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,6 +101,7 @@ def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
         Case("gpt2", (2, 2), MIXED),
         Case("llama", (2, 2), "device", own=False, keep=True),
         Case("gpt2", (1, 2), "host", own=False),
+        Case("llama", (1, 2), STREAMED),
         Case("llama", (1, 2), "host", own=False, plain=True),
     ],
     ids=str,
