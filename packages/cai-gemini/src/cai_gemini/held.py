@@ -130,7 +130,7 @@ class Held:
             try:
                 if stepped is not None:
                     stepped.result()
-                if there and not self.home.is_old:
+                if there:
                     coming.set_result(Copied(None))
                     return
                 self.home.refresh()

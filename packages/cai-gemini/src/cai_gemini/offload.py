@@ -160,8 +160,7 @@ def offload(
     steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
     tiers = tiers_of(residency)
-    _check(model, optimizer)
-    check_streamed(tiers.streamed if tiers is not None else 0.0, optimizer, delay=tuning.delay)
+    _check(model, optimizer, tiers or Tiers(), tuning)
     where = _device(model, device, materialize)
     budget = device_budget(device_memory, where, needed=tiers is None)
     found = _units(model)
@@ -302,7 +301,8 @@ def tiers_of(residency: str | Tiers) -> Tiers | None:
     return RESIDENCIES.get(residency)
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers, tuning: Tuning) -> None:
+    check_streamed(tiers.streamed, optimizer, delay=tuning.delay)
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise PlanError(

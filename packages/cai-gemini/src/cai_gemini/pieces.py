@@ -80,14 +80,12 @@ class Slot:
 
     Args:
         memory: [bytes], uint8.
-
-    Attributes:
         sent: the last copies from here; another piece may come once they are done.
     """
 
-    def __init__(self, memory: torch.Tensor):
+    def __init__(self, memory: torch.Tensor, sent: Copied):
         self._memory, self._views = memory, dict[tuple, Views]()
-        self.sent = Copied(None)
+        self.sent = sent
 
     def views(self, here: Sequence[torch.Tensor]) -> Views:
         """For tensors such as `here`, which are as in `Streaming._step_piece`; the same for pieces that are alike."""

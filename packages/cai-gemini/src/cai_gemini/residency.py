@@ -149,8 +149,9 @@ class ChunkResidency:
             optimizer: any elementwise torch optimizer over the sharded model's parameters; its state comes along. Adam
                 and AdamW run torch's fused kernels.
 
-        Raises `PlanError` before the model is sharded, when called twice, for an optimizer that holds other parameters
-        or communicates, and for too little memory on the host or the disk; `NvmeError` for a bad directory.
+        Raises `PlanError` before the model is sharded, when called twice, for an optimizer that holds other parameters,
+        communicates, or has state that cannot be streamed as asked, and for too little memory on the host or the disk;
+        `NvmeError` for a bad directory.
         """
         if not self._stored:
             raise PlanError("there are no rows to step yet", fix="pass the residency to shard_module first")
@@ -169,8 +170,7 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
-        asked = self._tiers.streamed if self._tiers is not None else 0.0
-        check_streamed(asked, optimizer, delay=self._tuning.delay)
+        check_streamed((self._tiers or Tiers()).streamed, optimizer, delay=self._tuning.delay)
         self._use_disk(optimizer)
         take_over(optimizer, self._engine.helds, kept)
         tuning = measured(self._tuning, self._engine) if self._tiers is None else self._tuning

@@ -99,7 +99,8 @@ class Streaming:
         self._stream = torch.cuda.Stream(copies.device, FIRST) if copies.device.type == "cuda" else None
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
-        self._slots = itertools.cycle([Slot(each) for each in memory])
+        free = Copied(copies.mark())  # of what the memory was before
+        self._slots = itertools.cycle([Slot(each, free) for each in memory])
 
     def step(self, helds: Sequence[Held], scale: float | Scalar) -> None:
         """Step chunks in order, in the background: each is awaited where it is used."""
@@ -107,9 +108,8 @@ class Streaming:
         if not jobs:
             return
         for job in jobs:
-            job.held.finish_step()
             if job.held.stays:
-                job.held.arrive()
+                job.held.arrive()  # no copy that is under way writes after the step
         free = self._copies.mark()
         self._worker.submit(lambda: self._run(jobs, scale, free))
         for job in jobs:
