@@ -34,6 +34,8 @@ PAIRS = {
 PAIR_FILES = sorted(path.stem for path in (house.ROOT / "tests" / "pairs").glob("*_x_*.py"))
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 README = str(house.ROOT / "tests" / "test_readme.py")
+# Kernels in an interpreter are one thread each, and no test waits for ranks: as many at once as there are cores.
+SPREAD = {"cai-kernels": ("-n", "auto")}
 
 
 @nox.session(reuse_venv=True)
@@ -47,7 +49,13 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole suite; arguments go to pytest."""
     house.install_everything(session, *house.test_requirements(*house.PACKAGES), *house.EXAMPLES)
-    session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
+    if session.posargs:
+        session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
+        return
+    apart = {f"packages/{package}/tests": options for package, options in SPREAD.items()}
+    session.run("pytest", *(f"--ignore={path}" for path in apart), env=TEST_ENVIRONMENT)
+    for path, options in apart.items():
+        session.run("pytest", path, *options, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)
@@ -90,7 +98,8 @@ def _prove(
     absent = [house.module(name) for name in house.PACKAGES if name not in declared]
     session.run("python", "-c", ABSENT, *absent)
     environment = TEST_ENVIRONMENT | {"PYTHONPATH": ""}
-    session.run("pytest", *files, env=environment)
+    options = SPREAD.get(packages[0], ()) if len(packages) == 1 else ()
+    session.run("pytest", *files, *options, env=environment)
     if len(packages) == 1:
         session.run("pytest", README, "-k", f"packages/{packages[0]}/", env=environment)
     house.record(check, key)
