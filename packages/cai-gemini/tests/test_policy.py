@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cai_gemini.policy import Plan, Sizes, decide, fits, fractions, room, smallest_budget
+from cai_gemini.policy import Plan, Sizes, Streamable, decide, fits, fractions, room, smallest_budget
 from cai_gemini.simulate import Rates, Step, best_plan, floor, simulate
 from cai_gemini.states import TABLE, Event, Ledger, State, follow
 from cai_gemini.trace import Trace, Use
@@ -51,7 +51,9 @@ def problems(draw):
     beside = draw(st.lists(st.integers(0, 20), min_size=len(uses), max_size=len(uses)))
     trace = Trace(tuple(uses), tuple(beside), (1.0,) * len(uses))
     budget = smallest_budget(trace, sizes) + draw(st.integers(0, 60))
-    plan = fractions(trace, sizes, draw(st.floats(0, 1)), draw(st.floats(0, 1)))
+    streamable = Streamable(frozenset(range(chunks)), draw(st.integers(0, 20)))
+    weights, state, streamed = (draw(st.floats(0, 1)) for _ in range(3))
+    plan = fractions(trace, sizes, weights, state, streamed, streamable)
     return trace, sizes, budget, plan
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloaded import SLOW_HOST, assert_equal, build, groups, train
 from plain import Plain, assert_same, fragile, loss_of
-from test_policy import RATES, palindrome
+from test_policy import RATES, palindrome, problems
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload
 from cai_gemini.chunk_step import AdamBlock
 from cai_gemini.pieces import GRAIN, buffer_bytes, pieces
-from cai_gemini.policy import Pieces, Plan, Sizes, fits, fractions
+from cai_gemini.policy import Plan, Sizes, Streamable, fits, fractions
 from cai_gemini.simulate import Step, best_plan, floor, simulate
 from cai_mesh.errors import PlanError
 
@@ -223,7 +223,7 @@ def test_pieces_hold_every_element_once(lengths, data, most):
 def test_fractions_spread_what_is_streamed(states, state, share):
     sizes, trace = [Sizes(2, 2, s) for s in states], palindrome(len(states))
     able = frozenset(range(len(states)))
-    plan = fractions(trace, sizes, 0.0, state, share, Pieces(able, 7))
+    plan = fractions(trace, sizes, 0.0, state, share, Streamable(able, 7))
     assert not plan.streamed & plan.state
     rest = sum(s for i, s in enumerate(states) if i not in plan.state)
     got = sum(states[i] for i in plan.streamed)
@@ -238,7 +238,7 @@ def test_what_is_streamed_is_stepped_beside_the_host():
     trace, sizes = palindrome(8, seconds=1e-6), [Sizes(10, 10, 60)] * 8
     rates = replace(RATES, to_device=35.0, to_host=35.0, both=70.0, host_step=100.0)
     whole = frozenset(range(8))
-    step = Step([10] * 8, pieces=Pieces(whole, 5))
+    step = Step([10] * 8, streamable=Streamable(whole, 5))
     alone, _ = simulate(trace, sizes, Plan(whole, frozenset()), 10**6, rates, step)
     both = Plan(whole, frozenset(), frozenset({1, 3, 5}), 5)
     seconds, lanes = simulate(trace, sizes, both, 10**6, rates, step)
@@ -251,6 +251,20 @@ def test_what_is_streamed_is_stepped_beside_the_host():
     assert floor(trace, sizes, both, rates, step) < floor(trace, sizes, Plan(whole, frozenset()), rates, step)
 
 
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.floats(1.0, 1000.0), st.sampled_from([None, 0.5]))
+def test_a_step_is_never_shorter_than_its_floor(problem, host, share):
+    trace, sizes, budget, plan = problem
+    if not fits(trace, sizes, plan, budget) or {use.chunk for use in trace.uses} != set(range(len(sizes))):
+        return
+    rates = replace(RATES, host_step=host, host_beside=share and share * host)
+    step = Step([s.state for s in sizes])
+    seconds, lanes = simulate(trace, sizes, plan, budget, rates, step)
+    assert seconds >= floor(trace, sizes, plan, rates, step) * (1 - 1e-9)
+    for lane in (lanes.compute, lanes.host):
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(lane))
+
+
 @pytest.mark.parametrize("budget", [120, 300, 600, 2000])
 @pytest.mark.parametrize("both", [5.0, 20.0, 80.0, 10**4])
 def test_the_search_never_takes_longer_with_pieces_than_without(budget, both):
@@ -258,7 +272,7 @@ def test_the_search_never_takes_longer_with_pieces_than_without(budget, both):
     rates = replace(RATES, to_device=both / 2, to_host=both / 2, both=both)
     found = []
     for able in (frozenset[int](), frozenset(range(8))):
-        step = Step([10] * 8, pieces=Pieces(able, 20))
+        step = Step([10] * 8, streamable=Streamable(able, 20))
         plan = best_plan(trace, sizes, budget, rates, step)
         assert fits(trace, sizes, plan, budget)
         found.append(simulate(trace, sizes, plan, budget, rates, step)[0])

@@ -24,7 +24,7 @@ from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.pieces import buffer_bytes
-from cai_gemini.policy import NO_PIECES, Early, Pieces, fractions
+from cai_gemini.policy import NONE_STREAMABLE, Early, Streamable, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
 from cai_gemini.streamed import can_stream, check_streamed
@@ -357,14 +357,14 @@ def schedule(
         disk=disk_traffic(helds),
         early=early,
         delay=tuning.delay,
-        pieces=NO_PIECES if tuning.delay else _pieces(helds),
+        streamable=NONE_STREAMABLE if tuning.delay else _streamable(helds),
     )
     return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup, early)
 
 
-def _pieces(helds: Sequence[Held]) -> Pieces:
+def _streamable(helds: Sequence[Held]) -> Streamable:
     able = {i: held for i, held in enumerate(helds) if can_stream(held)}
-    return Pieces(frozenset(able), buffer_bytes([*able.values()]))
+    return Streamable(frozenset(able), buffer_bytes([*able.values()]))
 
 
 def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[int]:
@@ -377,7 +377,7 @@ def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[i
 def _planner(tiers: Tiers | None, step: Step, budget: int, device: torch.device, tuning: Tuning) -> Planner:
     if tiers is not None:
         shares = (tiers.weights, tiers.state, tiers.streamed)
-        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, step.pieces)
+        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, step.streamable)
     known = tuning.rates or measure(device)
-    step = step if tuning.stream else replace(step, pieces=NO_PIECES)
+    step = step if tuning.stream else replace(step, streamable=NONE_STREAMABLE)
     return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, replace(step, passes=passes))

@@ -193,7 +193,7 @@ def fits(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Streamable:
     """What may be stepped on the device piece by piece.
 
     Args:
@@ -205,7 +205,7 @@ class Pieces:
     buffers: int = 0
 
 
-NO_PIECES = Pieces()
+NONE_STREAMABLE = Streamable()
 
 
 def fractions(
@@ -214,7 +214,7 @@ def fractions(
     weights: float,
     state: float,
     streamed: float = 0.0,
-    pieces: Pieces = NO_PIECES,
+    streamable: Streamable = NONE_STREAMABLE,
 ) -> Plan:
     """A plan by static fractions of all bytes: chunks in the order of their first use, until the fraction is reached.
 
@@ -225,9 +225,9 @@ def fractions(
     order += [c for c in range(len(sizes)) if c not in order]
     held = _first(order, [s.state for s in sizes], state)
     kept = _first(order, [s.weights for s in sizes], weights)
-    able = [c for c in order if c in pieces.able and c not in held]
+    able = [c for c in order if c in streamable.able and c not in held]
     spread = _spread(able, [s.state for s in sizes], streamed)
-    return Plan(frozenset(kept) | held, frozenset(held), spread, pieces.buffers)
+    return Plan(frozenset(kept) | held, frozenset(held), spread, streamable.buffers)
 
 
 def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:

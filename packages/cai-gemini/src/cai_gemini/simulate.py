@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cai_gemini.policy import (
-    NO_PIECES,
     NONE_EARLY,
+    NONE_STREAMABLE,
     Early,
-    Pieces,
     Plan,
     Sizes,
+    Streamable,
     decide,
     early_steps,
     fits,
@@ -98,7 +98,7 @@ class Step:
         disk: what chunks on a disk move there.
         early: steps that may be taken during the last backward; all of them are thought to stand.
         delay: steps on the host are awaited a step later; none of them is on a disk or early.
-        pieces: what may be stepped on the device though it lives on the host.
+        streamable: what may be stepped on the device though it lives on the host.
     """
 
     parameters: Sequence[int]
@@ -106,7 +106,7 @@ class Step:
     disk: Mapping[int, DiskBytes] = field(default_factory=dict)
     early: Early = NONE_EARLY
     delay: bool = False
-    pieces: Pieces = NO_PIECES
+    streamable: Streamable = NONE_STREAMABLE
 
 
 def _piece_bytes(sizes: Sizes) -> tuple[int, int]:
@@ -338,7 +338,7 @@ def best_plan(
         held = frozenset(order[:count])
         streamed = _shared_out(order[count:], sizes, rates, step)
         for some in dict.fromkeys([frozenset[int](), streamed]):
-            least = Plan(held | frozenset(stays), held, some, step.pieces.buffers)
+            least = Plan(held | frozenset(stays), held, some, step.streamable.buffers)
             most = _most_weights(trace, sizes, budget, least, order)
             for kept in [] if most is None else {most, (count + most) // 2}:
                 plan = replace(least, weights=least.weights | frozenset(order[:kept]))
@@ -358,7 +358,7 @@ def _shared_out(order: Sequence[int], sizes: Sequence[Sizes], rates: Rates, step
     for chunk in order:
         here = host + step.parameters[chunk] * HOST_BYTES / (rates.host_beside or rates.host_step)
         there = link + rates.link_seconds(*_piece_bytes(sizes[chunk]))
-        if chunk in step.pieces.able and there < here:
+        if chunk in step.streamable.able and there < here:
             found.append(chunk)
             link = there
         else:
