@@ -95,7 +95,7 @@ class Streaming:
     """
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):
-        self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device)
+        self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device, threads=1)
         self._stream = torch.cuda.Stream(copies.device, FIRST) if copies.device.type == "cuda" else None
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]

@@ -22,19 +22,20 @@ class Worker:
     Args:
         name: of the thread.
         device: that its work is for.
+        threads: for its arithmetic; None: as many as steps want. A team of threads stays once it has done something.
     """
 
-    def __init__(self, name: str, device: torch.device):
+    def __init__(self, name: str, device: torch.device, threads: int | None = None):
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        ready, threads = threading.Event(), torch.get_num_threads()
+        ready, callers = threading.Event(), torch.get_num_threads()
         self._thread = threading.Thread(
-            target=_serve, args=(self._queue, device, ready), name=name, daemon=True
+            target=_serve, args=(self._queue, device, threads, ready), name=name, daemon=True
         )
         self._thread.start()
         weakref.finalize(self, self._queue.put, None)
         ready.wait()
         if device.type == "cuda":
-            torch.set_num_threads(threads)  # what the worker's thread has asked for is its own
+            torch.set_num_threads(callers)  # what the worker's thread has asked for is its own
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Run `job` after what was submitted before. Its exception is the future's."""
@@ -86,11 +87,12 @@ def use_device(device: torch.device) -> None:
 def _serve(
     jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None],
     device: torch.device,
+    threads: int | None,
     ready: threading.Event,
 ) -> None:
     use_device(device)
     if device.type == "cuda":
-        torch.set_num_threads(host_threads())
+        torch.set_num_threads(threads or host_threads())
     ready.set()
     while (item := jobs.get()) is not None:
         job, future = item
