@@ -10,9 +10,8 @@ from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
 
 Tensors = list[torch.Tensor]
-FIRST = (
-    -1
-)  # priority of streams: a GPU has few queues, which streams of one priority share and block for one another
+# Priority of streams: a GPU has few queues, and those that streams share can make compute stand behind copies.
+FIRST = -1
 
 
 class Copied:

@@ -43,7 +43,7 @@ class Tiers:
         state: master weights, optimizer state and gradients. What does not stay is stepped on the host; the weights of
             what stays do too.
         streamed: state that lives on the host and is stepped on the device all the same: it comes over the link in
-            pieces and goes back. Adam and AdamW only.
+            pieces and goes back. Of what a disk takes nothing is. Adam and AdamW only.
         disk: master weights and optimizer state, of the chunks used last.
         disk_weights: what is copied to the device, of the chunks used last; their state is on the disk as well.
 
