@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_
 from cai_zero import Gather, MixedPrecision, shard_module, shard_optimizer
 
 SHAPES = {

@@ -7,6 +7,7 @@ An import counts wherever it stands: at the top, inside a function, under TYPE_C
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,8 +40,22 @@ ALLOWED = {
 }
 LIGHT = {
     "cai_mesh",
-    *(f"cai_mesh.{name}" for name in ("axes", "errors", "layout", "protocols", "reduce", "spec")),
+    *(f"cai_mesh.{name}" for name in ("comm", "comm.axes", "comm.spec", "errors", "protocols")),
+    *(f"cai_mesh.layout{name}" for name in ("", ".boxes", ".layout")),
 }
+ROOMS = {
+    "_lazy": set(),
+    "errors": set(),
+    "protocols": {"comm"},
+    "testing": set(),
+    "comm": {"errors", "protocols", "_lazy"},
+    "layout": {"errors", "comm", "_lazy"},
+    "rng": {"layout"},
+    "gradients": {"errors", "protocols", "comm", "layout"},
+    "storage": {"errors", "protocols", "comm", "layout", "gradients"},
+    "checkpoint": {"errors", "protocols", "comm", "layout"},
+}
+"""What each room of cai_mesh may import of the others."""
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
@@ -95,8 +110,50 @@ def test_the_walk_sees_forbidden_imports(package: str, source: str):
 def test_the_walk_allows_the_permitted_ones():
     assert not offences(
         "cai_zero",
-        "import torch.distributed as dist\nfrom cai_mesh.flat import FlatChunk\nfrom . import shards",
+        "import torch.distributed as dist\nfrom cai_mesh.layout import FlatChunk\nfrom . import shards",
     )
+
+
+def rooms_entered(path: Path) -> set[str]:
+    """The rooms of cai_mesh that a file of it imports from."""
+    return {
+        name.split(".")[1]
+        for _, name in imported(ast.parse(path.read_text()))
+        if name.startswith("cai_mesh.") and "." in name
+    }
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "cai_mesh" in p.parts], ids=lambda path: path.name)
+def test_rooms_of_cai_mesh_import_one_way(path: Path):
+    inside = path.relative_to(next(PACKAGES.glob("cai-mesh/src/cai_mesh"))).parts
+    room = inside[0].removesuffix(".py")
+    if room != "__init__":
+        assert rooms_entered(path) - {room} <= ROOMS[room]
+
+
+@pytest.mark.parametrize("room", ["comm", "layout", "gradients", "storage", "checkpoint"])
+def test_rooms_advertise_what_they_have(room: str):
+    module = importlib.import_module(f"cai_mesh.{room}")
+    for name in module.__all__:
+        getattr(module, name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in SOURCES if "cai_mesh" not in p.parts],
+    ids=lambda path: str(path.relative_to(PACKAGES)),
+)
+def test_siblings_use_what_cai_mesh_advertises(path: Path):
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cai_mesh":
+            advertised = getattr(importlib.import_module(node.module), "__all__", None)
+            wrong += [
+                alias.name for alias in node.names if advertised is not None and alias.name not in advertised
+            ]
+            if advertised is None and node.module.count(".") > 1:
+                wrong.append(node.module)
+    assert not wrong
 
 
 def test_importing_cai_mesh_stays_light():

@@ -9,8 +9,7 @@ import twin
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
-from cai_mesh.layout import canonical_name
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
@@ -33,7 +32,7 @@ def train(name: str, schedule: str):
         parts = list(twin.batch(step).chunk(MICROBATCHES))
         losses.append(float(runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)))
         for parameter in model.parameters():
-            holders = ReduceSpec.of(parameter).tied
+            holders = reduce_of(parameter).tied
             if holders is not None:
                 dist.all_reduce(parameter.grad, group=holders)
         norms.append(float(clip_grad_norm_(model.parameters(), twin.CLIP, mesh)))

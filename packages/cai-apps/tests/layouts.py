@@ -12,10 +12,8 @@ from cai_apps import config as c
 from cai_apps.apply import Session, apply
 from cai_apps.materialize import materialize
 from cai_apps.models import meta_model
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.build import group
-from cai_mesh.collectives import all_reduce
-from cai_mesh.layout import canonical_name
+from cai_mesh.comm import all_reduce, group
+from cai_mesh.layout import BoxedTensor, canonical_name
 
 STEPS, BATCH, LENGTH, VOCAB = 20, 8, 12, 96
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}

@@ -15,11 +15,8 @@ from cai_apps.data.batches import Batches, split
 from cai_apps.data.prepare import Prepared
 from cai_apps.flops import TokenFlops
 from cai_apps.loop import Loop, Position
-from cai_mesh.axes import DATA_AXES
-from cai_mesh.build import build_mesh, degree, group, index
-from cai_mesh.collectives import all_reduce
+from cai_mesh.comm import DATA_AXES, MeshSpec, all_reduce, build_mesh, degree, group, index
 from cai_mesh.errors import DataError
-from cai_mesh.spec import MeshSpec
 from cai_mesh.testing import RankError, run_ranks
 
 BASE = Config()

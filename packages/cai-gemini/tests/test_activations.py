@@ -16,7 +16,7 @@ from cai_gemini import Tuning, offload, offload_activations
 from cai_gemini.away import HostStore, is_dense
 from cai_gemini.copies import Copies
 from cai_mesh.errors import PlanError
-from cai_mesh.units import blocks
+from cai_mesh.storage import blocks
 
 DEPTH = 4
 

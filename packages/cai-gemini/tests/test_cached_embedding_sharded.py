@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import CachedEmbedding, RowwiseAdagrad, ShardedEmbedding, lookahead
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import DataError, PlanError
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
 
 ROWS, DIM, STEPS, PADDING = 47, 5, 6, 40

@@ -19,7 +19,7 @@ from cai_gemini import ChunkResidency, Tiers, Tuning, offload
 from cai_gemini.disk_plan import OnDisk, chunk_bytes, host_bytes
 from cai_gemini.simulate import best_plan
 from cai_mesh.errors import PlanError
-from cai_mesh.units import units
+from cai_mesh.storage import units
 
 RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0)]
 DELAY = Tuning(rates=SLOW_HOST, delay=True)

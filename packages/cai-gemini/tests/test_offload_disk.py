@@ -21,7 +21,7 @@ from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeError, store
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
-from cai_mesh.units import units
+from cai_mesh.storage import units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is no disk but memory")
 

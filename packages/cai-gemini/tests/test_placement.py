@@ -8,7 +8,7 @@ from offloaded import Net, assert_equal, build, train
 
 from cai_gemini import Tiers, offload
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
+from cai_mesh.layout import BoxedTensor
 
 MIXED = Tiers(weights=0.6, state=0.3)
 

@@ -20,14 +20,14 @@ from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import State
 from cai_gemini.trace import Trace, Use
 from cai_mesh.errors import PlanError
-from cai_mesh.norm import Span, attach_spans
-from cai_mesh.protocols import Residency, Stored
-from cai_mesh.units import FlatUnit, Share
+from cai_mesh.layout import Span, attach_spans
+from cai_mesh.protocols import Residency
+from cai_mesh.storage import FlatUnit, Share, StoredShard
 
 CPU, BLOCKS = torch.device("cpu"), 4
 
 
-def rows_of(residency: Residency, compute: torch.dtype = torch.float32, width: int = 20) -> list[Stored]:
+def rows_of(residency: Residency, compute: torch.dtype = torch.float32, width: int = 20) -> list[StoredShard]:
     """The second half of every block's rows; the second block is frozen."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(width, 15) for _ in range(BLOCKS))
@@ -42,16 +42,16 @@ def rows_of(residency: Residency, compute: torch.dtype = torch.float32, width: i
             share=Share(2, 1, frozenset({"dp_shard"})),
             place=residency.place,
         )
-        stored.append(Stored(unit, CPU, None if i == 1 else torch.float32))
+        stored.append(StoredShard(unit, CPU, None if i == 1 else torch.float32))
     residency.adopt(stored, None)
     return stored
 
 
-def trained(stored: list[Stored]) -> list[nn.Parameter]:
+def trained(stored: list[StoredShard]) -> list[nn.Parameter]:
     return [p for rows in stored for p in rows.unit.kept if p.requires_grad]
 
 
-def use(residency: Residency, rows: Stored) -> torch.Tensor:
+def use(residency: Residency, rows: StoredShard) -> torch.Tensor:
     residency.fetch(rows).wait()
     assert rows.on_device is not None
     found = rows.on_device.clone()
@@ -59,7 +59,7 @@ def use(residency: Residency, rows: Stored) -> torch.Tensor:
     return found
 
 
-def step(residency: ChunkResidency, stored: list[Stored], optimizer, number: int) -> list[torch.Tensor]:
+def step(residency: ChunkResidency, stored: list[StoredShard], optimizer, number: int) -> list[torch.Tensor]:
     """Two forwards and backwards and a step; returns what was fetched."""
     seen = []
     for part in range(2):
@@ -78,7 +78,7 @@ def planned(residency="auto", memory=10**6, nvme=None, **options) -> ChunkReside
     return ChunkResidency(residency, device_memory=memory, nvme=nvme, tuning=tuning)
 
 
-def gradient(rows: Stored, number: int, part: int, index: int) -> torch.Tensor:
+def gradient(rows: StoredShard, number: int, part: int, index: int) -> torch.Tensor:
     """Of a backward; padding is zero."""
     generator = torch.Generator().manual_seed(100 * number + 10 * part + index)
     grad = torch.zeros(rows.unit.shard.numel())

@@ -6,9 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 
-from cai_mesh.boxed import BoxedTensor, attach_flat
-from cai_mesh.layout import Box, Layout, Shard, attach
-from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_mesh.layout import Box, BoxedTensor, Layout, ReduceSpec, Shard, attach, attach_flat, attach_reduce
 from cai_mesh.testing import run_ranks
 
 

@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from cai_mesh.axes import AXES, EXPERT_AXES
-from cai_mesh.build import (
+from cai_mesh.comm import (
+    AXES,
+    EXPERT_AXES,
+    MeshSpec,
     axis_names,
     build_expert_mesh,
     build_mesh,
@@ -19,7 +21,6 @@ from cai_mesh.build import (
     require_axis,
 )
 from cai_mesh.errors import MeshError
-from cai_mesh.spec import MeshSpec
 from cai_mesh.testing import run_ranks
 
 

@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.build import coordinate
 from cai_mesh.checkpoint.planner import read_metadata
+from cai_mesh.comm import coordinate
 from cai_mesh.errors import CheckpointError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.layout import Layout, Shard, attach
+from cai_mesh.layout import BoxedTensor, FlatChunk, Layout, Shard, attach
 from cai_mesh.testing import run_ranks
 
 SHAPES = {"a": (7, 5), "b": (12,), "c": (4, 3, 2), "step": ()}

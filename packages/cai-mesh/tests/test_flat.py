@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import LayoutError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.layout import Layout, Shard, attach
+from cai_mesh.layout import FlatChunk, Layout, Shard, attach
 
 shapes = st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), min_size=0, max_size=5)
 

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.gradients import GradBuffer, accumulate_node, check_no_gradients, direct_linears, linear
+from cai_mesh.gradients import GradBuffer, accumulate_node, check_no_gradients, direct_linears
+from cai_mesh.gradients.linear import linear
+from cai_mesh.layout import FlatChunk
 
 VOCAB, WIDTH = 11, 6
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout import Layout, Shard, attach
+from cai_mesh.layout import BoxedTensor, Layout, Shard, attach
 from cai_mesh.testing import run_ranks
 
 

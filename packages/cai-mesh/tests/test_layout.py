@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import LayoutError
-from cai_mesh.layout import Box, Layout, Replicate, Shard, attach
+from cai_mesh.layout import Box, Layout, Replicate, Shard, attach, layout_of, placements_of
 from cai_mesh.testing import run_ranks
 
 
@@ -112,7 +112,7 @@ def test_bad_layouts_are_refused():
     with pytest.raises(LayoutError, match="does not describe"):
         attach(torch.zeros(3), Layout((4,)))
     with pytest.raises(LayoutError, match="packed"):
-        Layout((4,)).then("tp", 2, 0, Shard(0, (2, 2))).to_placements(["tp"])
+        placements_of(Layout((4,)).then("tp", 2, 0, Shard(0, (2, 2))), ["tp"])
 
 
 def test_boxes_intersect():
@@ -126,22 +126,22 @@ def _dtensor_round_trips(cases):
     for shape, placements in cases:
         full = torch.arange(math.prod(shape)).view(shape)
         tensor = dt.distribute_tensor(full, mesh, placements)
-        layout = Layout.of(tensor)
+        layout = layout_of(tensor)
         assert layout.local_shape == tuple(tensor.to_local().shape), (shape, placements)
         assert torch.equal(local_of(full, layout), tensor.to_local())
-        assert tuple(layout.to_placements(("a", "b"))) == tuple(placements)
+        assert tuple(placements_of(layout, ("a", "b"))) == tuple(placements)
     # a cut along the outer mesh dimension after the inner one, as FSDP over tensor parallelism makes it
     late = Layout((8, 3)).then("b", 2, where["b"], Shard(0)).then("a", 2, where["a"], Shard(0))
     full = torch.arange(24).view(8, 3)
     wrapped = dt.DTensor.from_local(
         local_of(full, late),
         mesh,
-        late.to_placements(("a", "b")),
+        placements_of(late, ("a", "b")),
         run_check=False,
         shape=full.shape,
         stride=full.stride(),
     )
-    assert Layout.of(wrapped) == late
+    assert layout_of(wrapped) == late
     assert torch.equal(wrapped.full_tensor(), full)
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout import Layout
+from cai_mesh.layout import BoxedTensor, Layout
 
 SHAPE = (3, 5)
 

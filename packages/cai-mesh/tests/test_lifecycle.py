@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cai_mesh.lifecycle import ModuleLifecycle
+from cai_mesh.storage import ModuleLifecycle
 
 
 class Recorder:

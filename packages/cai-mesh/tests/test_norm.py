@@ -10,12 +10,10 @@ import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
 
-from cai_mesh.build import coordinate
+from cai_mesh.comm import coordinate
 from cai_mesh.errors import CaiError, MeshError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.layout import Layout, Shard, attach
-from cai_mesh.norm import Span, attach_spans, clip_grad_norm_, grad_norm
-from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_mesh.gradients import clip_grad_norm_, grad_norm
+from cai_mesh.layout import FlatChunk, Layout, ReduceSpec, Shard, Span, attach, attach_reduce, attach_spans
 from cai_mesh.testing import run_ranks
 
 NAMES = ("tp", "replicated", "chunked_a", "chunked_b", "stage0", "stage1", "tied")

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cai_mesh.axes import AXES
+from cai_mesh.comm import AXES, MeshSpec
 from cai_mesh.errors import MeshError
-from cai_mesh.spec import MeshSpec
 
 degrees = st.integers(1, 6)
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout, Shard, attach
-from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit, Share, blocks, check_parameters
+from cai_mesh.layout import Layout, ReduceSpec, Shard, attach, reduce_of
+from cai_mesh.storage import FlatUnit, Share, blocks, check_parameters
 
 
 class Net(nn.Module):
@@ -187,4 +186,4 @@ def test_a_parameter_outside_the_model_is_refused():
             compute=torch.float32,
             device=torch.device("cpu"),
         )
-    assert ReduceSpec.of(torch.zeros(1)) == ReduceSpec()
+    assert reduce_of(torch.zeros(1)) == ReduceSpec()

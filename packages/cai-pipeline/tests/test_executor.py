@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import canonical_name
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import PipelineRunner, split
 
@@ -65,7 +64,7 @@ def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -
 
 def sum_tied_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
-        if (group := ReduceSpec.of(parameter).tied) is not None:
+        if (group := reduce_of(parameter).tied) is not None:
             dist.all_reduce(parameter.grad, group=group)
 
 

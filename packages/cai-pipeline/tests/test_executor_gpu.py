@@ -12,8 +12,7 @@ from pipeline_families import build, config_of, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from cai_mesh.layout import canonical_name
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh.layout import canonical_name, reduce_of
 from cai_pipeline import PipelineRunner, split
 
 pytestmark = [
@@ -53,7 +52,7 @@ def work(rank: int, world: int, folder: str, family: str, schedule: str, dtype: 
         model.zero_grad()
         losses.append(float(runner.step(inputs, batch())))
     for parameter in model.parameters():
-        if (group := ReduceSpec.of(parameter).tied) is not None:
+        if (group := reduce_of(parameter).tied) is not None:
             dist.all_reduce(parameter.grad, group=group)
     evaluated = float(runner.evaluate(inputs, batch()))
     gradients = {canonical_name(n, p): p.grad.cpu() for n, p in model.named_parameters()}

@@ -10,8 +10,7 @@ from pipeline_families import FAMILIES, build, config_of, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh.errors import MeshError, PlanError
-from cai_mesh.layout import canonical_name
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import assert_names_kept, run_ranks
 from cai_pipeline import split
 from cai_pipeline.anatomy import layers_of
@@ -155,7 +154,7 @@ def split_on_ranks(family: str, layers: int, shape: tuple[int, ...]) -> dict[str
         whole = hf.AutoModelForCausalLM.from_config(config_of(family, layers))
         model = split(whole, mesh)
     assert model is whole
-    specs = {name: ReduceSpec.of(parameter) for name, parameter in model.named_parameters()}
+    specs = {name: reduce_of(parameter) for name, parameter in model.named_parameters()}
     return {
         "layers": model.cai_stage.layers,
         "names": {name: canonical_name(name, parameter) for name, parameter in model.named_parameters()},

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
 from cai_tensor_parallel import Plan, gather_logits, parallelize, plan_for, vocab_parallel_cross_entropy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_mesh.layout import ReduceSpec, attach_reduce
 from cai_zero import MixedPrecision, chunks
 from cai_zero.chunks import build_chunks, optimizer_units, reduction_order
 from cai_zero.ranks import data_ranks

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
 from cai_zero import (
     Compression,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, chunks, shard_module, shard_optimizer, sharding_of
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import cai_mesh.units
+import cai_mesh.comm.collectives
 import cai_zero.compress
 import cai_zero.gathering
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import BoxedTensor
+from cai_mesh.storage import finding
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import Gather, no_sync, shard_module, shard_optimizer, sharding_of
 
@@ -147,9 +148,9 @@ def collectives():
     found: list[str] = []
     kept = {}
     for module, name in (
-        (cai_mesh.collectives, "_all_gather"),
-        (cai_mesh.collectives, "_reduce_scatter"),
-        (cai_mesh.collectives, "_all_to_all"),
+        (cai_mesh.comm.collectives, "_all_gather"),
+        (cai_mesh.comm.collectives, "_reduce_scatter"),
+        (cai_mesh.comm.collectives, "_all_to_all"),
         (dist, "all_reduce"),
         (dist, "broadcast"),
         (dist, "all_gather_object"),
@@ -575,7 +576,7 @@ def test_a_fused_step_leaves_nothing_whole_that_actions_unsharded():
 
 
 def alone(routes, limit):
-    kept, cai_mesh.units.ALONE_ELEMENTS = cai_mesh.units.ALONE_ELEMENTS, limit
+    kept, finding.ALONE_ELEMENTS = finding.ALONE_ELEMENTS, limit
     try:
         model, rank = shard_module(build(), mesh()), dist.get_rank()
         held = [n for n, m in model.named_modules() if m in sharding_of(model)._units]
@@ -591,7 +592,7 @@ def alone(routes, limit):
                 optimizer.zero_grad()
         return everyone(model), held, events
     finally:
-        cai_mesh.units.ALONE_ELEMENTS = kept
+        finding.ALONE_ELEMENTS = kept
 
 
 def test_large_layers_are_units_of_their_own():

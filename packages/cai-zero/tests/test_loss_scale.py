@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.gradients import clip_grad_norm_
 from cai_mesh.layout import Layout, Shard, Step, attach
-from cai_mesh.norm import clip_grad_norm_
 from cai_mesh.testing import run_ranks
 from cai_zero import LossScale, MixedPrecision, shard_module, shard_optimizer, sharding_of
 

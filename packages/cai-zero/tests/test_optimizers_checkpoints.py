@@ -9,7 +9,7 @@ import torch
 import whole
 
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
 from cai_zero import ShardedOptimizer, optimizer_state, restore_groups
 from cai_zero.optimizers import Adafactor, AdamW, Came, Lamb, Lars, Muon, NewtonSchulz

@@ -8,9 +8,8 @@ import torch.distributed as dist
 import whole
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_mesh.boxed import attach_flat
 from cai_mesh.errors import MeshError
-from cai_mesh.layout import Layout, Shard
+from cai_mesh.layout import Layout, Shard, attach_flat
 from cai_mesh.testing import run_ranks
 from cai_zero.optimizers import Lamb
 from cai_zero.optimizers.pieces import parts_of

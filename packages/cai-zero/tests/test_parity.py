@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
 

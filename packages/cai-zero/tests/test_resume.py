@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import CheckpointError
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_zero import MixedPrecision, optimizer_state, restore_groups, shard_module, shard_optimizer
 

@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_mesh import units
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_
+from cai_mesh.layout import BoxedTensor
+from cai_mesh.storage import finding
 from cai_zero import Gather, MixedPrecision, shard_module, shard_optimizer
 
 pytestmark = [
@@ -85,7 +85,7 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
 def work(rank: int, world: int, folder: str, stage: int, copies: bool, compiled: bool, bf16: bool) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    units.ALONE_ELEMENTS = 1024  # embedding and head are units of their own
+    finding.ALONE_ELEMENTS = 1024  # embedding and head are units of their own
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("dp_shard",))
     model = build(compiled)
     precision = MixedPrecision(compute=torch.bfloat16 if bf16 else None)

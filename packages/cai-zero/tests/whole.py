@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.layout import Layout, Shard, attach
+from cai_mesh.layout import BoxedTensor, Layout, Shard, attach
 from cai_zero import ShardedOptimizer, shard_module, shard_optimizer
 
 STEPS = 12

@@ -28,13 +28,11 @@ from cai_apps.validate import mesh_spec, microbatches
 from cai_gemini import ChunkResidency, OffloadedOptimizer, offload_activations
 from cai_kernels.swap import KINDS, swap
 from cai_mesh import rng
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.build import build_mesh, coordinate, group
 from cai_mesh.checkpoint import load_hf, save_hf
-from cai_mesh.layout import canonical_name
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.comm import build_mesh, coordinate, group
+from cai_mesh.gradients import clip_grad_norm_
+from cai_mesh.layout import BoxedTensor, attach_reduce, canonical_name, reduce_of
 from cai_mesh.protocols import GradSync
-from cai_mesh.reduce import ReduceSpec, attach_reduce
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize, vocab_parallel_cross_entropy, vocab_start
 from cai_zero import (
@@ -198,7 +196,7 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     if config.memory.activations == "host":
         offload_activations(model)
     for param in model.parameters():
-        attach_reduce(param, replace(ReduceSpec.of(param), divisor=1.0))
+        attach_reduce(param, replace(reduce_of(param), divisor=1.0))
     compute = DTYPES[config.precision.compute]
     master = torch.float32 if compute == torch.bfloat16 else compute
     if offloads(config, mesh.size()):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cai_mesh.units import blocks
+from cai_mesh.storage import blocks
 
 
 def recompute_blocks(model: nn.Module) -> None:

@@ -22,9 +22,7 @@ from cai_apps.flops import TokenFlops, peak_flops
 from cai_apps.memory import peak_memory
 from cai_apps.metrics import Metrics
 from cai_apps.schedule import learning_rate
-from cai_mesh.axes import DATA_AXES
-from cai_mesh.build import group
-from cai_mesh.collectives import all_reduce
+from cai_mesh.comm import DATA_AXES, all_reduce, group
 from cai_mesh.errors import DataError
 
 

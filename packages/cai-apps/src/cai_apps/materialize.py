@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_mesh import rng
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout, canonical_name
-from cai_mesh.units import blocks
+from cai_mesh.layout import Layout, canonical_name, layout_of
+from cai_mesh.storage import blocks
 
 _FILLS = {
     torch.ops.aten.normal_.default: (rng.normal_, (0.0, 1.0)),
@@ -94,7 +94,7 @@ class InitialValues:
     def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device):
         self._model, self._seed, self._dtype, self._device = model, seed, dtype, device
         self._names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
-        self._shapes = {p: Layout.of(p).global_shape for p in self._names}
+        self._shapes = {p: layout_of(p).global_shape for p in self._names}
         units = blocks(model)
         in_blocks = {id(m) for block in units if block is not model for m in block.modules()}
         together = [list(_post_order(block)) for block in units if block is not model]
@@ -155,7 +155,7 @@ def _sites(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]
 
 def _part(whole: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
     """This rank's part of an initialized parameter, with everything that was attached to its meta twin."""
-    layout = Layout.of(meta)
+    layout = layout_of(meta)
     values = whole
     if layout.sharded_axes:
         values = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from cai_apps.config import Config
 from cai_apps.models import pretrained_directory
 from cai_apps.residency import check_memory
+from cai_mesh.comm import MeshSpec
 from cai_mesh.errors import ConfigError, MeshError
-from cai_mesh.spec import MeshSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

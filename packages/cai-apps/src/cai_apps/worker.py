@@ -21,8 +21,7 @@ from cai_apps.models import meta_model, model_config_for
 from cai_apps.offloading import Watch
 from cai_apps.progress import open_progress
 from cai_apps.ranks import Job, start_rank
-from cai_mesh.axes import DATA_AXES
-from cai_mesh.build import degree, index
+from cai_mesh.comm import DATA_AXES, degree, index
 
 
 def run_rank(job: Job) -> None:

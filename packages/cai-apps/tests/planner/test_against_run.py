@@ -12,7 +12,7 @@ from cai_apps.apply import apply
 from cai_apps.models import load_model_config
 from cai_apps.planner.plan import plan
 from cai_apps.validate import resolve
-from cai_mesh.build import coordinate
+from cai_mesh.comm import coordinate
 from cai_mesh.testing import RankError, run_ranks
 
 LAYOUTS = {

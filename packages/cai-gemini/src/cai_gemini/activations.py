@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cai_gemini.away import Away, HostStore, Kept, is_dense
 from cai_mesh.errors import PlanError
-from cai_mesh.units import blocks
+from cai_mesh.storage import blocks
 
 SMALLEST = 64 * 1024  # bytes; below, a copy costs more than the memory is worth
 
@@ -35,8 +35,8 @@ def offload_activations(
 ) -> ActivationOffload:
     """Recompute every block in backward and keep its inputs in host memory until then. Changes the blocks in place.
 
-    Blocks are those of `cai_mesh.units.blocks`. As the forward reaches a block its inputs start to the host on a stream
-    of their own, and in backward those of the block before come back while one recomputes. Tensors anywhere in
+    Blocks are those of `cai_mesh.storage.blocks`. As the forward reaches a block its inputs start to the host on a
+    stream of their own, and in backward those of the block before come back while one recomputes. Tensors anywhere in
     positional and keyword arguments are inputs; what many blocks are given (a mask) is copied once, each way. Losses
     and gradients are bit for bit those of recompute. Nothing happens without gradients or in `eval()`.
 

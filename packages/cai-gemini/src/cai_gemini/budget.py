@@ -10,7 +10,7 @@ from torch import nn
 
 from cai_gemini.policy import IN_FLIGHT
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
+from cai_mesh.layout import FlatChunk
 
 # Of a GPU's memory, for what torch's allocator maps and cannot use: pages of 20 MiB of which some is in use. One H200
 # had 0.42 GiB of that under a cap of 6 GiB, 0.5 GiB under one of 12.

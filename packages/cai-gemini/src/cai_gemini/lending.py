@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import CheckpointError
+from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
     from cai_gemini.held import Held

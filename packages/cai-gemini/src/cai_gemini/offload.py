@@ -31,7 +31,7 @@ from cai_gemini.streamed import can_stream, check_streamed
 from cai_gemini.uses import ModuleUses
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
-from cai_mesh.units import FlatUnit, check_parameters, units
+from cai_mesh.storage import FlatUnit, check_parameters, units
 
 
 @dataclass(frozen=True)

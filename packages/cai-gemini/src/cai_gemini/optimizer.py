@@ -26,9 +26,9 @@ from cai_gemini.placement import Placement
 from cai_gemini.speculation import Speculation
 from cai_gemini.timeline import Timeline
 from cai_mesh import checkpoint
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
-from cai_mesh.norm import clip_factor, norm_of_squares
+from cai_mesh.gradients import clip_factor, norm_of_squares
+from cai_mesh.layout import BoxedTensor
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

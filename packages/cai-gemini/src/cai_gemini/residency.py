@@ -25,7 +25,8 @@ from cai_gemini.policy import Plan
 from cai_gemini.rows import Arriving, RowEngine, RowUnit, check_device, row_chunks
 from cai_gemini.streamed import check_streamed
 from cai_mesh.errors import PlanError
-from cai_mesh.protocols import CommHandle, Stored
+from cai_mesh.protocols import CommHandle
+from cai_mesh.storage import StoredShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +87,7 @@ class ChunkResidency:
                 fix="leave delay out, or use offload on one device",
             )
         self._device_memory, self._host_memory, self._tuning = device_memory, host_memory, tuning
-        self._stored: list[Stored] = []
+        self._stored: list[StoredShard] = []
         self._index: dict[int, int] = {}
         self._optimizer: OffloadedOptimizer | None = None
 
@@ -96,7 +97,7 @@ class ChunkResidency:
         """A copy in host memory, complete on return; the tensor itself when it is there already."""
         return tensor.to("cpu")
 
-    def adopt(self, stored: Sequence[Stored], mesh: DeviceMesh | None) -> None:
+    def adopt(self, stored: Sequence[StoredShard], mesh: DeviceMesh | None) -> None:
         """Take charge of a model's rows. Raises `PlanError` for a second model, and for too little device memory."""
         if self._stored:
             raise PlanError(
@@ -113,7 +114,7 @@ class ChunkResidency:
         self._engine.start(helds, nothing, self._tuning.observe)
         self._engine.recording = False  # until there is an optimizer whose steps part the traces
 
-    def fetch(self, stored: Stored) -> CommHandle:
+    def fetch(self, stored: StoredShard) -> CommHandle:
         """Make room, begin to copy the rows to their device, and others ahead of their use."""
         index = self._index[id(stored)]
         held = self._engine.helds[index]
@@ -122,17 +123,17 @@ class ChunkResidency:
         self._engine.computing(held)
         return Arriving(held)
 
-    def release(self, stored: Stored) -> None:
+    def release(self, stored: StoredShard) -> None:
         """The rows have been read; they leave when room is needed."""
         held = self._engine.helds[self._index[id(stored)]]
         held.wanted = False
         held.forward_over()
 
-    def version(self, stored: Stored) -> int:
+    def version(self, stored: StoredShard) -> int:
         """Another number after every step and every write to the rows."""
         return self._engine.helds[self._index[id(stored)]].version
 
-    def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
+    def keep_gradient(self, stored: StoredShard, rows: torch.Tensor) -> None:
         """Take [n] `rows`, written by the current stream: they stay, or leave for the host on a stream of their own."""
         index = self._index[id(stored)]
         held = self._engine.helds[index]

@@ -12,8 +12,8 @@ from cai_gemini.engine import Engine
 from cai_gemini.held import Held
 from cai_gemini.policy import IN_FLIGHT
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
-from cai_mesh.protocols import Stored
+from cai_mesh.layout import FlatChunk
+from cai_mesh.storage import StoredShard
 
 
 class RowUnit:
@@ -23,7 +23,7 @@ class RowUnit:
         stored: the rows. Their shard stays; a copy in the dtype of the whole chunk is `stored.on_device` while in use.
     """
 
-    def __init__(self, stored: Stored):
+    def __init__(self, stored: StoredShard):
         self._stored, unit = stored, stored.unit
         self.chunk: FlatChunk = unit.chunk
         self.kept: Sequence[nn.Parameter] = unit.kept
@@ -81,7 +81,7 @@ class Arriving:
         self._held.use()
 
 
-def check_device(stored: Sequence[Stored], budget: int, asked: int | str | None) -> None:
+def check_device(stored: Sequence[StoredShard], budget: int, asked: int | str | None) -> None:
     """Raise `PlanError` where one whole chunk, its rows and gradients on their way do not fit."""
     needs = {id(s): _bytes(s.unit.whole) + _row_bytes(s) for s in stored}
     sending = sorted(
@@ -99,11 +99,11 @@ def check_device(stored: Sequence[Stored], budget: int, asked: int | str | None)
         )
 
 
-def row_chunks(stored: Sequence[Stored], optimizer: torch.optim.Optimizer) -> list[ChunkBytes]:
+def row_chunks(stored: Sequence[StoredShard], optimizer: torch.optim.Optimizer) -> list[ChunkBytes]:
     """Bytes of a rank's rows of every chunk, stepped by `optimizer`."""
     tensors = state_tensors(optimizer)
 
-    def one(rows: Stored) -> ChunkBytes:
+    def one(rows: StoredShard) -> ChunkBytes:
         shard, trains = rows.unit.shard, rows.gradients is not None
         return ChunkBytes(
             shard.numel(),
@@ -122,5 +122,5 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _row_bytes(stored: Stored) -> int:
+def _row_bytes(stored: StoredShard) -> int:
     return stored.unit.shard.numel() * stored.unit.whole.element_size()

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from cai_mesh.flat import FlatChunk
+from cai_mesh.layout import FlatChunk
 
 
 class Unit(Protocol):
-    """A chunk on one rank: all of it (`cai_mesh.units.FlatUnit`), or the rank's rows.
+    """A chunk on one rank: all of it (`cai_mesh.storage.FlatUnit`), or the rank's rows.
 
     Attributes:
         chunk: names of the parameters; where rows are divided, of more elements than are here.

@@ -9,8 +9,7 @@ from torch import nn
 from cai_gemini.engine import Engine
 from cai_gemini.held import Held
 from cai_gemini.states import State
-from cai_mesh.lifecycle import ModuleLifecycle
-from cai_mesh.units import FlatUnit
+from cai_mesh.storage import FlatUnit, ModuleLifecycle
 
 
 class ModuleUses:

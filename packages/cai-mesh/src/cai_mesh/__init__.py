@@ -1,45 +1,37 @@
-"""Mesh, layouts and contracts that the other cai packages share. Submodules are loaded on first use."""
+"""Mesh, layouts and contracts that the other cai packages share. Names load their file on first use.
+
+Rooms: `comm`, `layout`, `gradients`, `storage`, `checkpoint`. What a room advertises stands in its `__all__`.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cai_mesh import errors, layout, protocols, spec
-from cai_mesh.layout import Layout
-from cai_mesh.spec import MeshSpec
+from cai_mesh import comm, errors, layout, protocols
+from cai_mesh.comm.spec import MeshSpec
+from cai_mesh.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from cai_mesh.boxed import BoxedTensor
-    from cai_mesh.build import build_mesh
-    from cai_mesh.flat import FlatChunk
-    from cai_mesh.lifecycle import ModuleLifecycle
-    from cai_mesh.norm import clip_grad_norm_
-    from cai_mesh.reduce import ReduceSpec
+    from cai_mesh import checkpoint, gradients, rng, storage, testing
+    from cai_mesh.comm.build import build_mesh
+    from cai_mesh.gradients.norm import clip_grad_norm_
+    from cai_mesh.layout.boxed import BoxedTensor
+    from cai_mesh.layout.chunk import FlatChunk
+    from cai_mesh.layout.reduce import ReduceSpec
+    from cai_mesh.storage.lifecycle import ModuleLifecycle
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BoxedTensor": "boxed",
-    "FlatChunk": "flat",
-    "ModuleLifecycle": "lifecycle",
-    "ReduceSpec": "reduce",
-    "build_mesh": "build",
-    "clip_grad_norm_": "norm",
+    "BoxedTensor": "layout",
+    "FlatChunk": "layout",
+    "ModuleLifecycle": "storage",
+    "ReduceSpec": "layout",
+    "build_mesh": "comm",
+    "clip_grad_norm_": "gradients",
 }
-_SUBMODULES = (
-    "autograd",
-    "boxed",
-    "build",
-    "checkpoint",
-    "collectives",
-    "flat",
-    "lifecycle",
-    "norm",
-    "reduce",
-    "rng",
-    "testing",
-)
+_ROOMS = ("checkpoint", "gradients", "rng", "storage", "testing")
 
 __all__ = [
     "BoxedTensor",
@@ -49,17 +41,22 @@ __all__ = [
     "ModuleLifecycle",
     "ReduceSpec",
     "build_mesh",
+    "checkpoint",
     "clip_grad_norm_",
+    "comm",
     "errors",
+    "gradients",
     "layout",
     "protocols",
-    "spec",
+    "rng",
+    "storage",
+    "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"cai_mesh.{_HOMES[name]}"), name)
-    if name in _SUBMODULES:
+    if name in _ROOMS:
         return importlib.import_module(f"cai_mesh.{name}")
     raise AttributeError(f"module 'cai_mesh' has no attribute {name!r}")

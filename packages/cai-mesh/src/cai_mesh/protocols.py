@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from cai_mesh.units import FlatUnit
-
 
 @runtime_checkable
 class CommHandle(Protocol):
@@ -55,22 +53,15 @@ class ParameterSharding(Protocol):
         """Start reducing the gradients accumulated below `module`."""
 
 
-class Stored:
-    """The rows of a chunk that one rank keeps between uses.
-
-    Args:
-        unit: whose shard they are.
-        device: where they are used.
-        gradients: dtype in which their gradients arrive; None for frozen ones.
+@runtime_checkable
+class Stored(Protocol):
+    """The part of a chunk that one rank keeps between uses; `cai_mesh.storage.StoredShard` is one.
 
     Attributes:
-        on_device: [n], the rows on `device` in the dtype of the shard or of the whole chunk, from the `wait` of a
-            fetch until the release.
+        on_device: [n], the shard on the device it is used on, from the `wait` of a fetch until the release.
     """
 
-    def __init__(self, unit: FlatUnit, device: torch.device, gradients: torch.dtype | None):
-        self.unit, self.device, self.gradients = unit, device, gradients
-        self.on_device: torch.Tensor | None = None
+    on_device: torch.Tensor | None
 
 
 @runtime_checkable
@@ -100,37 +91,3 @@ class Residency(Protocol):
 
     def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
         """Add [n] `rows`, written by the current stream, to the kept parameters' gradients. They are given away."""
-
-
-class Done:
-    """A `CommHandle` of something that has already happened."""
-
-    def wait(self) -> None:
-        return None
-
-
-class OnDevice:
-    """The `Residency` that leaves everything where it is."""
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def adopt(self, stored: Sequence[Stored], mesh: DeviceMesh | None) -> None:
-        return None
-
-    def fetch(self, stored: Stored) -> CommHandle:
-        stored.on_device = stored.unit.shard
-        return Done()
-
-    def release(self, stored: Stored) -> None:
-        stored.on_device = None
-
-    def version(self, stored: Stored) -> int:
-        return stored.unit.shard._version
-
-    def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
-        kept, rows = stored.unit.shard_gradient, rows.to(stored.unit.shard.dtype)
-        if kept is None:
-            stored.unit.set_shard_gradient(rows)
-        else:
-            kept.add_(rows)

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from cai_mesh.layout import Layout
+from cai_mesh.layout.attached import layout_of
+from cai_mesh.layout.layout import Layout
 
 _BLOCK = 1 << 22  # elements drawn at a time, which bounds the int64 scratch memory
 
@@ -50,7 +51,7 @@ def unit(stream: int, index: torch.Tensor) -> torch.Tensor:
 
 def _index_blocks(tensor: torch.Tensor, layout: Layout | None):
     """(view of `tensor`, global flat index of its elements) for blocks that cover it."""
-    layout = layout or Layout.of(tensor)
+    layout = layout or layout_of(tensor)
     stride = [math.prod(layout.global_shape[d + 1 :]) for d in range(len(layout.global_shape))]
     for where, box in layout.slices():
         part = tensor[where]

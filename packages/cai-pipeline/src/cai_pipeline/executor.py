@@ -12,8 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.build import degree, group, index, require_axis
-from cai_mesh.collectives import broadcast
+from cai_mesh.comm import broadcast, degree, group, index, require_axis
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
 from cai_pipeline.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.build import axis_names, coordinate, degree, require_axis
+from cai_mesh.comm import axis_names, coordinate, degree, require_axis
 from cai_mesh.errors import PlanError
-from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_mesh.layout import attach_reduce, reduce_of
 from cai_pipeline.anatomy import Anatomy, layers_of
 from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
 from cai_pipeline.miniature import miniature
@@ -72,7 +72,7 @@ def split(
         if index not in (0, count - 1):
             continue
         parameter.cai_name = name  # type: ignore[attr-defined]
-        attach_reduce(parameter, replace(ReduceSpec.of(parameter), tied=group, owner=index == 0))
+        attach_reduce(parameter, replace(reduce_of(parameter), tied=group, owner=index == 0))
     return model
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from cai_mesh.comm import start_exchange
 from cai_mesh.errors import PlanError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -85,12 +86,8 @@ class Wire:
         NCCL opens a connection on its first use and holds the host until the peer gets there. In a batch of a send
         and a receive, the send would then wait for the peer's later answer, and both ranks for ever.
         """
-        moves = [
-            dist.P2POp(move, torch.zeros(1, device=self.device), group=self.group, group_peer=peer)
-            for peer in peers
-            for move in (dist.isend, dist.irecv)
-        ]
-        for work in dist.batch_isend_irecv(moves):
+        out, into = ([(torch.zeros(1, device=self.device), peer) for peer in peers] for _ in range(2))
+        for work in start_exchange(self.group, sends=out, receives=into):
             work.wait()
 
     def exchange_meta(self, peer: int, send: Meta | None, receive: bool) -> Meta | None:
@@ -137,9 +134,8 @@ class Wire:
                 work.wait()
 
     def _start(self, peer: int, send: torch.Tensor | None, receive: torch.Tensor | None) -> list[dist.Work]:
-        moves = []
-        if send is not None:
-            moves.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=peer))
-        if receive is not None:
-            moves.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=peer))
-        return dist.batch_isend_irecv(moves)
+        return start_exchange(
+            self.group,
+            sends=[] if send is None else [(send, peer)],
+            receives=[] if receive is None else [(receive, peer)],
+        )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from cai_mesh import build
+from cai_mesh import comm
 from cai_mesh.errors import MeshError, PlanError, did_you_mean
 from cai_tensor_parallel.modes import MODES
 from cai_tensor_parallel.modes.context import Matmul, ModeContext
@@ -45,13 +45,13 @@ def parallelize(
         raise PlanError("unknown tensor-parallel mode", got=mode, fix=did_you_mean(mode, MODES))
     axis = _axis(mesh)
     plan = plan or plan_for(model)
-    degree = build.degree(mesh, axis)
+    degree = comm.degree(mesh, axis)
     roles = match(plan, model)
     if degree == 1:
         return model
     _check_heads(model, degree)
-    cutter = Cutter(axis, degree, build.coordinate(mesh)[axis])
-    context = ModeContext(build.group(mesh, axis), cutter, matmul or F.linear)
+    cutter = Cutter(axis, degree, comm.coordinate(mesh)[axis])
+    context = ModeContext(comm.group(mesh, axis), cutter, matmul or F.linear)
     for name, role in roles.items():
         module = model.get_submodule(name)
         if any(True for _ in module.parameters(recurse=False)):
@@ -64,7 +64,7 @@ def parallelize(
 
 
 def _axis(mesh: DeviceMesh) -> str:
-    names = build.axis_names(mesh)
+    names = comm.axis_names(mesh)
     if "tp" in names:
         return "tp"
     if len(names) == 1:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from cai_mesh.layout import Layout, Replicate, Shard, attach
-from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_mesh.layout import Replicate, Shard, attach, attach_reduce, layout_of, reduce_of
 
 
 @dataclass
@@ -36,13 +35,13 @@ class Cutter:
         return part
 
     def _part(self, whole: nn.Parameter, placement: Shard | Replicate) -> nn.Parameter:
-        layout = Layout.of(whole).then(self.axis, self.degree, self.index, placement)
+        layout = layout_of(whole).then(self.axis, self.degree, self.index, placement)
         local = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)
         for index, box in layout.slices():
             local[index] = whole.detach()[box.slices()]
         part = nn.Parameter(local, requires_grad=whole.requires_grad)
         attach(part, layout)
-        attach_reduce(part, ReduceSpec.of(whole))
+        attach_reduce(part, reduce_of(whole))
         if getattr(whole, "cai_name", None):
             part.cai_name = whole.cai_name  # type: ignore[attr-defined]
         return part

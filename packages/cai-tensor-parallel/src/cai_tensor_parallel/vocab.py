@@ -10,14 +10,14 @@ import torch.distributed._functional_collectives as funcol
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from cai_mesh.autograd import gather_from, reduce_from
+from cai_mesh.comm import gather_from, reduce_from
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout
+from cai_mesh.layout import layout_of
 
 
 def vocab_start(weight: torch.Tensor) -> int:
     """First row of the vocabulary a cut table or head holds (0 where it holds none)."""
-    segments = Layout.of(weight).segments(0)
+    segments = layout_of(weight).segments(0)
     return segments[0][0] if segments else 0
 
 

@@ -8,16 +8,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor, Slice, attach_slices
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
 from cai_mesh.gradients import GradBuffer, check_no_gradients
-from cai_mesh.layout import canonical_name
-from cai_mesh.norm import Span, attach_spans
+from cai_mesh.layout import (
+    BoxedTensor,
+    FlatChunk,
+    ReduceSpec,
+    Slice,
+    Span,
+    attach_slices,
+    attach_spans,
+    canonical_name,
+    reduce_of,
+)
 from cai_mesh.protocols import CommHandle
-from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import check_parameters
-from cai_mesh.units import units as all_units
+from cai_mesh.storage import check_parameters
+from cai_mesh.storage import units as all_units
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks
 
@@ -192,7 +198,7 @@ def _buckets(inner: torch.optim.Optimizer, units: Units):
     done = []
     for unit, params in units.items():
         for name, param in params:
-            spec = ReduceSpec.of(param)
+            spec = reduce_of(param)
             key = (groups[id(param)], param.dtype, param.device, spec)
             _, _, held, members = open_buckets.setdefault(key, (key[0], spec, [], set()))
             held.append((canonical_name(name, param), param))

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh.collectives import Op, all_gather_into, all_to_all, reduce_scatter_into
+from cai_mesh.comm import Done, Op, PeerGather, all_gather_into, all_to_all_into, reduce_scatter_into
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import ALIGNMENT
-from cai_mesh.protocols import CommHandle, Done
-from cai_zero.peer import PeerGather
+from cai_mesh.layout import ALIGNMENT
+from cai_mesh.protocols import CommHandle
 from cai_zero.quantize import BLOCK, DTYPES, Form, check_form, dequantize, quantize
 from cai_zero.ranks import DataRanks
 
@@ -207,7 +206,7 @@ def reduce_scatter_compressed(
         residual.copy_(read.view(-1).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         del read
     received = torch.empty_like(sent)
-    all_to_all(received, sent, group)
+    all_to_all_into(received, sent, group)
     shard.copy_(unpack(received, parts, form, block).sum(dim=0))
 
 

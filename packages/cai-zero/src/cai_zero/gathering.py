@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cai_mesh.comm import PeerGather, SideStream
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer
-from cai_mesh.protocols import CommHandle, Residency, Stored
-from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit
+from cai_mesh.layout import ReduceSpec
+from cai_mesh.protocols import CommHandle, Residency
+from cai_mesh.storage import FlatUnit, StoredShard
 from cai_zero.compress import Compression, gather_weights
 from cai_zero.order import GatherOrder
-from cai_zero.peer import PeerGather
-from cai_zero.streams import SideStream
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Part:
 
     unit: FlatUnit
     spec: ReduceSpec
-    rows: Stored
+    rows: StoredShard
     buffer: GradBuffer | None
     residual: torch.Tensor | None = None
 

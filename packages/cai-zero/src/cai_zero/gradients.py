@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cai_mesh import build
-from cai_mesh.collectives import Op, all_reduce
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh import comm
+from cai_mesh.comm import Op, all_reduce
+from cai_mesh.layout import ReduceSpec
 from cai_zero.compress import Compression, reduce_gradients
 from cai_zero.ranks import DataRanks
 
@@ -28,7 +28,7 @@ def reduce_chunk(
         all_reduce(full, spec.tied)
     others = ranks.other_axes(spec)
     if others and ranks.mesh is not None:
-        all_reduce(full, build.group(ranks.mesh, others))
+        all_reduce(full, comm.group(ranks.mesh, others))
     shard, divisor = full, ranks.divisor(spec)
     copies = ranks.replicate.size() if ranks.replicate is not None else 1
     # NCCL divides on the way; elsewhere, and where quantised, a division after the sum loses least

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import build
-from cai_mesh.collectives import all_reduce
+from cai_mesh import comm
+from cai_mesh.comm import all_reduce
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.protocols import GradSync
 
@@ -134,7 +134,7 @@ class LossScale:
             )
             found = torch.maximum(found, here.to(found.device, non_blocking=True))
         if self._mesh is not None:
-            all_reduce(found, build.group(self._mesh, build.axis_names(self._mesh)), op="max")
+            all_reduce(found, comm.group(self._mesh, comm.axis_names(self._mesh)), op="max")
         self._found[id(optimizer)] = found
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,8 +181,8 @@ class LossScale:
 
 def _check_axes(params: list[torch.Tensor], sharded: DeviceMesh | None, mesh: DeviceMesh | None) -> None:
     axes = {axis for p in params for span in getattr(p, "cai_spans", ()) for axis in span.axes}
-    axes |= set(build.axis_names(sharded)) if sharded is not None else set()
-    names = build.axis_names(mesh) if mesh is not None else ()
+    axes |= set(comm.axis_names(sharded)) if sharded is not None else set()
+    names = comm.axis_names(mesh) if mesh is not None else ()
     if not axes <= set(names):
         raise MeshError(
             "gradients are sharded along axes that the mesh of their loss scale lacks",

@@ -18,23 +18,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cai_mesh.collectives import all_gather_object
+from cai_mesh.comm import PeerGather, SideStream, all_gather_object, check_device, peer_gather
 from cai_mesh.errors import PlanError
-from cai_mesh.flat import FlatChunk
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
-from cai_mesh.lifecycle import ModuleLifecycle
-from cai_mesh.protocols import CommHandle, OnDevice, Residency, Stored
-from cai_mesh.reduce import ReduceSpec
-from cai_mesh.units import FlatUnit, Share, check_parameters, units
+from cai_mesh.layout import FlatChunk, ReduceSpec, reduce_of
+from cai_mesh.protocols import CommHandle, Residency
+from cai_mesh.storage import FlatUnit, ModuleLifecycle, OnDevice, Share, StoredShard, check_parameters, units
 from cai_zero.compress import Compression, check_ranks
 from cai_zero.gathering import Gather, Gatherer, Part, Sharded
 from cai_zero.gradients import reduce_chunk
 from cai_zero.optimizer import ShardedOptimizer
 from cai_zero.order import complete
-from cai_zero.peer import PeerGather, check_device, peer_gather
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks, second_group
-from cai_zero.streams import Reductions, SideStream
+from cai_zero.reductions import Reductions
 
 Materialize = Callable[[str, nn.Parameter], torch.Tensor]
 
@@ -118,9 +115,7 @@ class ModuleSharding:
     def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
         for name, param in params:
-            kinds.setdefault((param.dtype, param.requires_grad, ReduceSpec.of(param)), []).append(
-                (name, param)
-            )
+            kinds.setdefault((param.dtype, param.requires_grad, reduce_of(param)), []).append((name, param))
         return [self._part(members, spec) for (_, _, spec), members in kinds.items()]
 
     def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
@@ -140,7 +135,7 @@ class ModuleSharding:
             make_room = self._reductions.make_room
             buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
             direct_linears(self._root, unit.kept)
-        rows = Stored(unit, self._device, reduce if buffer is not None else None)
+        rows = StoredShard(unit, self._device, reduce if buffer is not None else None)
         return Part(unit, spec, rows, buffer)
 
     # -- ParameterSharding ---------------------------------------------------------------------------------------

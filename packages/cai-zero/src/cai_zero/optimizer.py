@@ -15,19 +15,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.boxed import BoxedTensor
+from cai_mesh.comm import SideStream, check_device, peer_gather
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import direct_linears
-from cai_mesh.lifecycle import ModuleLifecycle
-from cai_mesh.norm import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_, direct_linears
+from cai_mesh.layout import BoxedTensor
+from cai_mesh.storage import ModuleLifecycle
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
 from cai_zero.gradients import reduce_chunk
-from cai_zero.peer import check_device, peer_gather
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, data_ranks
+from cai_zero.reductions import Reductions
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
-from cai_zero.streams import Reductions, SideStream
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

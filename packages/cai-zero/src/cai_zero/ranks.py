@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import build
-from cai_mesh.axes import AXES, EXPERT_AXES, GRADIENT_AXES
+from cai_mesh import comm
+from cai_mesh.comm import AXES, EXPERT_AXES, GRADIENT_AXES
 from cai_mesh.errors import MeshError
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh.layout import ReduceSpec
 
 _OTHERS = (set(AXES) | set(EXPERT_AXES)) - set(GRADIENT_AXES)
 
@@ -43,7 +43,7 @@ class DataRanks:
         """By what a gradient's sum is divided."""
         if spec.divisor is not None:
             return spec.divisor
-        return float(build.degree(self.mesh, self.axes)) if self.mesh is not None else 1.0
+        return float(comm.degree(self.mesh, self.axes)) if self.mesh is not None else 1.0
 
     def other_axes(self, spec: ReduceSpec) -> tuple[str, ...]:
         """Axes a gradient is summed over besides the data axes (tp, for partial gradients)."""
@@ -76,7 +76,7 @@ def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
     """
     if mesh is None:
         return DataRanks(None, (), None, 1, 0, (), None)
-    names = build.axis_names(mesh)
+    names = comm.axis_names(mesh)
     if any(axis in names for axis in GRADIENT_AXES):
         copies = tuple(a for a in names if a == "dp_replicate")
         rows = tuple(a for a in names if a in ("dp_shard", "cp"))
@@ -94,9 +94,9 @@ def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
     return DataRanks(
         mesh,
         rows,
-        build.group(mesh, rows) if rows else None,
-        build.degree(mesh, rows),
-        build.index(mesh, rows),
+        comm.group(mesh, rows) if rows else None,
+        comm.degree(mesh, rows),
+        comm.index(mesh, rows),
         copies,
-        build.group(mesh, copies) if copies else None,
+        comm.group(mesh, copies) if copies else None,
     )

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.layout import canonical_name
+from cai_mesh.layout import BoxedTensor, canonical_name
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
-from cai_mesh.collectives import all_gather_object
+from cai_mesh.comm import all_gather_object, receive, send
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Box, canonical_name
+from cai_mesh.layout import Box, BoxedTensor, canonical_name
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def _send(
     parts: list[torch.Tensor], to: int, group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> None:
     if parts:
-        dist.send(torch.cat([part.reshape(-1) for part in parts]).to(device), group=group, group_dst=to)
+        send(torch.cat([part.reshape(-1) for part in parts]).to(device), to, group)
 
 
 def _receive(
@@ -222,7 +221,7 @@ def _receive(
         return
     sizes = [math.prod(box.shape) for box in held.boxes]
     buffer = torch.empty(sum(sizes), dtype=held.dtype, device=device)
-    dist.recv(buffer, group=group, group_src=source)
+    receive(buffer, source, group)
     for box, part in zip(held.boxes, buffer.cpu().split(sizes), strict=True):
         full[box.slices()] = part.view(box.shape)
 
@@ -232,7 +231,7 @@ def _fill(boxed: BoxedTensor, source: int, group: dist.ProcessGroup | None) -> N
         return
     sizes = [view.numel() for _, view in boxed.pieces]
     buffer = torch.empty(sum(sizes), dtype=boxed.dtype, device=boxed.pieces[0][1].device)
-    dist.recv(buffer, group=group, group_src=source)
+    receive(buffer, source, group)
     for (_, view), part in zip(boxed.pieces, buffer.split(sizes), strict=True):
         view.copy_(part.view(view.shape))
 

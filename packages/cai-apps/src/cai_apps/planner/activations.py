@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from cai_mesh.units import blocks
+from cai_mesh.storage import blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

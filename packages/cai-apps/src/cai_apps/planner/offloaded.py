@@ -43,7 +43,7 @@ def offload_needs(config: Config, model_config: PretrainedConfig, activations: i
     from cai_gemini.budget import check_device, least_device, parse_bytes
     from cai_gemini.disk_plan import choose, chunk_bytes, disk_bytes, host_bytes
     from cai_gemini.offload import RESIDENCIES, Tiers
-    from cai_mesh.units import units
+    from cai_mesh.storage import units
 
     memory, model = config.memory, meta_model(model_config)
     types = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

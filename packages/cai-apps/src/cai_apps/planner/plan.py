@@ -12,8 +12,8 @@ from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_s
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_apps.validate import mesh_spec, resolve
-from cai_mesh.axes import AXES
-from cai_mesh.units import blocks
+from cai_mesh.comm import AXES
+from cai_mesh.storage import blocks
 from cai_pipeline import program, split
 from cai_tensor_parallel import parallelize
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.build import build_mesh
-from cai_mesh.spec import MeshSpec
+from cai_mesh.comm import MeshSpec, build_mesh
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh import autograd
-from cai_mesh.collectives import all_to_all
+from cai_mesh import comm
+from cai_mesh.comm import all_to_all_into
 from cai_mesh.errors import DataError
 
 
@@ -70,7 +70,7 @@ def ask(
     invalid = ((ids < 0) | (ids >= rows)).any()
     sizes = torch.stack([counts, torch.full_like(counts, bag_count)], 1).masked_fill(invalid, -1)
     theirs = torch.empty_like(sizes)
-    all_to_all(theirs, sizes, group).wait()
+    all_to_all_into(theirs, sizes, group).wait()
     sent, known = torch.stack([sizes, theirs]).tolist()
     if any(count < 0 for count, _ in known):
         raise DataError(
@@ -81,7 +81,7 @@ def ask(
     sent, received = [count for count, _ in sent], [count for count, _ in known]
     outgoing = torch.stack([ids, bags], 1)[order]
     incoming = torch.empty(sum(received), 2, dtype=torch.int64, device=ids.device)
-    all_to_all(incoming, outgoing, group, out_splits=received, in_splits=sent).wait()
+    all_to_all_into(incoming, outgoing, group, out_splits=received, in_splits=sent).wait()
     bag_counts = [count for _, count in known]
     first = torch.tensor([sum(bag_counts[:rank]) for rank in range(world)]).repeat_interleave(
         torch.tensor(received)
@@ -92,19 +92,19 @@ def ask(
 
 def send_weights(weights: torch.Tensor, asked: Questions, group: dist.ProcessGroup) -> torch.Tensor:
     """The weights [K] that belong to `asked.ids`, from each rank's own [T]; differentiable."""
-    return autograd.all_to_all(weights[asked.order], group, out_splits=asked.received, in_splits=asked.sent)
+    return comm.all_to_all(weights[asked.order], group, out_splits=asked.received, in_splits=asked.sent)
 
 
 def answer_rows(rows: torch.Tensor, asked: Questions, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each id's row [K, D] back; returns [T, D] in the order of this rank's ids."""
-    back = autograd.all_to_all(rows, group, out_splits=asked.sent, in_splits=asked.received)
+    back = comm.all_to_all(rows, group, out_splits=asked.sent, in_splits=asked.received)
     return back[asked.order.argsort()]
 
 
 def answer_sums(sums: torch.Tensor, asked: Questions, group: dist.ProcessGroup) -> torch.Tensor:
     """Send every rank the partial sums [sum(bag_counts), D] of its bags; returns the sums [B, D] of this rank's."""
     world, own = group.size(), asked.bag_counts[group.rank()]
-    back = autograd.all_to_all(sums, group, out_splits=[own] * world, in_splits=asked.bag_counts)
+    back = comm.all_to_all(sums, group, out_splits=[own] * world, in_splits=asked.bag_counts)
     return back.view(world, own, sums.shape[1]).sum(0)
 
 
@@ -113,7 +113,7 @@ def answer_columns(
 ) -> torch.Tensor:
     """Send every rank the columns [sum(bag_counts), widths[rank]] of its bags; returns [B, sum(widths)]."""
     own, width = asked.bag_counts[group.rank()], parts.shape[1]
-    back = autograd.all_to_all(
+    back = comm.all_to_all(
         parts.reshape(-1),
         group,
         out_splits=[own * each for each in widths],

@@ -20,8 +20,7 @@ from cai_gemini.embedding.exchange import (
 )
 from cai_mesh import rng
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout, Shard, attach
-from cai_mesh.reduce import ReduceSpec, attach_reduce
+from cai_mesh.layout import Layout, ReduceSpec, Shard, attach, attach_reduce
 
 By = Literal["rows", "columns"]
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.checkpoint.commit import fsync
 from cai_mesh.checkpoint.loading import SHOWN
 from cai_mesh.checkpoint.saving import _agreed, control_group
-from cai_mesh.collectives import all_gather_object
+from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout import canonical_name
+from cai_mesh.layout.attached import canonical_name
+from cai_mesh.layout.boxed import BoxedTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

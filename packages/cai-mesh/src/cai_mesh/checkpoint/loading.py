@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.checkpoint import commit
 from cai_mesh.checkpoint.planner import BoxLoadPlanner, SafeReader, read_metadata
 from cai_mesh.checkpoint.saving import as_boxes, control_group
-from cai_mesh.collectives import all_gather_object
+from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout import Box
+from cai_mesh.layout.boxed import BoxedTensor
+from cai_mesh.layout.boxes import Box
 
 SHOWN = 8
 """Mismatches listed in an error."""

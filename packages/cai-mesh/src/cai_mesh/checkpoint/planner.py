@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout import Box
+from cai_mesh.layout.boxed import BoxedTensor
+from cai_mesh.layout.boxes import Box
 
 Boxes = Mapping[str, BoxedTensor]
 

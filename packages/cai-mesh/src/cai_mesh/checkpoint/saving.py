@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.checkpoint import commit
 from cai_mesh.checkpoint.planner import BoxSavePlanner
-from cai_mesh.collectives import all_gather_object
+from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
+from cai_mesh.layout.boxed import BoxedTensor
 
 
 class Saving:

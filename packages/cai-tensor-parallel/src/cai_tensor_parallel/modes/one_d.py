@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.autograd import copy_to, gather_from, reduce_from, scatter_to
+from cai_mesh.comm import copy_to, gather_from, reduce_from, scatter_to
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Replicate, Shard
 from cai_tensor_parallel.modes.context import Matmul, ModeContext

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import BoxedTensor
 from cai_zero.optimizers.pieces import Part, check_params, local, parts_of
 from cai_zero.optimizers.sums import Axes, resolve
 

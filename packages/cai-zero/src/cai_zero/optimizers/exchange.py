@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import build
-from cai_mesh.collectives import all_gather_object, all_to_all
+from cai_mesh import comm
+from cai_mesh.comm import all_gather_object, all_to_all_into
 from cai_mesh.layout import Box
 from cai_zero.optimizers.sums import Axes
 
@@ -33,11 +33,11 @@ def agree_groups(axes: Sequence[Axes], meshes: Sequence[DeviceMesh]) -> dict[Axe
     """
     wanted = set(axes)
     for mesh in meshes:
-        for name in build.axis_names(mesh):
-            held = all_gather_object(wanted, build.group(mesh, name))
+        for name in comm.axis_names(mesh):
+            held = all_gather_object(wanted, comm.group(mesh, name))
             wanted = set().union(*held)
     return {
-        key: build.group(meshes[key[0][0]], [name for _, name in key]) if key else None
+        key: comm.group(meshes[key[0][0]], [name for _, name in key]) if key else None
         for key in sorted(wanted)
     }
 
@@ -93,7 +93,7 @@ class Exchange:
         flat = [piece.to(dtype).reshape(-1) for piece in self._outgoing(pieces)]
         given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         found = torch.empty(sum(wanted), dtype=dtype, device=device)
-        all_to_all(found, given, self.group, out_splits=wanted, in_splits=held)
+        all_to_all_into(found, given, self.group, out_splits=wanted, in_splits=held)
         own = self.matrices_of(self.rank)
         whole = {i: torch.empty(self.shapes[i], dtype=dtype, device=device) for i in own}
         at = 0
@@ -114,7 +114,7 @@ class Exchange:
         flat = [whole[i][box.slices()].reshape(-1) for i, box in self._incoming()]
         given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         found = torch.empty(sum(held), dtype=dtype, device=device)
-        all_to_all(found, given, self.group, out_splits=held, in_splits=wanted)
+        all_to_all_into(found, given, self.group, out_splits=held, in_splits=wanted)
         at = 0
         for piece in self._outgoing(pieces):
             piece.copy_(found[at : at + piece.numel()].view(piece.shape))

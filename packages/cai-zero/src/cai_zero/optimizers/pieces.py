@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Box, Layout, Piece
-from cai_mesh.reduce import ReduceSpec
+from cai_mesh.layout import Box, BoxedTensor, Layout, Piece, layout_of, reduce_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +85,10 @@ def parts_of(param: torch.Tensor) -> list[Part]:
     slices = getattr(param, "cai_slices", None)
     if slices is not None:
         return [_ranged(s.name, s.layout, s.axes, s.owner, s.start, s.range) for s in slices]
-    owner = ReduceSpec.of(param).owner
+    owner = reduce_of(param).owner
     flat = getattr(param, "cai_flat", None)
     if flat is None:
-        layout = Layout.of(param)
+        layout = layout_of(param)
         return [Part(None, layout, layout.sharded_axes, owner)]
     spans = getattr(param, "cai_spans", ())
     axes = flat.layout.sharded_axes.union(*(span.axes for span in spans))

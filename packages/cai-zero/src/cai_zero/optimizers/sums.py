@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import build
-from cai_mesh.collectives import all_reduce
+from cai_mesh import comm
+from cai_mesh.comm import all_reduce
 from cai_mesh.errors import MeshError
 
 Axes = tuple[tuple[int, str], ...]
@@ -23,12 +23,12 @@ def resolve(axes: frozenset[str], meshes: Sequence[DeviceMesh]) -> Axes:
     if not axes:
         return ()
     for number, mesh in enumerate(meshes):
-        names = build.axis_names(mesh)
+        names = comm.axis_names(mesh)
         if axes <= set(names):
-            return tuple((number, a) for a in names if a in axes and build.degree(mesh, a) > 1)
+            return tuple((number, a) for a in names if a in axes and comm.degree(mesh, a) > 1)
     raise MeshError(
         "a parameter is divided along axes of which the optimizer knows no mesh",
-        got=f"{sorted(axes)} with {[build.axis_names(mesh) for mesh in meshes] or 'no mesh'}",
+        got=f"{sorted(axes)} with {[comm.axis_names(mesh) for mesh in meshes] or 'no mesh'}",
         fix="pass the optimizer mesh=..., the one the parameters were sharded over",
     )
 
@@ -52,7 +52,7 @@ def summed(
     buffers = {key: torch.cat([values[i] for i in members]) for key, members in buckets.items() if key}
     for axis in sorted({axis for key in buffers for axis in key}):
         number, name = axis
-        group = build.group(meshes[number], name)
+        group = comm.group(meshes[number], name)
         sharing = [key for key in buffers if axis in key]
         table = torch.cat([buffers[key] for key in sharing]) if len(sharing) > 1 else buffers[sharing[0]]
         all_reduce(table, group)

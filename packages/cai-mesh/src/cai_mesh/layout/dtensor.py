@@ -8,35 +8,35 @@ from collections.abc import Sequence
 import torch.distributed.tensor as dt
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cai_mesh import layout as own
-from cai_mesh.build import axis_names
+from cai_mesh.comm.groups import axis_names
 from cai_mesh.errors import LayoutError
+from cai_mesh.layout.layout import Layout, Replicate, Shard, Step
 
 
-def layout_of(tensor: dt.DTensor) -> own.Layout:
+def layout_of_dtensor(tensor: dt.DTensor) -> Layout:
     """The layout of a DTensor's local part. Raises `LayoutError` for partial values."""
     mesh = tensor.device_mesh
     names = axis_names(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError("this rank is not part of the DTensor's mesh", got=mesh)
-    steps: list[own.Step] = []
+    steps: list[Step] = []
     for i, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise LayoutError(
                 "a DTensor holds partial sums, which no layout describes", got=tensor.placements
             )
-        step = own.Step(names[i], mesh.size(i), coordinate[i], _own_placement(placement))
+        step = Step(names[i], mesh.size(i), coordinate[i], _own_placement(placement))
         if isinstance(placement, _StridedShard):
             raise_if_unordered(tensor.placements, i)
         steps.append(step)
-    return own.Layout(tuple(tensor.shape), tuple(_in_cutting_order(tensor.placements, steps)))
+    return Layout(tuple(tensor.shape), tuple(_in_cutting_order(tensor.placements, steps)))
 
 
-def _own_placement(placement: dt.Placement) -> own.Shard | own.Replicate:
+def _own_placement(placement: dt.Placement) -> Shard | Replicate:
     if isinstance(placement, (dt.Shard, _StridedShard)):
-        return own.Shard(placement.dim)
-    return own.Replicate()
+        return Shard(placement.dim)
+    return Replicate()
 
 
 def raise_if_unordered(placements: Sequence[dt.Placement], i: int) -> None:
@@ -51,19 +51,19 @@ def raise_if_unordered(placements: Sequence[dt.Placement], i: int) -> None:
         )
 
 
-def _in_cutting_order(placements: Sequence[dt.Placement], steps: list[own.Step]) -> list[own.Step]:
+def _in_cutting_order(placements: Sequence[dt.Placement], steps: list[Step]) -> list[Step]:
     """Strided shards are cut after every later mesh dimension that shards the same tensor dimension."""
-    order: list[own.Step] = []
+    order: list[Step] = []
     for placement, step in reversed(list(zip(placements, steps, strict=True))):
         order = [*order, step] if isinstance(placement, _StridedShard) else [step, *order]
     return order
 
 
-def placements_of(layout: own.Layout, axes: Sequence[str]) -> list[dt.Placement]:
+def placements_of(layout: Layout, axes: Sequence[str]) -> list[dt.Placement]:
     """DTensor placements over mesh dimensions `axes`, exact or a `LayoutError`."""
-    by_axis: dict[str, list[tuple[int, own.Step]]] = {}
+    by_axis: dict[str, list[tuple[int, Step]]] = {}
     for position, step in enumerate(layout.steps):
-        if step.degree > 1 and isinstance(step.placement, own.Shard):
+        if step.degree > 1 and isinstance(step.placement, Shard):
             by_axis.setdefault(step.axis, []).append((position, step))
     for axis, steps in by_axis.items():
         if axis not in axes or len(steps) > 1:
@@ -81,11 +81,9 @@ def placements_of(layout: own.Layout, axes: Sequence[str]) -> list[dt.Placement]
     return placements
 
 
-def _placement(
-    layout: own.Layout, position: int, step: own.Step, inner: list[tuple[int, own.Step]]
-) -> dt.Placement:
+def _placement(layout: Layout, position: int, step: Step, inner: list[tuple[int, Step]]) -> dt.Placement:
     shard = step.placement
-    assert isinstance(shard, own.Shard)
+    assert isinstance(shard, Shard)
     if shard.sections is not None or shard.unit != 1:
         raise LayoutError(
             "a DTensor has no packed sections or units", got=shard, fix="save the tensor as boxes instead"
@@ -93,9 +91,9 @@ def _placement(
     earlier = [
         s
         for at, s in inner
-        if at < position and isinstance(s.placement, own.Shard) and s.placement.dim == shard.dim
+        if at < position and isinstance(s.placement, Shard) and s.placement.dim == shard.dim
     ]
-    same_dim = [s for _, s in inner if isinstance(s.placement, own.Shard) and s.placement.dim == shard.dim]
+    same_dim = [s for _, s in inner if isinstance(s.placement, Shard) and s.placement.dim == shard.dim]
     if not earlier:
         return dt.Shard(shard.dim)
     cut_before = math.prod(s.degree for s in earlier)

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import build
-from cai_mesh.collectives import all_reduce
+from cai_mesh.comm import groups
+from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.errors import CaiError, MeshError
-from cai_mesh.layout import Layout
-from cai_mesh.reduce import ReduceSpec
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements [start, stop) of a flat parameter whose values differ along `axes` and count once if `owner`."""
-
-    start: int
-    stop: int
-    axes: frozenset[str]
-    owner: bool = True
-
-
-def attach_spans(param: torch.Tensor, spans: Sequence[Span]) -> None:
-    """Say which elements of a flat parameter differ along which mesh axes (a chunk holds several layouts)."""
-    param.cai_spans = tuple(spans)  # type: ignore[attr-defined]
+from cai_mesh.layout.attached import layout_of, reduce_of
 
 
 def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
@@ -40,7 +23,7 @@ def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
     spans = getattr(param, "cai_spans", None)
     if spans is not None:
         return [(grad[s.start : s.stop], s.axes) for s in spans if s.owner]
-    return [(grad, Layout.of(param).sharded_axes)] if ReduceSpec.of(param).owner else []
+    return [(grad, layout_of(param).sharded_axes)] if reduce_of(param).owner else []
 
 
 def grad_norm(
@@ -109,7 +92,7 @@ def _device(grads: Iterable[torch.Tensor], mesh: DeviceMesh | None) -> torch.dev
 
 
 def _check_axes(axes: frozenset[str], mesh: DeviceMesh | None) -> None:
-    names = build.axis_names(mesh) if mesh is not None else ()
+    names = groups.axis_names(mesh) if mesh is not None else ()
     if not axes <= set(names):
         raise MeshError(
             "a gradient is sharded along an axis that the mesh given for its norm lacks",
@@ -139,7 +122,7 @@ def _combine(
     ranks too: one without gradients does not know that of the others. Indices are numbers, never tensors, which the
     host would have to wait for.
     """
-    axes = [a for a in build.axis_names(mesh) if build.degree(mesh, a) > 1] if mesh is not None else []
+    axes = [a for a in groups.axis_names(mesh) if groups.degree(mesh, a) > 1] if mesh is not None else []
     table = torch.zeros([2] * len(axes), dtype=torch.float64, device=device)
     for held, value in values.items():
         entry = table[tuple(int(axis in held or axis == "pp") for axis in axes)] if axes else table
@@ -149,7 +132,7 @@ def _combine(
         assert mesh is not None
         with_axis = table.select(i, 1)
         folded = with_axis.contiguous()
-        all_reduce(folded, build.group(mesh, axis), op="sum" if norm_type == 2.0 else "max")
+        all_reduce(folded, groups.group(mesh, axis), op="sum" if norm_type == 2.0 else "max")
         with_axis.copy_(folded)
     return table.sum() if norm_type == 2.0 else table.max()
 

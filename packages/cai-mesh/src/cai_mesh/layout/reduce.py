@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cai_mesh.axes import GRADIENT_AXES
+from cai_mesh.comm.axes import GRADIENT_AXES
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
 
@@ -28,13 +27,3 @@ class ReduceSpec:
     divisor: float | None = None
     tied: dist.ProcessGroup | None = None
     owner: bool = True
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> ReduceSpec:
-        """The attached spec, or the default one."""
-        return getattr(tensor, "cai_reduce", None) or ReduceSpec()
-
-
-def attach_reduce(tensor: torch.Tensor, spec: ReduceSpec) -> None:
-    """Put a reduce spec beside a parameter."""
-    tensor.cai_reduce = spec  # type: ignore[attr-defined]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cai_mesh.boxed import BoxedTensor
 from cai_mesh.errors import LayoutError
-from cai_mesh.layout import Layout
+from cai_mesh.layout.attached import layout_of
+from cai_mesh.layout.boxed import BoxedTensor
+from cai_mesh.layout.layout import Layout
 
 ALIGNMENT = 128
 """Elements; at least 128 bytes in every dtype, so a chunk has one set of offsets for all its precisions."""
@@ -71,7 +72,7 @@ class FlatChunk:
             )
         slots, at = [], 0
         for name, param in params:
-            slots.append(Slot(name, Layout.of(param), tuple(param.shape), at))
+            slots.append(Slot(name, layout_of(param), tuple(param.shape), at))
             at = -(-(at + param.numel()) // align) * align
         self.slots: tuple[Slot, ...] = tuple(slots)
         self.world = world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from cai_mesh.axes import AXES
+from cai_mesh.comm.axes import AXES
 from cai_mesh.errors import MeshError
 
 

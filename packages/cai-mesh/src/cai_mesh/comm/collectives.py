@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from cai_mesh import _exit  # noqa: F401  (registers itself)
-from cai_mesh.protocols import CommHandle, Done
+from cai_mesh.comm._exit import pause_at_exit, ran_on
+from cai_mesh.comm.handles import Done
+from cai_mesh.protocols import CommHandle
 
 Op = Literal["sum", "max", "min", "avg"]
 _OPS = {
@@ -39,6 +40,7 @@ def all_reduce(
     if op == "avg" and dist.get_backend(group) == "gloo":
         tensor.div_(group.size())
         op = "sum"
+    ran_on(tensor.device)
     return _handle(dist.all_reduce(tensor, _OPS[op], group=group, async_op=async_op))
 
 
@@ -50,6 +52,7 @@ def all_gather_into(
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return Done()
+    ran_on(shard.device)
     return _handle(_all_gather(out, shard, group=group, async_op=async_op))
 
 
@@ -69,10 +72,11 @@ def reduce_scatter_into(
     if op == "avg" and dist.get_backend(group) == "gloo":
         full.div_(group.size())
         op = "sum"
+    ran_on(full.device)
     return _handle(_reduce_scatter(shard, full, op=_OPS[op], group=group, async_op=async_op))
 
 
-def all_to_all(
+def all_to_all_into(
     out: torch.Tensor,
     inp: torch.Tensor,
     group: dist.ProcessGroup | None,
@@ -85,6 +89,7 @@ def all_to_all(
     if group is None:
         out.copy_(inp)
         return Done()
+    ran_on(inp.device)
     return _handle(_all_to_all(out, inp, out_splits, in_splits, group=group, async_op=async_op))
 
 
@@ -94,6 +99,7 @@ def broadcast(
     """Copy `tensor` of the rank with index `src` in the group to all, in place."""
     if group is None:
         return Done()
+    ran_on(tensor.device)
     return _handle(dist.broadcast(tensor, group=group, group_src=src, async_op=async_op))
 
 
@@ -101,6 +107,8 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's picklable `value`, in rank order. For control data between the ranks of one job."""
     if group is None:
         return [value]
+    if dist.get_backend(group) != "nccl":
+        pause_at_exit()
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from cai_mesh.collectives import all_gather_object
-from cai_mesh.layout import Box, Layout
-from cai_mesh.reduce import ReduceSpec
-
-
-@dataclass(frozen=True)
-class FlatPart:
-    """A 1-d tensor that is elements `range` of the row-major local tensor described by `layout`."""
-
-    layout: Layout
-    range: tuple[int, int]
-
-
-def attach_flat(tensor: torch.Tensor, layout: Layout, flat_range: tuple[int, int]) -> None:
-    """Say of which elements of which local tensor a 1-d tensor is a part."""
-    tensor.cai_flat = FlatPart(layout, flat_range)  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Slice:
-    """What a flat tensor of several parameters holds of one of them.
-
-    Args:
-        name: canonical name of the parameter.
-        layout: of the local tensor.
-        range: elements of the row-major local tensor that are held; may be empty.
-        start: element of the flat tensor at which they begin.
-        axes: mesh axes along which ranks hold different elements of the parameter.
-        owner: whether this copy is the one that is written to checkpoints.
-    """
-
-    name: str
-    layout: Layout
-    range: tuple[int, int]
-    start: int
-    axes: frozenset[str]
-    owner: bool = True
-
-
-def attach_slices(flat: torch.Tensor, slices: Sequence[Slice]) -> None:
-    """Say what a flat tensor holds of every parameter of its chunk, in an order that is the same on all ranks."""
-    flat.cai_slices = tuple(slices)  # type: ignore[attr-defined]
+from cai_mesh.comm.collectives import all_gather_object
+from cai_mesh.layout.attached import layout_of, reduce_of
+from cai_mesh.layout.boxes import Box
+from cai_mesh.layout.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -84,7 +46,7 @@ class BoxedTensor:
     @staticmethod
     def like(param: torch.Tensor, value: torch.Tensor) -> BoxedTensor:
         """The boxes of `value`, a tensor laid out as `param` is (an optimizer's moment, a gradient)."""
-        owner = ReduceSpec.of(param).owner
+        owner = reduce_of(param).owner
         local = value.detach()
         if hasattr(local, "to_local"):
             local = local.to_local()
@@ -92,7 +54,7 @@ class BoxedTensor:
         if flat is not None:
             boxed = BoxedTensor.from_flat(flat.layout, flat.range, local)
             return replace(boxed, owner=owner)
-        layout = Layout.of(param)
+        layout = layout_of(param)
         pieces = tuple((box, local[index]) for index, box in layout.slices())
         return BoxedTensor(layout.global_shape, value.dtype, pieces, owner)
 

@@ -12,19 +12,22 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.autograd.function import once_differentiable
 
-from cai_mesh import _exit  # noqa: F401  (registers itself)
+from cai_mesh.comm._exit import ran_on
 from cai_mesh.errors import LayoutError
 
 
 def _sum(x: torch.Tensor, name: str) -> torch.Tensor:
+    ran_on(x.device)
     return funcol.wait_tensor(funcol.all_reduce(x, "sum", name))
 
 
 def _gather(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+    ran_on(x.device)
     return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), dim, name))
 
 
 def _scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+    ran_on(x.device)
     return funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, name))
 
 
@@ -85,6 +88,7 @@ class _Scatter(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, out_splits, in_splits, name):
+        ran_on(x.device)
         ctx.args = (out_splits, in_splits, name)
         return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), out_splits, in_splits, name))
 
@@ -158,3 +162,45 @@ def all_to_all(
     if in_splits is None:
         _divides(x, 0, group, "all_to_all")
     return _AllToAll.apply(x, out_splits, in_splits, group.group_name)
+
+
+def shift(x: torch.Tensor, group: dist.ProcessGroup | None, steps: int = 1) -> torch.Tensor:
+    """The `x` of the rank `steps` before this one around the ring of the group; the reverse shift backward.
+
+    Args:
+        x: of the same shape on all ranks.
+        steps: may be negative. Rank r sends to rank (r + steps) mod size.
+
+    Only neighbours exchange anything: the all-to-all behind it has one part that is not empty.
+    """
+    if group is None or steps % group.size() == 0:
+        return x
+    size, rank, count = group.size(), group.rank(), x.numel()
+    to, source = (rank + steps) % size, (rank - steps) % size
+    sent = [count if peer == to else 0 for peer in range(size)]
+    received = [count if peer == source else 0 for peer in range(size)]
+    return _AllToAll.apply(x.reshape(-1), received, sent, group.group_name).view(x.shape)
+
+
+def swap_shards(
+    x: torch.Tensor, gather_dim: int, scatter_dim: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """From shards along `gather_dim` to shards along `scatter_dim`, in one all-to-all; the reverse swap backward.
+
+    Ulysses attention goes from sequence to heads and back so (Jacobs et al., arXiv:2309.14509).
+
+    Args:
+        x: [..., G/p, ..., S, ...], this rank's shard along `gather_dim`, whole along `scatter_dim`.
+        gather_dim, scatter_dim: two different dims of x; negative ones count from the end.
+        group: the p ranks, in the order of the shards.
+
+    Returns [..., G, ..., S/p, ...]. Raises `LayoutError` where S does not divide, or for the same dim twice.
+    """
+    if gather_dim % x.dim() == scatter_dim % x.dim():
+        raise LayoutError("shards are swapped between two dims", got=f"dim {gather_dim} twice")
+    if group is None:
+        return x
+    _divides(x, scatter_dim, group, "swap_shards")
+    parts = torch.stack(x.chunk(group.size(), scatter_dim))
+    received = _AllToAll.apply(parts, None, None, group.group_name)
+    return torch.cat(received.unbind(0), gather_dim)

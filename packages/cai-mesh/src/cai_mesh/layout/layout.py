@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from cai_mesh.errors import LayoutError
-
-if TYPE_CHECKING:
-    import torch
+from cai_mesh.layout.boxes import Box, Piece
 
 Segment = tuple[int, int]  # (start in the global dimension, length)
 
@@ -60,48 +57,6 @@ class Step:
                 got=self.index,
                 expected=f"0 to {self.degree - 1}",
             )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangular region of a global tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def slices(self) -> tuple[slice, ...]:
-        """Index of this region in the global tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
-
-    def intersect(self, other: Box) -> Box | None:
-        """The common region, or None."""
-        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        shape = tuple(min(a + n, b + m) - o for (a, n, b, m), o in zip(ends, low, strict=True))
-        return None if any(n <= 0 for n in shape) else Box(low, shape)
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this region in a tensor that holds exactly `outer`."""
-        return tuple(
-            slice(o - p, o - p + n) for o, n, p in zip(self.offset, self.shape, outer.offset, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of the global tensor inside a flat local storage: element `start`, then `stride` elements a dimension."""
-
-    box: Box
-    start: int
-    stride: tuple[int, ...]
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The box as a view of the 1-d tensor that holds the flat range."""
-        return flat.as_strided(self.box.shape, self.stride, flat.storage_offset() + self.start)
 
 
 @dataclass(frozen=True)
@@ -202,41 +157,6 @@ class Layout:
             for region in _rows(shape, low, high)
             for local in _cut_at_segments(region, held)
         ]
-
-    def to_placements(self, axes: Sequence[str]) -> list:
-        """DTensor placements over a mesh with dimensions `axes`.
-
-        Raises `LayoutError` for what a DTensor cannot say: sections, units, a step order it has no placement for.
-        """
-        from cai_mesh._dtensor import placements_of
-
-        return placements_of(self, axes)
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        """The attached layout of a tensor, that of a DTensor, or the whole tensor."""
-        attached = getattr(tensor, "cai_layout", None)
-        if attached is not None:
-            return attached
-        if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
-            from cai_mesh._dtensor import layout_of
-
-            return layout_of(tensor)
-        return Layout(tuple(tensor.shape))
-
-
-def attach(tensor: torch.Tensor, layout: Layout) -> None:
-    """Put a layout beside a local tensor. Raises `LayoutError` when the shapes disagree."""
-    if tuple(tensor.shape) != layout.local_shape:
-        raise LayoutError(
-            "a layout does not describe this tensor", got=tuple(tensor.shape), expected=layout.local_shape
-        )
-    tensor.cai_layout = layout  # type: ignore[attr-defined]
-
-
-def canonical_name(name: str, tensor: torch.Tensor) -> str:
-    """The name under which a parameter is saved and initialized: that of its owner when it is a tied copy."""
-    return getattr(tensor, "cai_name", None) or name
 
 
 def _split(held: list[Segment], shard: Shard, degree: int, index: int) -> list[Segment]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from cai_mesh.gradients import accumulate_node
+from cai_mesh.gradients.buffer import accumulate_node
 
 
 class LifecycleListener(Protocol):

@@ -1,0 +1,111 @@
+"""Ranks and what they say to each other: meshes, groups, collectives, copies between GPUs, side streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cai_mesh._lazy import lazy
+
+if TYPE_CHECKING:
+    from cai_mesh.comm.autograd import (
+        all_gather,
+        all_to_all,
+        copy_to,
+        gather_from,
+        reduce_from,
+        reduce_scatter,
+        scatter_to,
+        shift,
+        swap_shards,
+    )
+    from cai_mesh.comm.axes import AXES, DATA_AXES, EXPERT_AXES, GRADIENT_AXES
+    from cai_mesh.comm.build import build_expert_mesh, build_mesh
+    from cai_mesh.comm.collectives import (
+        Op,
+        all_gather_into,
+        all_gather_object,
+        all_reduce,
+        all_to_all_into,
+        broadcast,
+        reduce_scatter_into,
+    )
+    from cai_mesh.comm.groups import axis_names, coordinate, degree, group, index, require_axis
+    from cai_mesh.comm.handles import Done
+    from cai_mesh.comm.p2p import receive, send, start_exchange
+    from cai_mesh.comm.peer import PeerGather, check_device, peer_gather
+    from cai_mesh.comm.spec import MeshSpec
+    from cai_mesh.comm.streams import SideStream
+
+__all__ = [
+    "AXES",
+    "DATA_AXES",
+    "EXPERT_AXES",
+    "GRADIENT_AXES",
+    "Done",
+    "MeshSpec",
+    "Op",
+    "PeerGather",
+    "SideStream",
+    "all_gather",
+    "all_gather_into",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_into",
+    "axis_names",
+    "broadcast",
+    "build_expert_mesh",
+    "build_mesh",
+    "check_device",
+    "coordinate",
+    "copy_to",
+    "degree",
+    "gather_from",
+    "group",
+    "index",
+    "peer_gather",
+    "receive",
+    "reduce_from",
+    "reduce_scatter",
+    "reduce_scatter_into",
+    "require_axis",
+    "scatter_to",
+    "send",
+    "shift",
+    "start_exchange",
+    "swap_shards",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "autograd": (
+            "all_gather",
+            "all_to_all",
+            "copy_to",
+            "gather_from",
+            "reduce_from",
+            "reduce_scatter",
+            "scatter_to",
+            "shift",
+            "swap_shards",
+        ),
+        "axes": ("AXES", "DATA_AXES", "EXPERT_AXES", "GRADIENT_AXES"),
+        "build": ("build_expert_mesh", "build_mesh"),
+        "collectives": (
+            "Op",
+            "all_gather_into",
+            "all_gather_object",
+            "all_reduce",
+            "all_to_all_into",
+            "broadcast",
+            "reduce_scatter_into",
+        ),
+        "groups": ("axis_names", "coordinate", "degree", "group", "index", "require_axis"),
+        "handles": ("Done",),
+        "p2p": ("receive", "send", "start_exchange"),
+        "peer": ("PeerGather", "check_device", "peer_gather"),
+        "spec": ("MeshSpec",),
+        "streams": ("SideStream",),
+    },
+)

@@ -1,0 +1,20 @@
+"""Blocks of a model in chunks that come and go, and who is told of it."""
+
+from __future__ import annotations
+
+from cai_mesh.storage.finding import blocks, check_parameters, units
+from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle
+from cai_mesh.storage.residency import OnDevice, StoredShard
+from cai_mesh.storage.unit import FlatUnit, Share
+
+__all__ = [
+    "FlatUnit",
+    "LifecycleListener",
+    "ModuleLifecycle",
+    "OnDevice",
+    "Share",
+    "StoredShard",
+    "blocks",
+    "check_parameters",
+    "units",
+]

@@ -1,0 +1,57 @@
+"""Where shards live between uses: what a residency is told of, and the one that leaves everything on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_mesh.comm.handles import Done
+from cai_mesh.protocols import CommHandle
+from cai_mesh.storage.unit import FlatUnit
+
+
+class StoredShard:
+    """The rows of a chunk that one rank keeps between uses.
+
+    Args:
+        unit: whose shard they are.
+        device: where they are used.
+        gradients: dtype in which their gradients arrive; None for frozen ones.
+
+    Attributes:
+        on_device: [n], the rows on `device` in the dtype of the shard or of the whole chunk, from the `wait` of a
+            fetch until the release.
+    """
+
+    def __init__(self, unit: FlatUnit, device: torch.device, gradients: torch.dtype | None):
+        self.unit, self.device, self.gradients = unit, device, gradients
+        self.on_device: torch.Tensor | None = None
+
+
+class OnDevice:
+    """The `Residency` that leaves everything where it is."""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def adopt(self, stored: Sequence[StoredShard], mesh: DeviceMesh | None) -> None:
+        return None
+
+    def fetch(self, stored: StoredShard) -> CommHandle:
+        stored.on_device = stored.unit.shard
+        return Done()
+
+    def release(self, stored: StoredShard) -> None:
+        stored.on_device = None
+
+    def version(self, stored: StoredShard) -> int:
+        return stored.unit.shard._version
+
+    def keep_gradient(self, stored: StoredShard, rows: torch.Tensor) -> None:
+        kept, rows = stored.unit.shard_gradient, rows.to(stored.unit.shard.dtype)
+        if kept is None:
+            stored.unit.set_shard_gradient(rows)
+        else:
+            kept.add_(rows)
