@@ -158,7 +158,7 @@ def traffic(form):
     """(name, dtype, bytes given) of every collective of one gather and one reduction of 2 x 512 float32 numbers."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, given in (("all_gather_into", 1), ("all_to_all", 1)):
+        for name, given in (("all_gather_into", 1), ("all_to_all_into", 1)):
             plain = getattr(compress, name)
 
             def counted(*args, name=name, given=given, plain=plain, **options):
@@ -174,7 +174,7 @@ def traffic(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_what_travels_is_a_byte_an_element_in_one_collective(form):
     gathered = ("all_gather_into", torch.uint8, 512 + 4 * 2)
-    reduced = ("all_to_all", torch.uint8, 1024 + 4 * 4)
+    reduced = ("all_to_all_into", torch.uint8, 1024 + 4 * 4)
     assert run_ranks(2, traffic, form) == [[gathered, reduced]] * 2
 
 

@@ -131,17 +131,17 @@ def counts(stage):
 
     inner.newton_schulz = Counting(dtype=None)
     original = torch.distributed.all_to_all_single
-    from cai_mesh import comm
+    from cai_mesh.comm import collectives
 
     def counted(*args, **kwargs):
         calls.append(1)
         return original(*args, **kwargs)
 
-    comm._all_to_all = counted
+    collectives._all_to_all = counted
     try:
         whole.advance(*model, range(1, 2))
     finally:
-        comm._all_to_all = original
+        collectives._all_to_all = original
         inner.newton_schulz = kept
     return shapes, len(calls)
 

@@ -22,6 +22,83 @@ class CommHandle(Protocol):
 
 
 @runtime_checkable
+class TensorHandle(Protocol):
+    """A tensor under way."""
+
+    def wait(self) -> torch.Tensor | None:
+        """The tensor, once the caller's stream may use it; None where there is none."""
+        ...
+
+
+@runtime_checkable
+class LinearProducts(Protocol):
+    """The three matrix products of a linear layer as plain functions of tensors, traceable by torch.compile."""
+
+    key: str
+    """Equal for products that make a weight's gradient from the same operands in the same way."""
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """x [..., in] -> (y [..., out], what backward needs beside the weight)."""
+        ...
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        weight: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        *,
+        needs_input: bool,
+        needs_weight: bool,
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """dy [..., out] -> (dx [..., in] if needed, the operands of the weight's gradient if needed)."""
+        ...
+
+    def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The weight's gradient, in the weight's shape."""
+        ...
+
+    def write_weight_grad(
+        self, operands: tuple[torch.Tensor, ...], out: torch.Tensor, *, fresh: bool
+    ) -> None:
+        """Write the weight's gradient to `out`, of the weight's shape and perhaps another dtype, or add it."""
+        ...
+
+
+@runtime_checkable
+class LinearRule(Protocol):
+    """How a linear layer computes: its products, and what ranks that share the layer say to each other around them.
+
+    As `LinearProducts`, but for `backward`: the gradient of the input may still be under way when it returns, and is
+    waited for only after the weight's gradient has been issued.
+    """
+
+    key: str
+    products: LinearProducts
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]: ...
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        weight: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        *,
+        needs_input: bool,
+        needs_weight: bool,
+    ) -> tuple[TensorHandle, tuple[torch.Tensor, ...]]: ...
+
+    def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor: ...
+
+    def write_weight_grad(
+        self, operands: tuple[torch.Tensor, ...], out: torch.Tensor, *, fresh: bool
+    ) -> None: ...
+
+
+@runtime_checkable
 class GradSync(Protocol):
     """Whoever combines gradients across ranks while backward runs."""
 

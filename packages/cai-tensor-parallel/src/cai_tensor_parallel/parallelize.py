@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from cai_mesh import comm
 from cai_mesh.errors import MeshError, PlanError, did_you_mean
 from cai_tensor_parallel.modes import MODES
-from cai_tensor_parallel.modes.context import Matmul, ModeContext
+from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.plan import Plan, match, plan_for
 from cai_tensor_parallel.shard import Cutter
 from cai_tensor_parallel.vocab import CausalLMLoss, vocab_start
@@ -23,7 +23,6 @@ def parallelize(
     plan: Plan | None = None,
     *,
     mode: str = "1d",
-    matmul: Matmul | None = None,
 ) -> nn.Module:
     """Cut the parameters of a model over the `tp` axis of a mesh and let its modules compute with the parts.
 
@@ -36,7 +35,6 @@ def parallelize(
         mesh: with an axis named "tp", or of one dimension.
         plan: None reads the one the model carries or the built-in one, see `plan_for`.
         mode: "1d".
-        matmul: `(x[..., in], weight[out, in]) -> [..., out]`, in place of torch's.
 
     Raises `PlanError` when heads or features do not divide over the axis, a glob matches nothing, or a role is not
     supported; `MeshError` when the mesh has no such axis. Returns the model.
@@ -51,7 +49,7 @@ def parallelize(
         return model
     _check_heads(model, degree)
     cutter = Cutter(axis, degree, comm.coordinate(mesh)[axis])
-    context = ModeContext(comm.group(mesh, axis), cutter, matmul or F.linear)
+    context = ModeContext(_group(mesh, axis), cutter)
     for name, role in roles.items():
         module = model.get_submodule(name)
         if any(True for _ in module.parameters(recurse=False)):
@@ -72,6 +70,12 @@ def _axis(mesh: DeviceMesh) -> str:
     raise MeshError(
         "the mesh has no tensor-parallel axis", got=names, expected='an axis "tp", or one dimension'
     )
+
+
+def _group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    found = comm.group(mesh, axis)
+    assert found is not None  # more than one rank
+    return found
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:

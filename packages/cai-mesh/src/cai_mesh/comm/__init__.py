@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cai_mesh.comm.p2p import receive, send, start_exchange
     from cai_mesh.comm.peer import PeerGather, check_device, peer_gather
     from cai_mesh.comm.spec import MeshSpec
+    from cai_mesh.comm.started import Members, Started, gathered, start_sum
     from cai_mesh.comm.streams import SideStream
 
 __all__ = [
@@ -42,10 +43,12 @@ __all__ = [
     "EXPERT_AXES",
     "GRADIENT_AXES",
     "Done",
+    "Members",
     "MeshSpec",
     "Op",
     "PeerGather",
     "SideStream",
+    "Started",
     "all_gather",
     "all_gather_into",
     "all_gather_object",
@@ -61,6 +64,7 @@ __all__ = [
     "copy_to",
     "degree",
     "gather_from",
+    "gathered",
     "group",
     "index",
     "peer_gather",
@@ -73,6 +77,7 @@ __all__ = [
     "send",
     "shift",
     "start_exchange",
+    "start_sum",
     "swap_shards",
 ]
 
@@ -84,6 +89,7 @@ __getattr__ = lazy(
             "all_to_all",
             "copy_to",
             "gather_from",
+            "gathered",
             "reduce_from",
             "reduce_scatter",
             "scatter_to",
@@ -106,6 +112,7 @@ __getattr__ = lazy(
         "p2p": ("receive", "send", "start_exchange"),
         "peer": ("PeerGather", "check_device", "peer_gather"),
         "spec": ("MeshSpec",),
+        "started": ("Members", "Started", "gathered", "start_sum"),
         "streams": ("SideStream",),
     },
 )

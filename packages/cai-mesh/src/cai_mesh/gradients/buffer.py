@@ -6,14 +6,17 @@ moved by `take`.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.layout.chunk import FlatChunk
+from cai_mesh.protocols import LinearRule
 
 _BUFFERS: weakref.WeakValueDictionary[int, GradBuffer] = weakref.WeakValueDictionary()
 """By storage: the op below sees a tensor, inside a compiled graph too, and must find whose memory it is."""
@@ -33,7 +36,10 @@ def accumulate_node(param: torch.Tensor) -> torch.autograd.graph.Node:
 class GradBuffer:
     """The gradients of one chunk: memory that comes with a backward and goes with its reduction.
 
-    Each trainable parameter's `cai_grad` is its view of the buffer; `linear` writes there.
+    Each trainable parameter's `cai_grad` is its view of the buffer; linear layers write there.
+
+    Attributes:
+        deferred: who keeps the weight gradients that arrive now (None: they are made at once).
 
     Args:
         chunk: what lies where.
@@ -54,6 +60,8 @@ class GradBuffer:
     ):
         self.chunk, self.params = chunk, list(params)
         self.is_open = False
+        self.deferred: Deferred | None = None
+        self._kept: list[_Kept] = []
         self._before_open = before_open
         self._unwritten: set[int] = set()
         self._nodes = [accumulate_node(p) if p.requires_grad else None for p in self.params]
@@ -61,9 +69,11 @@ class GradBuffer:
         self.views = chunk.views(self.tensor)
         self._index = {slot.offset: i for i, slot in enumerate(chunk.slots) if slot.numel}
         self._free()
+        token = torch.zeros(1, device=device)  # see `cai_mesh.gradients.linear`
         for param, view in zip(self.params, self.views, strict=True):
             if param.requires_grad:
                 param.cai_grad = view  # type: ignore[attr-defined]
+                param.cai_token = token  # type: ignore[attr-defined]
 
     def _free(self) -> None:
         storage = self.tensor.untyped_storage()
@@ -80,32 +90,58 @@ class GradBuffer:
         self._unwritten = set(range(len(self.params)))
         self.is_open = True
 
-    def add_product(self, offset: int, x: torch.Tensor, dy: torch.Tensor) -> None:
-        """Add `dy[T, out]ᵀ @ x[T, in]` to the gradient that lies at `offset`, unless this backward leaves it out."""
+    def add(
+        self, offset: int, rule: LinearRule, operands: tuple[torch.Tensor, ...], *, borrowed: bool = False
+    ) -> None:
+        """Add a weight gradient at `offset`, now or when it is flushed, unless this backward leaves it out.
+
+        Args:
+            rule, operands: how it is made, and of what.
+            borrowed: the operands' memory is used again as soon as this returns.
+        """
         index = self._index[offset]
         node = self._nodes[index]
         if node is None or not torch._C._will_engine_execute_node(node):
             return
+        if self.deferred is None:
+            self.write(index, rule, operands)
+            return
+        held = tuple(t.clone() if borrowed else t.detach() for t in operands)  # not the graph behind them
+        kept = _Kept(self, index, rule, held)
+        self._kept.append(kept)
+        self.deferred.keep(kept)
+
+    @torch.no_grad()
+    def write(self, index: int, rule: LinearRule, operands: tuple[torch.Tensor, ...]) -> None:
+        """Make a weight gradient in the chunk: over what is there where it is the first, else added to it."""
         self.open()
         fresh = index in self._unwritten
         self._unwritten.discard(index)
-        _product(self.views[index], x.flatten(0, -2), dy.flatten(0, -2), fresh=fresh)
+        rule.write_weight_grad(operands, self.views[index], fresh=fresh)
+
+    def _flush(self) -> None:
+        while self._kept:
+            self._kept.pop(0).flush()
+
+    def _waiting(self) -> set[int]:
+        return {kept.index for kept in self._kept if kept.operands is not None}
 
     @property
     def has_gradients(self) -> bool:
         """Whether anything has arrived that `take` would return."""
-        return self.is_open or any(p.grad is not None for p in self.params)
+        return self.is_open or bool(self._waiting()) or any(p.grad is not None for p in self.params)
 
     @property
     def written(self) -> set[int]:
         """Which parameters have a gradient that `take` would return, by their place in the chunk."""
-        late = {i for i, p in enumerate(self.params) if p.grad is not None}
+        late = {i for i, p in enumerate(self.params) if p.grad is not None} | self._waiting()
         return late | (set(range(len(self.params))) - self._unwritten if self.is_open else set())
 
     @torch.no_grad()
     def take(self) -> torch.Tensor:
         """The gradients, [chunk.numel]: what was written here plus every `.grad`, which are dropped; zero elsewhere."""
         self.open()
+        self._flush()
         late = [i for i, p in enumerate(self.params) if p.grad is not None]
         fresh = [i for i in late if i in self._unwritten]
         empty = [self.views[i] for i in sorted(self._unwritten.difference(late))]
@@ -128,7 +164,10 @@ class GradBuffer:
         return grad.to_dense() if grad.is_sparse else grad
 
     def close(self) -> None:
-        """Free the memory. The caller has seen to it that nothing on the device still reads it."""
+        """Free the memory, and drop what still waits. The caller has seen to it that nothing still reads it."""
+        for kept in self._kept:
+            kept.operands = None
+        self._kept.clear()
         if self.is_open:
             self.tensor.untyped_storage().resize_(0)
             self.is_open = False
@@ -146,18 +185,61 @@ class GradBuffer:
         return kept
 
 
-def _product(grad: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, *, fresh: bool) -> None:
-    if grad.dtype == dy.dtype:
-        torch.mm(dy.t(), x, out=grad) if fresh else grad.addmm_(dy.t(), x)
-    elif grad.is_cuda and grad.dtype == torch.float32:
-        if fresh:
-            torch.mm(dy.t(), x, out_dtype=torch.float32, out=grad)
-        else:
-            torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
-    elif fresh:
-        grad.copy_(dy.t() @ x)
-    else:
-        grad.add_(dy.t() @ x)
+@dataclass(eq=False)
+class _Kept:
+    """A weight gradient whose product is still to be made.
+
+    Args:
+        buffer, index: where it goes.
+        rule: how it is made.
+        operands: of what; None once it has been.
+    """
+
+    buffer: GradBuffer
+    index: int
+    rule: LinearRule
+    operands: tuple[torch.Tensor, ...] | None
+
+    def flush(self) -> None:
+        operands, self.operands = self.operands, None
+        if operands is not None:
+            self.buffer.write(self.index, self.rule, operands)
+
+
+class Deferred:
+    """Weight gradients that `defer` has kept."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+
+    def keep(self, kept: _Kept) -> None:
+        self._kept.append(kept)
+
+    def flush(self) -> None:
+        """Make the products that have not been made yet and add them to their chunks."""
+        while self._kept:
+            self._kept.pop(0).flush()
+
+
+@contextlib.contextmanager
+def defer(params: Iterable[nn.Parameter]) -> Iterator[Deferred]:
+    """Backwards inside keep the weight gradients of linear layers for later: `flush` what this yields.
+
+    Only gradients that go into a `GradBuffer` can wait; all others come with the backward. Whoever takes a chunk's
+    gradients gets all of them: what still waits is made then. What is kept are the operands of the products, for a
+    plain layer its input and the gradient of its output; a compiled graph lends them, so there they are copied.
+    """
+    views = (getattr(p, "cai_grad", None) for p in params)
+    buffers = {buffer for view in views if view is not None if (buffer := buffer_of(view)) is not None}
+    before = {buffer: buffer.deferred for buffer in buffers}
+    deferred = Deferred()
+    for buffer in buffers:
+        buffer.deferred = deferred
+    try:
+        yield deferred
+    finally:
+        for buffer, other in before.items():
+            buffer.deferred = other
 
 
 def check_no_gradients(params: Iterable[nn.Parameter]) -> None:

@@ -1,98 +1,263 @@
-"""Linear layers whose weight gradient is written, or added, straight into its chunk, in the chunk's dtype.
+"""The linear seam: one way through which every linear layer computes, whoever cuts, quantises, shards or defers it.
 
-Also from inside a compiled graph. So there is no gradient tensor beside the chunk, no copy into it, and a bfloat16
-layer accumulates in float32.
+A layer is a *rule* (`cai_mesh.protocols.LinearRule`): forward; the gradient of the input, started and waited for only
+after the weight's gradient has been issued, so that its communication runs beside that; and the weight's gradient. A
+rule stands on *products*, the layer's three matrix products as plain functions: torch's (`PLAIN`), or those of a
+kernel. Tensor parallelism puts communication around them. Where the weight's gradient goes is not the rule's business:
+into its chunk (`GradBuffer`), there and then or later (`defer`), in the chunk's dtype; or to autograd, where the weight
+has no chunk.
+
+Whoever has a say installs it with `route`, which replaces a module's `forward` once; nobody replaces another's.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
 import types
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients.buffer import buffer_of
+from cai_mesh.gradients.products import PLAIN, TRANSPOSED
+from cai_mesh.protocols import LinearProducts, LinearRule, TensorHandle
+
+Tensors = tuple[torch.Tensor, ...]
 
 
-@torch.library.custom_op("cai_mesh::linear_backward", mutates_args=())
-def _linear_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, call: int
-) -> torch.Tensor:
-    """Returns the gradient of x; adds that of the weight to the buffer of which `grad` is a view.
+@dataclass(frozen=True)
+class Ready:
+    """A `TensorHandle` of a tensor that is there."""
 
-    The write is not part of the schema: a compiler would give the operator a copy of `grad` to write to. The result
-    keeps the call in the graph; `call` keeps two equal calls from being made one. Writes commute.
+    tensor: torch.Tensor | None
+
+    def wait(self) -> torch.Tensor | None:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Local:
+    """The rule of a layer that ranks do not share: its products and nothing else. Other rules extend it.
+
+    Args:
+        products: the layer's matrix products.
+    """
+
+    products: LinearProducts
+
+    @property
+    def key(self) -> str:
+        return self.products.key
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        return self.products.forward(x, weight, bias)
+
+    def backward(
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
+    ) -> tuple[TensorHandle, Tensors]:
+        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
+        dx, operands = self.products.backward(dy, weight, saved, **needs)
+        return Ready(dx), operands
+
+    def weight_grad(self, operands: Tensors) -> torch.Tensor:
+        return self.products.weight_grad(operands)
+
+    def write_weight_grad(self, operands: Tensors, out: torch.Tensor, *, fresh: bool) -> None:
+        self.products.write_weight_grad(operands, out, fresh=fresh)
+
+
+LOCAL = Local(PLAIN)
+
+_RULES: dict[str, LinearRule] = {}
+"""By key: an operator takes text, not rules. Copies, so that no model is kept alive."""
+
+
+def register(rule: LinearRule) -> LinearRule:
+    """Make a rule known to compiled graphs, under its key; `route` does it by itself. Returns the rule."""
+    if rule.key not in _RULES:
+        _RULES[rule.key] = copy.deepcopy(rule)
+    return rule
+
+
+register(LOCAL)
+
+
+# -- the weight's gradient ---------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("cai_mesh::weight_gradient", mutates_args=("token",))
+def _weight_gradient(token: torch.Tensor, grad: torch.Tensor, operands: list[torch.Tensor], key: str) -> None:
+    """Write a weight's gradient to the buffer of which `grad` is a view, from inside a compiled graph.
+
+    The write to `grad` is not part of the schema: a compiler would give the operator a copy to write to. That to
+    `token`, one element that nobody reads, is: it keeps the call in the graph, and two equal ones from being one.
     """
     buffer = buffer_of(grad)
     if buffer is None:
         raise RuntimeError("a weight gradient was to be written to a copy of its chunk; please report this")
-    buffer.add_product(grad.storage_offset(), x, dy)
-    return dy @ weight
+    buffer.add(grad.storage_offset(), _RULES[key], tuple(operands), borrowed=True)
 
 
-@_linear_backward.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, call: int) -> torch.Tensor:
-    return dy @ weight
+@_weight_gradient.register_fake
+def _(token: torch.Tensor, grad: torch.Tensor, operands: list[torch.Tensor], key: str) -> None:
+    return None
 
 
-_CALLS = itertools.count()
+def _deliver(grad: torch.Tensor, token: torch.Tensor, rule: LinearRule, operands: Tensors) -> None:
+    if torch.compiler.is_compiling():
+        _weight_gradient(token, grad, list(operands), rule.key)
+        return
+    buffer = buffer_of(grad)
+    assert buffer is not None
+    buffer.add(grad.storage_offset(), rule, operands)
 
 
-def _new_call() -> int:
-    """A number for every call in a traced graph; a trace keeps the ones it was made with (see `direct_linears`)."""
-    return next(_CALLS)
+# -- the layer ---------------------------------------------------------------------------------------------------
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, grad, call):
-        ctx.save_for_backward(x, weight)
-        ctx.call, ctx.has_bias = call, bias is not None
-        ctx.grad = grad  # not saved: writing to it would count as a change
-        return F.linear(x, weight, bias)
+    def forward(ctx, x, weight, bias, grad, token, rule):
+        y, saved = rule.forward(x, weight, bias)
+        ctx.save_for_backward(weight, *saved)
+        ctx.rule, ctx.grad, ctx.token = rule, grad, token  # not saved: writing to it would count as a change
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        db = dy.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return _linear_backward(ctx.grad, x, weight, dy, ctx.call), None, db, None, None
+        weight, *saved = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
+        dx, operands = ctx.rule.backward(dy, weight, tuple(saved), **needs)
+        dw = None
+        if needs_weight and ctx.grad is None:
+            dw = ctx.rule.weight_grad(operands).to(weight.dtype)
+        elif needs_weight:
+            _deliver(ctx.grad, ctx.token, ctx.rule, operands)
+        db = dy.flatten(0, -2).sum(0) if needs_bias else None
+        return dx.wait(), dw, db, None, None, None
 
 
 def _has_hooks(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` of x [..., in]; the gradient of weight [out, in] goes into its `GradBuffer`, if any.
+def _under_autocast(t: torch.Tensor, device: str) -> torch.Tensor:
+    wide = not t.is_floating_point() or t.dtype == torch.float64
+    return t if wide else t.to(torch.get_autocast_dtype(device))
 
-    Differentiable once. Autocast, a weight that has no buffer or carries gradient hooks, and an x that needs no
-    gradient take torch's own path.
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, rule: LinearRule = LOCAL
+) -> torch.Tensor:
+    """A linear layer of x [..., in] by its rule; the gradient of weight [out, in] goes into its `GradBuffer`, if any.
+
+    Differentiable once. Under autocast x, weight and bias are cast first, and then, or where the weight has no buffer
+    or carries gradient hooks, autograd gets its gradient. What is left of torch's own layer takes torch's own path.
     """
-    grad = getattr(weight, "cai_grad", None)
-    direct = grad is not None and torch.is_grad_enabled() and x.requires_grad and x.dim() > 1
-    if not direct or torch.is_autocast_enabled(x.device.type) or _has_hooks(weight):
+    grad, token = getattr(weight, "cai_grad", None), getattr(weight, "cai_token", None)
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast or not torch.is_grad_enabled() or _has_hooks(weight):
+        grad = token = None
+    if rule is LOCAL and (grad is None or x.dim() < 2):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, grad, _new_call())
+    if autocast:
+        x, weight = (_under_autocast(t, x.device.type) for t in (x, weight))
+        bias = None if bias is None else _under_autocast(bias, x.device.type)
+    if x.dim() < 2:
+        return _Linear.apply(x.unsqueeze(0), weight, bias, grad, token, rule).squeeze(0)
+    return _Linear.apply(x, weight, bias, grad, token, rule)
 
 
-def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    return linear(input, self.weight, self.bias)
+# -- modules -----------------------------------------------------------------------------------------------------
+
+
+def _forward(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    return linear(input, self.weight, self.bias, self.cai_rule)
+
+
+def _run_products(self: nn.Module, products: LinearProducts | None, input: torch.Tensor) -> torch.Tensor:
+    """Apply `products` (None: the layer's own) to `input` and this module's weight, through the seam."""
+    rule = self.cai_rule
+    if products is not None and products is not rule.products:
+        if type(rule) is not Local:
+            raise PlanError(
+                "a layer that ranks share was asked for other products than its own",
+                got=f"{products.key} of a layer with {rule.key}",
+                fix="put kernels into the model before parallelize",
+            )
+        rule = Local(products)
+        if not torch.compiler.is_compiling():
+            register(rule)
+    return linear(input, self.weight, self.bias, rule)
+
+
+def own_products(module: nn.Module) -> LinearProducts | None:
+    """The products of a linear layer: torch's, those it brings as `linear_products`, or None for anything else.
+
+    Conv1D is GPT-2's layer of transformers, with a weight [in, out]. A subclass with a forward of its own that brings
+    no products is something else.
+    """
+    brought = getattr(module, "linear_products", None)
+    if brought is not None:
+        return brought
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return PLAIN
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return TRANSPOSED
+    return None
+
+
+def _calls_products(module: nn.Module) -> bool:
+    """Whether the module's forward, of its class or put there by a kernel, asks for `run_products` by itself."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return getattr(module, "linear_products", None) is not None
+    return getattr(forward, "calls_run_products", False)
+
+
+def routed(module: nn.Module) -> LinearRule | None:
+    """The rule by which a module computes through the seam, if it does."""
+    return module.__dict__.get("cai_rule")
+
+
+def route(module: nn.Module, rule: LinearRule | None = None) -> bool:
+    """Let a linear layer compute through the seam; returns False, with nothing changed, for what cannot.
+
+    Args:
+        module: an `nn.Linear` or Conv1D without a forward of its own, or a layer that brings `linear_products` and
+            calls `self.run_products` where it is there.
+        rule: by which it computes from now on; None leaves the one it has, at first `Local` of its products.
+    """
+    if routed(module) is None:
+        products = own_products(module)
+        replaced = "forward" in module.__dict__
+        if products is None or (replaced and not _calls_products(module)):
+            return False
+        module.cai_rule = LOCAL if products is PLAIN else register(Local(products))  # type: ignore[assignment]
+        module.run_products = types.MethodType(_run_products, module)  # type: ignore[assignment]
+        if not _calls_products(module):
+            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+    if rule is not None:
+        module.cai_rule = register(rule)  # type: ignore[assignment]
+    return True
 
 
 def direct_linears(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Let every plain `nn.Linear` below `model` whose weight is among `params` write its gradient into the chunk.
+    """Let every linear layer below `model` whose weight is among `params` write its gradient into its chunk.
 
     Layers with a forward of their own, and weights that carry gradient hooks, stay as they are.
     """
-    # here, because it imports the compiler, which importing us must not
-    torch.compiler.assume_constant_result(_new_call)
     wanted = {id(p) for p in params}
     for module in model.modules():
-        plain = type(module) is nn.Linear and "forward" not in module.__dict__
-        if plain and id(module.weight) in wanted and not _has_hooks(module.weight):
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+        weight = module._parameters.get("weight")
+        if weight is not None and id(weight) in wanted and not _has_hooks(weight):
+            route(module)

@@ -1,48 +1,99 @@
 """1d tensor parallelism: column-cut, then row-cut linear layers (Megatron-LM, Shoeybi et al., arXiv:1909.08053).
 
-One all-reduce forward for every row-cut layer, one backward for every column-cut input. The functions are plain
-maths on tensors and a group; `apply` binds them to a module.
+One all-reduce forward for every row-cut layer, one backward for every column-cut input, beside the weight's gradient.
+A cut layer is a rule of the linear seam (`cai_mesh.gradients.linear`), whatever its products are.
 """
 
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.comm import copy_to, gather_from, reduce_from, scatter_to
+from cai_mesh.comm import Members, copy_to, gathered, start_sum
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import TRANSPOSED, Local, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
-from cai_tensor_parallel.modes.context import Matmul, ModeContext
+from cai_mesh.protocols import TensorHandle
+from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.plan import Role
 from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
 
-
-def colwise_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-    matmul: Matmul,
-) -> torch.Tensor:
-    """[..., in] whole -> [..., out/tp], with weight [out/tp, in] and bias [out/tp]."""
-    y = matmul(copy_to(x, group), weight)
-    return y if bias is None else y + bias
+Tensors = tuple[torch.Tensor, ...]
 
 
-def rowwise_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-    matmul: Matmul,
-) -> torch.Tensor:
-    """[..., in/tp] -> [..., out] whole, with weight [out, in/tp] and the whole bias [out] added once."""
-    y = reduce_from(matmul(x, weight), group)
-    return y if bias is None else y + bias
+@dataclass(frozen=True)
+class Column(Local):
+    """Output features are cut: weight [out/tp, in] and bias [out/tp] make [..., out/tp] of a whole x [..., in].
+
+    Backward sums the gradient of x over the ranks while the weight's gradient is computed.
+
+    Args:
+        ranks: that share the layer.
+        gather: the parts are put together again, for a result used alike on all ranks.
+    """
+
+    ranks: Members
+    gather: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"column of {self.ranks.name}, {self.products.key}"
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        y, saved = self.products.forward(x, weight, bias)
+        return (gathered(y, -1, self.ranks) if self.gather else y), saved
+
+    def backward(
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
+    ) -> tuple[TensorHandle, Tensors]:
+        if self.gather:
+            dy = self.ranks.own_part(dy, -1)
+        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
+        dx, operands = self.products.backward(dy, weight, saved, **needs)
+        return (Ready(None) if dx is None else start_sum(dx, self.ranks)), operands
+
+
+@dataclass(frozen=True)
+class Row(Local):
+    """Input features are cut: x [..., in/tp] and weight [out, in/tp] make parts of [..., out], summed over the ranks.
+
+    The whole bias [out] is added once, after the sum.
+
+    Args:
+        ranks: that share the layer.
+        split: x comes whole, and each rank takes its part of it.
+    """
+
+    ranks: Members
+    split: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"row of {self.ranks.name}, {self.products.key}"
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        if self.split:
+            x = self.ranks.own_part(x, -1)
+        y, saved = self.products.forward(x, weight, None)
+        y = start_sum(y, self.ranks).wait()
+        return (y if bias is None else y + bias), saved
+
+    def backward(
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
+    ) -> tuple[TensorHandle, Tensors]:
+        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
+        dx, operands = self.products.backward(dy, weight, saved, **needs)
+        if dx is None or not self.split:
+            return Ready(dx), operands
+        return Ready(gathered(dx, -1, self.ranks)), operands
 
 
 def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
@@ -58,11 +109,18 @@ def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
 
 
 def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
-    transposed = _is_transposed(module, context)
+    products = own_products(module)
+    if products is None or not route(module):
+        raise PlanError(
+            f"{context.module_name} cannot be cut as a linear layer",
+            got=f"{type(module).__name__} with a forward of its own",
+            expected="an nn.Linear, a Conv1D, or a layer that brings its linear_products",
+            fix="parallelize before transforms that replace forwards, or give this module another role",
+        )
     weight = module._parameters["weight"]
     assert weight is not None
     rowwise = role.kind.startswith("rowwise")
-    dim = int(rowwise) if not transposed else int(not rowwise)
+    dim = int(rowwise) if products is not TRANSPOSED else int(not rowwise)
     sections = _sections(weight.shape[dim], role, context)
     if role.kind != "vocab_head" and (weight.shape[dim] // role.blocks) % context.cutter.degree:
         raise PlanError(
@@ -73,31 +131,11 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     context.cutter.cut(module, "weight", Shard(dim, sections))
     if module._parameters.get("bias") is not None:
         context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections))
-    maths = rowwise_linear if rowwise else colwise_linear
-    group, matmul = context.group, context.matmul
-    split_input, gather_output = role.kind == "rowwise_split_input", role.kind == "colwise_gather_output"
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if split_input:
-            x = scatter_to(x, -1, group)
-        weight = self.weight.t() if transposed else self.weight
-        y = maths(x, weight, self.bias, group, matmul)
-        return gather_from(y, -1, group) if gather_output else y
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _is_transposed(module: nn.Module, context: ModeContext) -> bool:
-    """Whether the weight is [in, out], as in GPT-2's Conv1D, and not [out, in]."""
-    if isinstance(module, nn.Linear):
-        return False
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        return True
-    raise PlanError(
-        f"{context.module_name} cannot be cut as a linear layer",
-        got=type(module).__name__,
-        expected="Linear or Conv1D",
-    )
+    ranks = Members.of(context.group)
+    if rowwise:
+        route(module, Row(products, ranks, split=role.kind == "rowwise_split_input"))
+    else:
+        route(module, Column(products, ranks, gather=role.kind == "colwise_gather_output"))
 
 
 def _sections(size: int, role: Role, context: ModeContext) -> tuple[int, ...] | None:
