@@ -91,6 +91,10 @@ class LinearRule(Protocol):
         needs_weight: bool,
     ) -> tuple[TensorHandle, tuple[torch.Tensor, ...]]: ...
 
+    def bias_grad(self, dy: torch.Tensor) -> torch.Tensor:
+        """dy as `backward` gets it -> the gradient of this rank's bias."""
+        ...
+
     def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor: ...
 
     def write_weight_grad(

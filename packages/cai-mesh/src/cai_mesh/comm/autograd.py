@@ -9,26 +9,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch.autograd.function import once_differentiable
 
-from cai_mesh.comm._exit import ran_on
+from cai_mesh.comm._functional import gather, scatter_sum, sum_over, swap_rows
 from cai_mesh.errors import LayoutError
-
-
-def _sum(x: torch.Tensor, name: str) -> torch.Tensor:
-    ran_on(x.device)
-    return funcol.wait_tensor(funcol.all_reduce(x, "sum", name))
-
-
-def _gather(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
-    ran_on(x.device)
-    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), dim, name))
-
-
-def _scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
-    ran_on(x.device)
-    return funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", dim, name))
 
 
 class _CopyTo(torch.autograd.Function):
@@ -40,13 +24,13 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _sum(grad, ctx.name), None
+        return sum_over(grad, ctx.name), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name):
-        return _sum(x, name)
+        return sum_over(x, name)
 
     @staticmethod
     @once_differentiable
@@ -60,13 +44,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, name, rank, size, sum_grads):
         ctx.args = (dim, name, rank, size, sum_grads)
-        return _gather(x, dim, name)
+        return gather(x, dim, name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         dim, name, rank, size, sum_grads = ctx.args
-        grad = _scatter_sum(grad, dim, name) if sum_grads else grad.chunk(size, dim)[rank].contiguous()
+        grad = scatter_sum(grad, dim, name) if sum_grads else grad.chunk(size, dim)[rank].contiguous()
         return grad, None, None, None, None, None
 
 
@@ -76,28 +60,25 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, name, rank, size, sum_input):
         ctx.args = (dim, name)
-        return _scatter_sum(x, dim, name) if sum_input else x.chunk(size, dim)[rank].contiguous()
+        return scatter_sum(x, dim, name) if sum_input else x.chunk(size, dim)[rank].contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         dim, name = ctx.args
-        return _gather(grad, dim, name), None, None, None, None, None
+        return gather(grad, dim, name), None, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, out_splits, in_splits, name):
-        ran_on(x.device)
-        ctx.args = (out_splits, in_splits, name)
-        return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), out_splits, in_splits, name))
+        ctx.args = (in_splits, out_splits, name)
+        return swap_rows(x, out_splits, in_splits, name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        out_splits, in_splits, name = ctx.args
-        grad = funcol.wait_tensor(funcol.all_to_all_single(grad.contiguous(), in_splits, out_splits, name))
-        return grad, None, None, None
+        return swap_rows(grad, *ctx.args), None, None, None
 
 
 def _divides(x: torch.Tensor, dim: int, group: dist.ProcessGroup, what: str) -> None:

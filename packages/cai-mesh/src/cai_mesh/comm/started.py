@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 
+from cai_mesh.comm import _functional
 from cai_mesh.comm._exit import ran_on
 
 
@@ -52,7 +52,7 @@ class Started:
 
     def wait(self) -> torch.Tensor:
         if self.work is None:
-            return funcol.wait_tensor(self.tensor)
+            return _functional.wait(self.tensor)
         self.work.wait()
         return self.tensor
 
@@ -60,7 +60,7 @@ class Started:
 def start_sum(x: torch.Tensor, ranks: Members) -> Started:
     """Start to sum `x` over the ranks. `x` is given away: the sum may be made in its place."""
     if torch.compiler.is_compiling():
-        return Started(funcol.all_reduce(x, "sum", ranks.name), None)
+        return Started(_functional.start_sum(x, ranks.name), None)
     ran_on(x.device)
     x = x.contiguous()
     return Started(x, dist.all_reduce(x, group=ranks.group, async_op=True))
@@ -68,5 +68,4 @@ def start_sum(x: torch.Tensor, ranks: Members) -> Started:
 
 def gathered(x: torch.Tensor, dim: int, ranks: Members) -> torch.Tensor:
     """The parts `x` of all ranks, of equal size, put together along `dim`."""
-    ran_on(x.device)
-    return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), dim, ranks.name))
+    return _functional.gather(x, dim, ranks.name)

@@ -66,6 +66,9 @@ class Local:
         dx, operands = self.products.backward(dy, weight, saved, **needs)
         return Ready(dx), operands
 
+    def bias_grad(self, dy: torch.Tensor) -> torch.Tensor:
+        return dy.flatten(0, -2).sum(0)
+
     def weight_grad(self, operands: Tensors) -> torch.Tensor:
         return self.products.weight_grad(operands)
 
@@ -142,7 +145,7 @@ class _Linear(torch.autograd.Function):
             dw = ctx.rule.weight_grad(operands).to(weight.dtype)
         elif needs_weight:
             _deliver(ctx.grad, ctx.token, ctx.rule, operands)
-        db = dy.flatten(0, -2).sum(0) if needs_bias else None
+        db = ctx.rule.bias_grad(dy) if needs_bias else None
         return dx.wait(), dw, db, None, None, None
 
 

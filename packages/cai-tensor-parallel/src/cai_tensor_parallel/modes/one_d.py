@@ -58,6 +58,9 @@ class Column(Local):
         dx, operands = self.products.backward(dy, weight, saved, **needs)
         return (Ready(None) if dx is None else start_sum(dx, self.ranks)), operands
 
+    def bias_grad(self, dy: torch.Tensor) -> torch.Tensor:
+        return super().bias_grad(self.ranks.own_part(dy, -1) if self.gather else dy)
+
 
 @dataclass(frozen=True)
 class Row(Local):

@@ -1,0 +1,44 @@
+"""torch's functional collectives by the name of a group, traceable; the one file that knows their names."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from cai_mesh.comm._exit import ran_on
+
+_gather_single = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_scatter_single = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+wait = funcol.wait_tensor
+
+
+def start_sum(x: torch.Tensor, name: str) -> torch.Tensor:
+    """A new tensor for the sum over the ranks, to be waited for."""
+    ran_on(x.device)
+    return funcol.all_reduce(x, "sum", name)
+
+
+def sum_over(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The sum over the ranks."""
+    return wait(start_sum(x, name))
+
+
+def gather(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+    """The parts of all ranks, of equal size, put together along `dim`."""
+    ran_on(x.device)
+    return wait(_gather_single(x.contiguous(), dim, name))
+
+
+def scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+    """This rank's part along `dim` of the sum over the ranks."""
+    ran_on(x.device)
+    return wait(_scatter_single(x.contiguous(), "sum", dim, name))
+
+
+def swap_rows(
+    x: torch.Tensor, out_splits: list[int] | None, in_splits: list[int] | None, name: str
+) -> torch.Tensor:
+    """Rows (dim 0) to every rank and from every rank."""
+    ran_on(x.device)
+    return wait(funcol.all_to_all_single(x.contiguous(), out_splits, in_splits, name))
