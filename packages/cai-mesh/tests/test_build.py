@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from cai_mesh.comm import (
     AXES,
     EXPERT_AXES,
+    EXPERT_GRADIENT_AXES,
+    GRADIENT_AXES,
     MeshSpec,
+    ParallelMesh,
     axis_names,
-    build_expert_mesh,
     build_mesh,
     coordinate,
     degree,
@@ -59,11 +62,22 @@ def eight():
     assert axis_names(mesh) == AXES
     assert tuple(mesh.mesh.shape) == (2, 1, 2, 1, 2)
     check_groups(mesh)
-    expert = build_expert_mesh(MeshSpec(pp=2, dp_shard=2, tp=2, ep=2))
+    both = ParallelMesh.of(mesh, ep=2)
+    expert = both.expert
     assert axis_names(expert) == EXPERT_AXES
     assert tuple(expert.mesh.shape) == (2, 1, 2, 2, 1)
-    assert index(expert, "pp") == index(mesh, "pp")
+    assert both.index("pp") == index(mesh, "pp") and both.degree(("edp", "ep")) == 4
     check_groups(expert)
+    assert both.group("edp") is expert.get_group("edp") and both.group(("dp_shard", "tp")) is group(
+        mesh, ("dp_shard", "tp")
+    )
+    assert both.coordinate().keys() == {*AXES, *EXPERT_AXES}
+    with pytest.raises(MeshError, match="no view of the ranks"):
+        both.group(("tp", "ep"))
+    with pytest.raises(MeshError, match="do not divide the ranks they regroup"):
+        ParallelMesh.of(mesh, ep=3)
+    with pytest.raises(MeshError, match="not from a slice"):
+        ParallelMesh.of(mesh["dp_shard", "tp"], ep=2)
     with pytest.raises(MeshError, match="does not fit"):
         build_mesh(MeshSpec(tp=3))
 
@@ -74,26 +88,78 @@ def test_groups_of_any_axes():
 
 def foreign():
     line = dist.init_device_mesh("cpu", (2,))
-    assert axis_names(line) == ("dp_shard",)
-    assert coordinate(line) == {"dp_shard": dist.get_rank()}
-    assert dist.get_process_group_ranks(group(line, "dp_shard")) == [0, 1]
+    assert axis_names(line) == ("ranks",)
+    assert coordinate(line) == {"ranks": dist.get_rank()}
+    assert dist.get_process_group_ranks(group(line, "ranks")) == [0, 1]
     assert group(line, "tp") is None
     assert (degree(line, "tp"), index(line, "tp")) == (1, 0)
+    assert ParallelMesh.of(line, alone="tp").group("tp") is line.get_group()
     unnamed = dist.init_device_mesh("cpu", (2, 1))
     with pytest.raises(MeshError, match="no names"):
         axis_names(unnamed)
     named = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    assert degree(named, ("data", "tensor")) == 2
+    for ask in (lambda: degree(named, "tensor"), lambda: ParallelMesh.of(named, alone="tp")):
+        with pytest.raises(MeshError, match="nobody knows what axis 'data'") as caught:
+            ask()
+        assert 'axes={"ROLE": "data", "ROLE": "tensor"}' in str(caught.value)
+    told = ParallelMesh.of(named, axes={"dp_shard": "data", "tp": ["tensor"]})
+    assert ParallelMesh.of(told) is told and copy.deepcopy(told) is told
+    assert told.leaves(("tp", "dp_shard", "cp")) == ("data", "tensor")
+    assert told.group("tp") is told.group("tensor") is named.get_group("tensor")
+    assert (told.degree("tp"), told.index("tp"), told.degree("pp")) == (2, dist.get_rank(), 1)
     with pytest.raises(MeshError, match="'tensro'") as caught:
-        require_axis(named, "tensro", "a test")
+        told.group("tensro")
     assert "did you mean 'tensor'?" in str(caught.value)
-    require_axis(named, "tensor", "a test")
+    with pytest.raises(MeshError, match="without an expert view"):
+        told.group("ep")
+    with pytest.raises(MeshError, match="has its roles already"):
+        ParallelMesh.of(told, axes={"tp": "tensor"})
+    with pytest.raises(MeshError, match="there is no role 'tpp'"):
+        ParallelMesh.of(named, axes={"tpp": "tensor"})
+    for axes in ({"tp": "tenser"}, {"tp": "tensor", "cp": "tensor"}):
+        with pytest.raises(MeshError, match="at most once"):
+            ParallelMesh.of(named, axes=axes)
+    with pytest.raises(MeshError, match="a test needs a mesh axis 'pp'"):
+        require_axis(told, "pp", "a test")
+    require_axis(told, "tp", "a test")
     alone = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    assert group(alone, "x") is alone.get_group()
+    assert group(alone, "x") is alone.get_group() and group(named["tensor"], "tensor") is not None
 
 
 def test_meshes_that_are_not_ours():
     run_ranks(2, foreign)
+
+
+def leaves():
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_shard", "tp_row", "tp_col"))
+    both = ParallelMesh.of(mesh, ep=4, etp=2)
+    assert both.leaves("tp") == ("tp_row", "tp_col") and both.degree("tp") == 4
+    assert set(both.leaves(GRADIENT_AXES)) == {"dp_shard", "dp_replicate"} and both.leaves(
+        EXPERT_GRADIENT_AXES
+    ) == (
+        "dp_replicate",
+        "edp",
+    )
+    assert dist.get_process_group_ranks(both.group("tp")) == members(mesh, ("tp_row", "tp_col"))
+    assert both.has("tp") and not both.has("cp") and not both.has("tp_depth") and both.has("ep")
+    # the user's dimensions in another order, under other names
+    other = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("model", "replica", "data"))
+    roles = {"tp": "model", "dp_replicate": "replica", "dp_shard": "data"}
+    expert = ParallelMesh.of(other, axes=roles, ep=2).expert
+    rank = dist.get_rank()
+    model, replica, data = (int(i) for i in other.get_coordinate())
+    assert dict(zip(axis_names(expert), expert.get_coordinate(), strict=True)) == {
+        "pp": 0, "replica": replica, "edp": data, "ep": model, "etp": 0
+    }  # fmt: skip
+    made = dist.device_mesh.DeviceMesh("cpu", expert.mesh, mesh_dim_names=axis_names(expert))
+    assert ParallelMesh.of(other, axes=roles, expert=made).index("ep") == model
+    with pytest.raises(MeshError, match="no expert view"):
+        ParallelMesh.of(other, axes=roles, expert=other["data"])
+    assert rank == dist.get_rank()
+
+
+def test_roles_expand_in_one_place():
+    run_ranks(8, leaves)
 
 
 def outside():

@@ -155,3 +155,30 @@ def test_dtensor_is_exact_both_ways():
         ((4,), (R(), R())),
     ]
     run_ranks(4, _dtensor_round_trips, cases)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_cut_over_several_axes_is_one_over_their_product(data):
+    degrees = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    blocks, unit = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    section = data.draw(st.integers(1, 14))
+    sections = (section,) * blocks if blocks > 1 else None
+    shape = (section * blocks, 2)
+    for place in itertools.product(*(range(d) for d in degrees)):
+        flat = 0
+        for degree, index in zip(degrees, place, strict=True):
+            flat = flat * degree + index
+        axes = [(f"a{i}", d, index) for i, (d, index) in enumerate(zip(degrees, place, strict=True))]
+        got = Layout(shape).across(axes, Shard(0, sections, unit))
+        one = Layout(shape).then("a", math.prod(degrees), flat, Shard(0, sections, unit))
+        assert got.segments(0) == one.segments(0)
+        assert [step.axis for step in got.steps] == [axis for axis, _, _ in axes]
+
+
+def test_unequal_sections_over_several_axes():
+    axes = [("tp_row", 2, 0), ("tp_col", 2, 1)]
+    assert Layout((24,)).across(axes, Shard(0, (16, 4, 4))).segments(0) == [(4, 4), (17, 1), (21, 1)]
+    with pytest.raises(LayoutError, match="different lengths"):
+        Layout((26,)).across(axes, Shard(0, (16, 5, 5)))
+    assert Layout((5,)).across(axes, Replicate()).local_shape == (5,)

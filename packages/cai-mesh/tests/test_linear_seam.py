@@ -140,6 +140,20 @@ def test_every_form_equals_autograd(compile_blocks, where, recompute, deferred):
     assert_equal(taken(buffer), got)
 
 
+@pytest.mark.parametrize("take_between", [False, True])
+def test_forwards_of_microbatches_wait_for_their_backwards(compile_blocks, take_between):
+    """What a graph has saved may be written to by the backwards before its own: blocks compiled, the head not."""
+    model = net()
+    buffer = buffered(model)
+    compile_blocks(model, "blocks")
+    losses = [loss_of(model, seed) for seed in range(3)]
+    for loss in losses:
+        loss.backward()
+        if take_between:
+            buffer.take()
+    assert_equal(taken(buffer), expected(range(3)))
+
+
 def test_deferred_and_immediate_backwards_mix():
     model = net()
     buffer = buffered(model)

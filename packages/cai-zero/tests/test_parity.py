@@ -94,7 +94,7 @@ def reference(dtype, optimizer):
 
 
 def sharded(stage, dtype, optimizer, shape):
-    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build(dtype)
     names = [n for n, _ in model.named_parameters()]

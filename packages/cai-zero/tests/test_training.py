@@ -265,7 +265,7 @@ def sharded(case: Case, mesh, precision: MixedPrecision | None = None):
 
 
 def mesh_of(case: Case):
-    names = ("replicate", "shard")[-len(case.shape) :]
+    names = ("dp_replicate", "dp_shard")[-len(case.shape) :]
     return dist.init_device_mesh("cpu", case.shape, mesh_dim_names=names)
 
 

@@ -47,7 +47,7 @@ def build(seed: int = 0):
 
 
 def mesh_of(shape):
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
 
 
 def sharded(stage, mesh, seed=0, precision=None):

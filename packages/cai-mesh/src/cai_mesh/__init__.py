@@ -15,6 +15,7 @@ from cai_mesh.layout.layout import Layout
 if TYPE_CHECKING:
     from cai_mesh import checkpoint, gradients, rng, storage, testing
     from cai_mesh.comm.build import build_mesh
+    from cai_mesh.comm.mesh import ParallelMesh
     from cai_mesh.gradients.norm import clip_grad_norm_
     from cai_mesh.layout.boxed import BoxedTensor
     from cai_mesh.layout.chunk import FlatChunk
@@ -28,6 +29,7 @@ _HOMES = {
     "FlatChunk": "layout",
     "ModuleLifecycle": "storage",
     "ReduceSpec": "layout",
+    "ParallelMesh": "comm",
     "build_mesh": "comm",
     "clip_grad_norm_": "gradients",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "Layout",
     "MeshSpec",
     "ModuleLifecycle",
+    "ParallelMesh",
     "ReduceSpec",
     "build_mesh",
     "checkpoint",

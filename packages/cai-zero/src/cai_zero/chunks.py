@@ -25,7 +25,8 @@ from cai_mesh.protocols import CommHandle
 from cai_mesh.storage import check_parameters
 from cai_mesh.storage import units as all_units
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import DataRanks
+from cai_zero.ranks import DataRanks, RankTable
+from cai_zero.reducer import Reducible
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
 """Consecutive blocks share a chunk until it has this many elements."""
@@ -46,11 +47,12 @@ class Chunk:
         buffer: where the gradients accumulate until they are reduced.
         units: modules whose backward gives the gradients.
         low: first element of this rank's rows.
+        ranks: who shares the parameters.
         reduced: this rank's rows of the gradient, summed over the reductions of the step.
+        reducible: how its gradients are reduced.
         ready: units whose gradients of this pass are complete.
         collected: whether all gradients of this pass are in `buffer`.
         pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
-        residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
         gathering: the gather of the new parameters after a step, while it is under way.
     """
 
@@ -63,12 +65,19 @@ class Chunk:
     buffer: GradBuffer
     units: set[nn.Module]
     low: int
+    ranks: DataRanks
     reduced: torch.Tensor | None = None
     ready: set[nn.Module] = field(default_factory=set)
     collected: bool = False
     pending: bool = False
-    residual: torch.Tensor | None = None
     gathering: CommHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.reducible = Reducible(self.buffer, self.spec, self.ranks, self._add_reduced)
+
+    def _add_reduced(self, shard: torch.Tensor) -> None:
+        self.pending, self.flat.grad = False, None
+        self.reduced = shard if self.reduced is None else self.reduced.add_(shard)
 
     def wait_gathered(self) -> None:
         """Return once the parameters are those of the last step."""
@@ -124,7 +133,7 @@ def optimizer_units(inner: torch.optim.Optimizer, model: nn.Module | None) -> Un
 def build_chunks(
     inner: torch.optim.Optimizer,
     units: Units,
-    ranks: DataRanks,
+    table: RankTable,
     precision: MixedPrecision,
     before_open: Callable[[], None] = lambda: None,
     *,
@@ -134,7 +143,7 @@ def build_chunks(
 
     `before_open` is called before a chunk's gradients take memory. `apart`: rows are never a view of the parameters.
     """
-    return [_build(*bucket, ranks, precision, before_open, apart) for bucket in _buckets(inner, units)]
+    return [_build(*bucket, table, precision, before_open, apart) for bucket in _buckets(inner, units)]
 
 
 def _build(
@@ -142,11 +151,12 @@ def _build(
     spec: ReduceSpec,
     params: list[tuple[str, nn.Parameter]],
     units: set[nn.Module],
-    ranks: DataRanks,
+    table: RankTable,
     precision: MixedPrecision,
     before_open: Callable[[], None],
     apart: bool,
 ) -> Chunk:
+    ranks = table.of(spec)
     chunk = FlatChunk(params, world=ranks.size)
     tensors = [param for _, param in params]
     compute, master, reduce = precision.resolve(tensors[0].dtype)
@@ -165,7 +175,7 @@ def _build(
     for param, view in zip(tensors, chunk.views(weights), strict=True):
         param.data = view
     buffer = GradBuffer(chunk, tensors, reduce, weights.device, before_open=before_open)
-    return Chunk(group, spec, tensors, chunk, weights, flat, buffer, units, low)
+    return Chunk(group, spec, tensors, chunk, weights, flat, buffer, units, low, ranks)
 
 
 def reduction_order(chunks: Sequence[Chunk], units: Units, model: nn.Module | None) -> list[Chunk]:

@@ -87,10 +87,10 @@ def check_ranks(
             cause="those copy rows as they are",
             fix="leave one of compression.weights and copy_engines out",
         )
-    if ranks.shard is None and ranks.replicate is not None:
+    if ranks.shard is None and ranks.copies is not None:
         raise PlanError(
             "there is nothing that could be compressed: all ranks hold the same rows",
-            got=f"copies over {ranks.replicate_axes}",
+            got=f"copies over {ranks.copy_axes}",
             expected="an axis over which rows are divided",
             cause="sums over copies travel in full precision",
             fix="put the ranks on dp_shard, or leave compression out",

@@ -16,12 +16,12 @@ from torch import nn
 
 from cai_mesh.comm import PeerGather, SideStream
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer
 from cai_mesh.layout import ReduceSpec
 from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import FlatUnit, StoredShard
 from cai_zero.compress import Compression, gather_weights
 from cai_zero.order import GatherOrder
+from cai_zero.reducer import Reducible
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,19 @@ class Part:
 
     Args:
         unit: its rows and its whole parameters.
-        spec: how its gradients are reduced.
+        spec: over whom its gradients are summed.
         rows: where they are stored.
-        buffer: where its gradients accumulate (None: frozen).
-        residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
+        group: ranks that share the rows, for gathers alone (None: one).
+        reducible: how its gradients are reduced (None: frozen).
+        peer: gathers by copy engines instead of collectives.
     """
 
     unit: FlatUnit
     spec: ReduceSpec
     rows: StoredShard
-    buffer: GradBuffer | None
-    residual: torch.Tensor | None = None
+    group: dist.ProcessGroup | None
+    reducible: Reducible | None
+    peer: PeerGather | None = None
 
 
 @dataclass(eq=False)
@@ -94,30 +96,26 @@ class Gatherer:
 
     Args:
         units: in the order of their first use; the model itself first.
-        group: ranks that hold the rows (None: one).
         residency: which memory the rows live in.
         device: of the whole parameters.
         options: when.
         compression: of what travels.
-        peer: gathers by copy engines instead of collectives.
         passed: told, one by one, of the units that this rank's backward passes by.
     """
 
     def __init__(
         self,
         units: Sequence[Sharded],
-        group: dist.ProcessGroup | None,
         residency: Residency,
         device: torch.device,
         *,
         options: Gather = Gather(),
         compression: Compression = Compression(),  # noqa: B008 (frozen)
-        peer: PeerGather | None = None,
         passed: Callable[[Sharded], None] = lambda unit: None,
     ):
-        self.units, self._group, self._residency = list(units), group, residency
+        self.units, self._residency = list(units), residency
         self._stream, self._compression = SideStream(device), compression
-        self._peer, self._ahead, self._keep = peer, options.prefetch_bytes, not options.reshard_after_forward
+        self._ahead, self._keep = options.prefetch_bytes, not options.reshard_after_forward
         self.order: GatherOrder[Sharded] = GatherOrder(self.units, [self.units[0], *reversed(self.units[1:])])
         self._prefetched: deque[Sharded] = deque()
         self._backward = False
@@ -147,7 +145,7 @@ class Gatherer:
         rows, asynchronous = part.rows.on_device, self._stream.stream is None
         assert rows is not None
         return gather_weights(
-            self._compression, unit.whole, rows, self._group, async_op=asynchronous, peer=self._peer
+            self._compression, unit.whole, rows, part.group, async_op=asynchronous, peer=part.peer
         )
 
     def _versions(self, unit: Sharded) -> tuple[int, ...]:

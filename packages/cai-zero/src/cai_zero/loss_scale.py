@@ -16,10 +16,8 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import comm
-from cai_mesh.comm import all_reduce
+from cai_mesh.comm import AnyMesh, ParallelMesh, all_reduce, axis_names
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.protocols import GradSync
 
@@ -59,7 +57,7 @@ class LossScale:
 
     def __init__(
         self,
-        mesh: DeviceMesh | None = None,
+        mesh: AnyMesh | None = None,
         *,
         initial: float = 2.0**16,
         growth: float = 2.0,
@@ -73,7 +71,7 @@ class LossScale:
                 expected="initial > 0, growth > 1, 0 < backoff < 1, interval >= 1",
             )
         self.growth, self.backoff, self.interval = growth, backoff, interval
-        self._mesh = mesh
+        self._mesh = None if mesh is None else ParallelMesh.of(mesh, alone="dp_shard")
         self._scale = torch.tensor(initial, dtype=torch.float32)
         self._good = torch.tensor(0, dtype=torch.int32)
         self._skipped = torch.tensor(0, dtype=torch.int64)
@@ -134,7 +132,7 @@ class LossScale:
             )
             found = torch.maximum(found, here.to(found.device, non_blocking=True))
         if self._mesh is not None:
-            all_reduce(found, comm.group(self._mesh, comm.axis_names(self._mesh)), op="max")
+            all_reduce(found, self._mesh.group(axis_names(self._mesh)), op="max")
         self._found[id(optimizer)] = found
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -179,10 +177,10 @@ class LossScale:
         self._found.clear()
 
 
-def _check_axes(params: list[torch.Tensor], sharded: DeviceMesh | None, mesh: DeviceMesh | None) -> None:
+def _check_axes(params: list[torch.Tensor], sharded: ParallelMesh | None, mesh: ParallelMesh | None) -> None:
     axes = {axis for p in params for span in getattr(p, "cai_spans", ()) for axis in span.axes}
-    axes |= set(comm.axis_names(sharded)) if sharded is not None else set()
-    names = comm.axis_names(mesh) if mesh is not None else ()
+    axes |= set(axis_names(sharded)) if sharded is not None else set()
+    names = mesh.names if mesh is not None else ()
     if not axes <= set(names):
         raise MeshError(
             "gradients are sharded along axes that the mesh of their loss scale lacks",

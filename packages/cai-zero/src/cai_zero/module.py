@@ -8,17 +8,18 @@ gradients were accumulated in. Nothing is copied on the way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cai_mesh.comm import PeerGather, SideStream, all_gather_object, check_device, peer_gather
+from cai_mesh.comm import AnyMesh, PeerGathers, all_gather_object, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
 from cai_mesh.layout import FlatChunk, ReduceSpec, reduce_of
@@ -26,12 +27,11 @@ from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import FlatUnit, ModuleLifecycle, OnDevice, Share, StoredShard, check_parameters, units
 from cai_zero.compress import Compression, check_ranks
 from cai_zero.gathering import Gather, Gatherer, Part, Sharded
-from cai_zero.gradients import reduce_chunk
 from cai_zero.optimizer import ShardedOptimizer
 from cai_zero.order import complete
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import DataRanks, data_ranks, second_group
-from cai_zero.reductions import Reductions
+from cai_zero.ranks import RankTable, second_group
+from cai_zero.reducer import GradReducer, Reducible
 
 Materialize = Callable[[str, nn.Parameter], torch.Tensor]
 
@@ -56,8 +56,8 @@ class ModuleSharding:
     `no_sync` lets them.
     """
 
-    def __init__(self, model: nn.Module, ranks: DataRanks, options: Options):
-        self.driver, self._root, self._ranks, self._options = options.driver, model, ranks, options
+    def __init__(self, model: nn.Module, mesh: AnyMesh | None, options: Options):
+        self.driver, self._root, self._options = options.driver, model, options
         found = units(model)
         if not any(found.values()):
             raise PlanError("the model has no parameters to shard")
@@ -65,44 +65,54 @@ class ModuleSharding:
         check_no_gradients(p for params in found.values() for _, p in params)
         self._device = _device(next(p for params in found.values() for _, p in params), options.device)
         check_device(self._device, wanted=options.gather.copy_engines)
-        self._reductions = Reductions(SideStream(self._device))
+        self._ranks = RankTable(mesh, {reduce_of(p) for params in found.values() for _, p in params})
+        check_ranks(options.compression, self._ranks.of(), 3, copy_engines=options.gather.copy_engines)
+        self._gather_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup | None] = {}
+        self._reducer: GradReducer[Sharded] = GradReducer(self._device, options.compression)
         self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
         root = self._units[model]
-        rows = [part.rows for unit in self._units.values() for part in unit.parts]
-        options.residency.adopt(rows, ranks.mesh)
+        parts = [part for unit in self._units.values() for part in unit.parts]
+        self._use_copy_engines(parts)
+        options.residency.adopt([part.rows for part in parts], self._ranks.mesh)
         self._gatherer = Gatherer(
             [root, *(u for u in self._units.values() if u is not root)],
-            second_group(ranks.shard),
             options.residency,
             self._device,
             options=options.gather,
             compression=options.compression,
-            peer=self._peer_gather(),
-            passed=self._ready_without_use,
+            passed=self._reducer.ready,
         )
-        self._order = [*(u for u in reversed(self._units.values()) if u is not root), root]
+        reducible = {u: [part.reducible for part in u.parts if part.reducible] for u in self._units.values()}
+        self._reducer.take(reducible, [*(u for u in reversed(self._units.values()) if u is not root), root])
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
-        self._next, self._ready = 0, set[Sharded]()  # of the backward under way
-        self._late: list[Sharded] = []  # used after their turn in it, as all ranks must have done
-        self._silent = self._pending = False
+        self._late: list[
+            Sharded
+        ] = []  # used after their turn in the backward under way, as all ranks must have done
+        self._pending = False
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
         self._lifecycle = ModuleLifecycle(used)
         self._lifecycle.listen(self)
         self._follow_steps()
 
-    def _peer_gather(self) -> PeerGather | None:
-        units = [part.unit for held in self._units.values() for part in held.parts]
-        largest = max((unit.high - unit.low) * unit.whole.element_size() for unit in units)
-        return peer_gather(self._ranks.shard, largest, self._device, wanted=self._options.gather.copy_engines)
+    def _use_copy_engines(self, parts: Sequence[Part]) -> None:
+        def group(part: Part) -> dist.ProcessGroup | None:
+            return self._ranks.of(part.spec).shard
+
+        needs = ((group(p), (p.unit.high - p.unit.low) * p.unit.whole.element_size()) for p in parts)
+        peers = PeerGathers(needs, self._device, wanted=self._options.gather.copy_engines)
+        for part in parts:
+            part.peer = peers.of(group(part))
 
     def _follow_steps(self) -> None:
         """After an optimizer has stepped the rows nothing stays whole; hooks gather what the next forward needs."""
-        self._kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
+        kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
         found = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             sharding = found()
-            if sharding is None or id(optimizer.param_groups[0]["params"][0]) not in sharding._kept:
+            if sharding is None or not any(
+                id(p) in kept for g in optimizer.param_groups for p in g["params"]
+            ):
                 return
             if sharding.driver == "hooks":
                 sharding._gatherer.begin_step()
@@ -120,23 +130,33 @@ class ModuleSharding:
 
     def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
         compute, master, reduce = self._options.precision.resolve(members[0][1].dtype)
+        ranks = self._ranks.of(spec)
         unit = FlatUnit(
             self._root,
             members,
             master=master,
             compute=compute,
             device=self._device,
-            share=Share(self._ranks.size, self._ranks.index, frozenset(self._ranks.shard_axes)),
+            share=Share(ranks.size, ranks.index, frozenset(ranks.shard_axes)),
             place=self._options.residency.place,
             fill=lambda chunk, full: _fill(chunk, full, members, self._options.materialize),
         )
-        buffer = None
-        if members[0][1].requires_grad:
-            make_room = self._reductions.make_room
-            buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
-            direct_linears(self._root, unit.kept)
-        rows = StoredShard(unit, self._device, reduce if buffer is not None else None)
-        return Part(unit, spec, rows, buffer)
+        trained = members[0][1].requires_grad
+        rows = StoredShard(unit, self._device, reduce if trained else None)
+        group = self._gather_group(ranks.shard)
+        if not trained:
+            return Part(unit, spec, rows, group, None)
+        make_room = self._reducer.make_room
+        buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
+        direct_linears(self._root, unit.kept)
+        keep = functools.partial(self._options.residency.keep_gradient, rows)
+        return Part(unit, spec, rows, group, Reducible(buffer, spec, ranks, keep))
+
+    def _gather_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """A communicator for gathers alone, one for every group that shares rows."""
+        if group not in self._gather_groups:
+            self._gather_groups[group] = second_group(group)
+        return self._gather_groups[group]
 
     # -- ParameterSharding ---------------------------------------------------------------------------------------
 
@@ -155,8 +175,8 @@ class ModuleSharding:
     def reduce(self, module: nn.Module) -> None:
         """Reduce what has accumulated below `module` (driver "actions"; hooks reduce by themselves)."""
         for unit in self._below(module):
-            self._reduce(unit)
-        self._reductions.join()
+            self._reducer.reduce(unit)
+        self._reducer.join()
 
     def _below(self, module: nn.Module) -> list[Sharded]:
         return [self._units[m] for m in module.modules() if m in self._units]
@@ -179,8 +199,8 @@ class ModuleSharding:
                 self._recorded = ([], [], [])  # of the last forward before the first backward
         if self._recorded is not None:
             self._recorded[backward].append(sharded)
-        if backward and sharded in self._ready:
-            self._reductions.join()  # its turn has passed: its gradients start anew
+        if backward and self._reducer.is_ready(sharded):
+            self._reducer.join()  # its turn has passed: its gradients start anew
         self._gatherer.use(sharded, backward=backward)
 
     def _finish_if_started(self, unit: Sharded) -> None:
@@ -209,34 +229,20 @@ class ModuleSharding:
         if self._recorded is not None:
             self._recorded[2].append(sharded)
         self._gatherer.free(sharded)
-        if sharded in self._order[: self._next] and not self._silent:
+        if self._reducer.is_reduced(sharded):
             self._late.append(sharded)
-        self._ready_without_use(sharded)
-
-    def _ready_without_use(self, unit: Sharded) -> None:
-        """The gradients of `unit` in this pass are complete, if any: reduce as far as the order allows.
-
-        Where this rank passes a unit by it must reduce it there and then: ranks that use it wait for that before they
-        gather the next, which this rank waits for.
-        """
-        self._ready.add(unit)
-        while not self._silent and self._next < len(self._order) and self._order[self._next] in self._ready:
-            self._reduce(self._order[self._next])
-            self._next += 1
+        self._reducer.ready(sharded)
 
     def backward_done(self) -> None:
         if self.driver == "hooks":
             for unit in self._units.values():
-                if unit not in self._ready:
+                if not self._reducer.is_ready(unit):
                     self._collect(unit)
             self._gatherer.end_pass()
-            if not self._silent:
-                for unit in [*self._order[self._next :], *self._agreed_late()]:
-                    self._reduce(unit)  # also what this rank did not use: others may have
-            self._pending = self._silent
+            self._reducer.end_backward([] if self._reducer.silent else self._agreed_late())
+            self._pending = self._reducer.silent
             self._learn()
         self._end_backward()
-        self._reductions.join()
 
     def _agreed_late(self) -> list[Sharded]:
         """Units used after their turn, on any rank as long as no order has been learned."""
@@ -244,13 +250,12 @@ class ModuleSharding:
             return self._late
         units = self._gatherer.units
         late = {units.index(unit) for unit in self._late}
-        for group in (self._ranks.replicate, self._ranks.shard):
+        for group in (self._ranks.of().copies, self._ranks.of().shard):
             late = set().union(*all_gather_object(late, group))
         return [units[i] for i in sorted(late)]
 
     def _end_backward(self) -> None:
-        self._next = 0
-        self._ready.clear()
+        self._reducer.reset()
         self._late.clear()
 
     def _learn(self) -> None:
@@ -259,12 +264,12 @@ class ModuleSharding:
             return
         units = self._gatherer.units
         recorded = [[units.index(unit) for unit in uses] for uses in self._recorded]
-        for group in (self._ranks.replicate, self._ranks.shard):
+        for group in (self._ranks.of().copies, self._ranks.of().shard):
             recorded = all_gather_object(recorded, group)[0]
         forward, backward, ready = ([units[i] for i in uses] for uses in recorded)
         # a unit stays whole from its first use in a backward to its last
         self._gatherer.order.learn(forward, list(dict.fromkeys(backward)))
-        self._order = list(complete(list(dict.fromkeys(ready)), self._order))
+        self._reducer.order = list(complete(list(dict.fromkeys(ready)), self._reducer.order))
         self._recorded = None
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -272,51 +277,26 @@ class ModuleSharding:
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
         """Backwards inside need not be reduced. With one rank they are not; with more, rows save more than it costs."""
-        alone = self._ranks.shard is None and self._ranks.replicate is None
-        with self.no_sync() if alone else contextlib.nullcontext():
+        with self.no_sync() if self._ranks.of().count == 1 else contextlib.nullcontext():
             yield
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards inside accumulate whole gradients and communicate none; the next one outside reduces all."""
-        before, self._silent = self._silent, True
-        try:
-            yield
-        finally:
-            self._silent = before
+        return self._reducer.no_sync()
 
     def _collect(self, unit: Sharded) -> None:
         for part in unit.parts:
-            if part.buffer is not None and part.buffer.has_gradients:
-                part.buffer.take()
-
-    @torch.no_grad()
-    def _reduce(self, unit: Sharded, *, tied: bool = False) -> None:
-        """Reduce whole gradients into rows. Tied parameters wait for `finish`: their other holder may lag behind."""
-        for part in unit.parts:
-            if part.buffer is None or (part.spec.tied is not None) != tied:
-                continue
-            full = part.buffer.take()
-            if self._ranks.size == 1:
-                full = part.buffer.hand_over()
-            with self._reductions.stream.after_compute():
-                compression = self._options.compression
-                if part.residual is None and self._ranks.shard is not None:
-                    part.residual = compression.new_residual(full)
-                rows = reduce_chunk(full, self._ranks, part.spec, compression, part.residual)
-                self._options.residency.keep_gradient(part.rows, rows)
-            if self._ranks.size > 1:
-                self._reductions.started(part.buffer)
+            if part.reducible is not None and part.reducible.buffer.has_gradients:
+                part.reducible.buffer.take()
 
     def finish(self) -> None:
         """Reduce what is pending (tied parameters, a last backward under `no_sync`) and wait for every reduction."""
-        for unit in self._order:
-            self._reduce(unit, tied=True)
+        for unit in self._reducer.order:
+            self._reducer.reduce(unit, tied=True)
             if self._pending:
-                self._reduce(unit)
+                self._reducer.reduce(unit)
         self._pending = False
         self._end_backward()
-        self._reductions.join()
 
     # -- what compression keeps ----------------------------------------------------------------------------------
 
@@ -325,13 +305,16 @@ class ModuleSharding:
 
         On other ranks it starts from zero.
         """
-        return [part.residual for unit in self._units.values() for part in unit.parts]
+        return [entry.residual for entry in self._reducibles()]
 
     def load_residuals(self, residuals: Sequence[torch.Tensor | None]) -> None:
         """Take over what `residuals` gave on the same rank of the same mesh."""
-        parts = [part for unit in self._units.values() for part in unit.parts]
-        for part, residual in zip(parts, residuals, strict=True):
-            part.residual = residual if residual is None else residual.to(self._device, copy=True)
+        for entry, residual in zip(self._reducibles(), residuals, strict=True):
+            entry.residual = residual if residual is None else residual.to(self._device, copy=True)
+
+    def _reducibles(self) -> list[Reducible]:
+        parts = (part for unit in self._units.values() for part in unit.parts)
+        return [part.reducible for part in parts if part.reducible is not None]
 
 
 class _Gathering:
@@ -386,7 +369,7 @@ def no_sync(sharded: nn.Module | ShardedOptimizer) -> contextlib.AbstractContext
 
 def shard_module(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    mesh: AnyMesh | None,
     *,
     precision: MixedPrecision | None = None,
     residency: Residency | None = None,
@@ -406,7 +389,7 @@ def shard_module(
 
     Args:
         model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds it whole.
-        mesh: see `cai_zero.ranks.data_ranks`. None: one process.
+        mesh: see `cai_zero.ranks.RankTable`. None: one process.
         precision: dtypes of gathered parameters, of the rows and of the reduction.
         residency: which memory the rows, their gradients and the state of their optimizer live in between uses, such
             as `cai_gemini.ChunkResidency`. None: the device.
@@ -435,7 +418,5 @@ def shard_module(
         torch.device(device) if device is not None else None,
         compression or Compression(),
     )
-    ranks = data_ranks(mesh)
-    check_ranks(compression, ranks, 3, copy_engines=options.gather.copy_engines)
-    model.cai_sharding = ModuleSharding(model, ranks, options)  # type: ignore[assignment]
+    model.cai_sharding = ModuleSharding(model, mesh, options)  # type: ignore[assignment]
     return model

@@ -9,23 +9,22 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.comm import SideStream, check_device, peer_gather
+from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGathers, SideStream, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_grad_norm_, direct_linears
-from cai_mesh.layout import BoxedTensor
+from cai_mesh.layout import BoxedTensor, reduce_of
 from cai_mesh.storage import ModuleLifecycle
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
-from cai_zero.gradients import reduce_chunk
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import DataRanks, data_ranks
-from cai_zero.reductions import Reductions
+from cai_zero.ranks import RankTable
+from cai_zero.reducer import GradReducer
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
 
 
@@ -40,7 +39,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        ranks: DataRanks,
+        mesh: AnyMesh | None,
         model: nn.Module | None,
         stage: int,
         precision: MixedPrecision,
@@ -48,24 +47,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         compression: Compression | None = None,
         copy_engines: bool = False,
     ):
-        self.inner, self.stage, self._ranks, self._overlap = inner, stage, ranks, overlap_gather
+        self.inner, self.stage, self._overlap = inner, stage, overlap_gather
         self._compression = compression or Compression()
-        self._silent = False
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._patch_step_function()
         units = optimizer_units(inner, model)
         device = next(iter(units.values()))[0][1].device
         check_device(device, wanted=copy_engines)
+        specs = {reduce_of(p) for params in units.values() for _, p in params}
+        self._ranks = RankTable(mesh, specs, sharded=stage > 0)
+        check_ranks(compression, self._ranks.of(), stage, copy_engines=copy_engines)
         self._gathers = SideStream(device)
-        self._reductions = Reductions(SideStream(device))
+        self._reducer: GradReducer[Chunk] = GradReducer(device, self._compression)
         apart = self._compression.weights is not None
-        self._chunks = build_chunks(inner, units, ranks, precision, self._reductions.make_room, apart=apart)
+        self._chunks = build_chunks(
+            inner, units, self._ranks, precision, self._reducer.make_room, apart=apart
+        )
         self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
-        largest = max(c.chunk.shard_numel * c.weights.element_size() for c in self._chunks)
-        self._peer = peer_gather(ranks.shard, largest, device, wanted=copy_engines)
-        self._order = reduction_order(self._chunks, units, model)
-        self._next = 0  # in _order, of the pass under way
+        self._peers = PeerGathers(
+            ((c.ranks.shard, c.chunk.shard_numel * c.weights.element_size()) for c in self._chunks),
+            device,
+            wanted=copy_engines,
+        )
+        order = reduction_order(self._chunks, units, model)
+        self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
         for index, group in enumerate(inner.param_groups):
             group["params"] = [c.flat for c in self._chunks if c.group == index]
         if apart:
@@ -86,14 +92,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.no_sync() if self.stage < 2 else contextlib.nullcontext():
             yield
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate whole gradients and communicate none, in every stage."""
-        before, self._silent = self._silent, True
-        try:
-            yield
-        finally:
-            self._silent = before
+        return self._reducer.no_sync()
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         """Parameters are whole in stages 0 to 2, once the gather after the last step has arrived."""
@@ -110,54 +111,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
             chunk.ready.add(unit)
             if chunk.ready == chunk.units:
                 self._collect(chunk)
-        while not self._silent and self._next < len(self._order) and self._order[self._next].collected:
-            self._reduce(self._order[self._next])
-            self._next += 1
 
     def backward_done(self) -> None:
         for chunk in self._chunks:
             if not chunk.collected and chunk.buffer.has_gradients:
-                self._collect(chunk)
-        if not self._silent:
-            for chunk in self._order[self._next :]:
-                self._reduce(chunk)  # also what this rank did not use: others may have
+                chunk.buffer.take()
+        self._reducer.end_backward()
         for chunk in self._chunks:
-            tied = chunk.spec.tied is not None  # its other holder may lag a pipeline stage behind
-            if self._silent or tied:
+            if self._reducer.silent or chunk.reducible.tied:
                 chunk.pending, chunk.flat.grad = True, None
         self._end_pass()
 
     def _end_pass(self) -> None:
-        self._next = 0
         for chunk in self._chunks:
             chunk.collected = False
             chunk.ready.clear()
-        self._reductions.join()
+        self._reducer.reset()
 
     def _collect(self, chunk: Chunk) -> None:
         chunk.buffer.take()
         chunk.collected = True
-
-    @torch.no_grad()
-    def _reduce(self, chunk: Chunk) -> None:
-        """Reduce what has accumulated in the chunk and add it to this rank's rows."""
-        chunk.pending, chunk.flat.grad = False, None
-        full = chunk.buffer.take()
-        if self._ranks.size == 1:
-            full = chunk.buffer.hand_over()
-        with self._reductions.stream.after_compute():
-            if chunk.residual is None and self._ranks.shard is not None:
-                chunk.residual = self._compression.new_residual(full)
-            shard = reduce_chunk(full, self._ranks, chunk.spec, self._compression, chunk.residual)
-            chunk.reduced = shard if chunk.reduced is None else chunk.reduced.add_(shard)
-        if self._ranks.size > 1:
-            self._reductions.started(chunk.buffer)
+        self._reducer.ready(chunk)
 
     def finish(self) -> None:
         """Reduce what is pending (a last backward under `defer`, tied parameters, a loop without a model) and wait."""
         for chunk in self._chunks:
             if chunk.pending or chunk.reduced is None or chunk.buffer.has_gradients:
-                self._reduce(chunk)
+                self._reducer.reduce_one(chunk.reducible)
         self._end_pass()
         for chunk in self._chunks:
             assert chunk.reduced is not None
@@ -198,16 +178,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> None:
         """Start gathering the new parameters, in the order of their use."""
-        for chunk in [*(c for c in self._chunks if c.spec.tied is not None), *reversed(self._order)]:
+        for chunk in [*(c for c in self._chunks if c.reducible.tied), *reversed(self._reducer.order)]:
             with self._gathers.after_compute():
-                asynchronous, group = self._gathers.stream is None, self._ranks.shard
+                asynchronous, group = self._gathers.stream is None, chunk.ranks.shard
                 done = gather_weights(
                     self._compression,
                     chunk.weights,
                     chunk.flat,
                     group,
                     async_op=asynchronous,
-                    peer=self._peer,
+                    peer=self._peers.of(group),
                 )
             chunk.gathering = self._gathers.mark() if self._gathers.stream is not None else done
 
@@ -229,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- what it holds -------------------------------------------------------------------------------------------
 
     @property
-    def mesh(self) -> DeviceMesh | None:
+    def mesh(self) -> ParallelMesh | None:
         """The mesh its parameters are sharded over."""
         return self._ranks.mesh
 
@@ -285,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take over the hyperparameters of saved `param_groups`. Residuals of compression start from zero."""
         restore_groups(self.inner, groups)
         for chunk in self._chunks:
-            chunk.residual = None
+            chunk.reducible.residual = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's inner state, master weights and residuals, for a resume on the same ranks.
@@ -293,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Whole parameters are the model's. `state_for_checkpoint` is the one that reshards.
         """
         master = [chunk.flat.detach() if chunk.has_master else None for chunk in self._chunks]
-        residual = [chunk.residual for chunk in self._chunks]
+        residual = [chunk.reducible.residual for chunk in self._chunks]
         return {**self.inner.state_dict(), "master": master, "residual": residual}
 
     @torch.no_grad()
@@ -302,7 +282,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = ("master", "residual")
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
         for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
-            chunk.residual = residual if residual is None else residual.to(chunk.weights.device, copy=True)
+            kept = residual if residual is None else residual.to(chunk.weights.device, copy=True)
+            chunk.reducible.residual = kept
         for chunk, master in zip(self._chunks, state_dict["master"], strict=True):
             if master is not None:
                 chunk.flat.copy_(master)
@@ -312,7 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def shard_optimizer(
     optimizer: torch.optim.Optimizer,
-    mesh: DeviceMesh | None,
+    mesh: AnyMesh | None,
     *,
     model: nn.Module | None = None,
     stage: int = 1,
@@ -327,7 +308,7 @@ def shard_optimizer(
         optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop ...), or one of
             `cai_zero.optimizers`, before its first step and so without state. Its param groups are kept; its
             parameters move into contiguous chunks.
-        mesh: see `cai_zero.ranks.data_ranks` for how its data axes are found. None: one process.
+        mesh: see `cai_zero.ranks.RankTable` for how its data axes are found. None: one process.
         model: the module that owns the parameters; gradients are then reduced while backward runs. Stage 1 works
             without it and reduces `param.grad` in `step`.
         stage: 0 (reduce gradients, as DDP), 1 (shard optimizer state and master weights), 2 (also gradients).
@@ -354,10 +335,9 @@ def shard_optimizer(
         )
     if overlap_gather and model is None:
         raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
-    ranks, precision = data_ranks(mesh, sharded=stage > 0), precision or MixedPrecision()
-    check_ranks(compression, ranks, stage, copy_engines=copy_engines)
+    precision = precision or MixedPrecision()
     sharded = ShardedOptimizer(
-        optimizer, ranks, model, stage, precision, overlap_gather, compression, copy_engines
+        optimizer, mesh, model, stage, precision, overlap_gather, compression, copy_engines
     )
     if model is not None and precision.compute is not None:
         for param in model.parameters():

@@ -1,53 +1,129 @@
-"""Which ranks share the rows of a parameter, and which hold copies."""
+"""Which ranks share a parameter's shards and which hold copies, by the parameter's reduce spec."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import comm
-from cai_mesh.comm import AXES, EXPERT_AXES, GRADIENT_AXES
+from cai_mesh.comm import SHARD_AXES, AnyMesh, ParallelMesh, all_gather_object
 from cai_mesh.errors import MeshError
 from cai_mesh.layout import ReduceSpec
 
-_OTHERS = (set(AXES) | set(EXPERT_AXES)) - set(GRADIENT_AXES)
+COPY_AXES = ("dp_replicate",)
 
 
 @dataclass(frozen=True)
 class DataRanks:
-    """The data-parallel axes of a mesh, resolved to process groups (None: a world of one).
+    """The ranks of one reduce spec, resolved to process groups (None: a world of one).
 
     Args:
-        mesh: the mesh itself, for norms.
-        shard_axes: axes over which rows are divided.
+        shard_axes: dimensions of the mesh over which the parameter is divided.
         shard: their process group; `index` of `size` is this rank.
-        replicate_axes, replicate: axes and group of ranks that hold the same rows.
+        copy_axes, copies: dimensions and group of ranks that hold the same shards.
+        partial: group of other ranks whose gradients are parts of a sum (tensor parallelism).
+        divisor: of the sum.
     """
 
-    mesh: DeviceMesh | None
-    shard_axes: tuple[str, ...]
-    shard: dist.ProcessGroup | None
-    size: int
-    index: int
-    replicate_axes: tuple[str, ...]
-    replicate: dist.ProcessGroup | None
+    shard_axes: tuple[str, ...] = ()
+    shard: dist.ProcessGroup | None = None
+    size: int = 1
+    index: int = 0
+    copy_axes: tuple[str, ...] = ()
+    copies: dist.ProcessGroup | None = None
+    partial: dist.ProcessGroup | None = None
+    divisor: float = 1.0
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        return self.replicate_axes + self.shard_axes
+    def count(self) -> int:
+        """Number of ranks whose gradients are summed, partial sums not counted."""
+        return self.size * (self.copies.size() if self.copies is not None else 1)
 
-    def divisor(self, spec: ReduceSpec) -> float:
-        """By what a gradient's sum is divided."""
-        if spec.divisor is not None:
-            return spec.divisor
-        return float(comm.degree(self.mesh, self.axes)) if self.mesh is not None else 1.0
 
-    def other_axes(self, spec: ReduceSpec) -> tuple[str, ...]:
-        """Axes a gradient is summed over besides the data axes (tp, for partial gradients)."""
-        return tuple(axis for axis in spec.sum_axes if axis not in GRADIENT_AXES and axis not in self.axes)
+@dataclass(frozen=True)
+class _Axes:
+    """Dimensions of the mesh a spec sums over."""
+
+    shard: tuple[str, ...]
+    copies: tuple[str, ...]
+    partial: tuple[str, ...]
+
+
+class RankTable:
+    """The `DataRanks` of every reduce spec of a model.
+
+    A mesh's data axes are found by their roles (`cai_mesh.ParallelMesh`): parameters are divided over `dp_shard` and
+    `cp`, an expert's over `edp`, and copied over `dp_replicate`. A mesh of one dimension with a name of its own divides
+    over that.
+
+    Args:
+        mesh: None: one process.
+        specs: of the parameters of this rank. Ranks may have different ones (pipeline stages).
+        sharded: False (stage 0) treats all data axes as copies.
+
+    Collective over the mesh: groups of several axes are made here. Raises `MeshError` for a mesh without data axes, or
+    without the axes that a spec names.
+    """
+
+    def __init__(self, mesh: AnyMesh | None, specs: Iterable[ReduceSpec] = (), *, sharded: bool = True):
+        self.mesh = None if mesh is None else ParallelMesh.of(mesh, alone="dp_shard")
+        self._sharded = sharded
+        self._known: dict[ReduceSpec, DataRanks] = {}
+        if self.mesh is None:
+            return
+        if not any(self.mesh.has(role) for role in ("dp_replicate", "dp_shard", "cp")):
+            raise MeshError(
+                "cai-zero finds no data axes on this mesh",
+                got=self.mesh.names,
+                expected="dp_replicate, dp_shard or cp among the names, or one dimension of any other name",
+                fix='say which they are, ParallelMesh.of(mesh, axes={"dp_shard": "NAME"}), or pass a slice of the mesh',
+            )
+        self._make_groups({self._axes(spec) for spec in (*specs, ReduceSpec())})
+
+    def _axes(self, spec: ReduceSpec) -> _Axes:
+        assert self.mesh is not None
+        found: dict[str, list[str]] = {"shard": [], "copies": [], "partial": []}
+        for axis in spec.sum_axes:
+            kind = "copies" if axis in COPY_AXES else "shard" if axis in SHARD_AXES else "partial"
+            if kind == "shard" and not self._sharded:
+                kind = "copies"
+            found[kind] += self.mesh.leaves(axis)
+        return _Axes(*(self.mesh.leaves(names) for names in found.values()))
+
+    def _make_groups(self, wanted: set[_Axes]) -> None:
+        """Every rank of the mesh makes the groups that any rank needs, in one order."""
+        assert self.mesh is not None
+        for view in self.mesh.names:
+            wanted = set().union(*all_gather_object(wanted, self.mesh.group(view)))
+        for axes in sorted(wanted, key=lambda a: (a.shard, a.copies, a.partial)):
+            for names in (axes.shard, axes.copies, axes.partial):
+                self.mesh.group(names)
+
+    def of(self, spec: ReduceSpec = ReduceSpec()) -> DataRanks:  # noqa: B008 (frozen)
+        """Those of one spec; the default one is that of a dense parameter."""
+        if spec not in self._known:
+            self._known[spec] = self._resolve(spec)
+        return self._known[spec]
+
+    def _resolve(self, spec: ReduceSpec) -> DataRanks:
+        mesh = self.mesh
+        if mesh is None:
+            return DataRanks(divisor=1.0 if spec.divisor is None else spec.divisor)
+        axes = self._axes(spec)
+        return DataRanks(
+            axes.shard,
+            mesh.group(axes.shard),
+            mesh.degree(axes.shard),
+            mesh.index(axes.shard),
+            axes.copies,
+            mesh.group(axes.copies),
+            mesh.group(axes.partial),
+            float(mesh.degree(axes.shard) * mesh.degree(axes.copies))
+            if spec.divisor is None
+            else spec.divisor,
+        )
 
 
 def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -63,40 +139,3 @@ def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     )
     assert isinstance(second, dist.ProcessGroup)  # this rank is one of the ranks
     return second
-
-
-def data_ranks(mesh: DeviceMesh | None, *, sharded: bool = True) -> DataRanks:
-    """Find the data axes of a mesh.
-
-    A mesh with any of `dp_replicate, dp_shard, cp` is read by those names: rows are divided over `dp_shard` and
-    `cp`, copied over `dp_replicate`. Any other mesh of one dimension divides over it; of two, copies over the first
-    and divides over the second. `sharded=False` (stage 0) treats all of them as copies.
-
-    Raises `MeshError` for three unknown dimensions, and where another parallelism's axis would be taken for data.
-    """
-    if mesh is None:
-        return DataRanks(None, (), None, 1, 0, (), None)
-    names = comm.axis_names(mesh)
-    if any(axis in names for axis in GRADIENT_AXES):
-        copies = tuple(a for a in names if a == "dp_replicate")
-        rows = tuple(a for a in names if a in ("dp_shard", "cp"))
-    elif len(names) <= 2 and not set(names) & _OTHERS:
-        copies, rows = names[:-1], names[-1:]
-    else:
-        raise MeshError(
-            "cai-zero cannot tell the data axes of this mesh",
-            got=names,
-            expected="dp_replicate, dp_shard or cp among the names, or at most two dimensions, all of them for data",
-            fix='name the axes, or pass a slice of the mesh such as mesh["data"]',
-        )
-    if not sharded:
-        copies, rows = copies + rows, ()
-    return DataRanks(
-        mesh,
-        rows,
-        comm.group(mesh, rows) if rows else None,
-        comm.degree(mesh, rows),
-        comm.index(mesh, rows),
-        copies,
-        comm.group(mesh, copies) if copies else None,
-    )

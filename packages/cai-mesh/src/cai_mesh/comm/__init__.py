@@ -18,8 +18,16 @@ if TYPE_CHECKING:
         shift,
         swap_shards,
     )
-    from cai_mesh.comm.axes import AXES, DATA_AXES, EXPERT_AXES, GRADIENT_AXES
-    from cai_mesh.comm.build import build_expert_mesh, build_mesh
+    from cai_mesh.comm.axes import (
+        AXES,
+        DATA_AXES,
+        EXPERT_AXES,
+        EXPERT_GRADIENT_AXES,
+        GRADIENT_AXES,
+        SHARD_AXES,
+        SUB_AXES,
+    )
+    from cai_mesh.comm.build import build_mesh
     from cai_mesh.comm.collectives import (
         Op,
         all_gather_into,
@@ -29,10 +37,11 @@ if TYPE_CHECKING:
         broadcast,
         reduce_scatter_into,
     )
-    from cai_mesh.comm.groups import axis_names, coordinate, degree, group, index, require_axis
+    from cai_mesh.comm.groups import AnyMesh, coordinate, degree, group, index, require_axis
     from cai_mesh.comm.handles import Done
+    from cai_mesh.comm.mesh import ParallelMesh, axis_names
     from cai_mesh.comm.p2p import receive, send, start_exchange
-    from cai_mesh.comm.peer import PeerGather, check_device, peer_gather
+    from cai_mesh.comm.peer import PeerGather, PeerGathers, check_device
     from cai_mesh.comm.spec import MeshSpec
     from cai_mesh.comm.started import Members, Started, gathered, start_sum
     from cai_mesh.comm.streams import SideStream
@@ -41,12 +50,18 @@ __all__ = [
     "AXES",
     "DATA_AXES",
     "EXPERT_AXES",
+    "EXPERT_GRADIENT_AXES",
     "GRADIENT_AXES",
+    "SHARD_AXES",
+    "SUB_AXES",
+    "AnyMesh",
     "Done",
     "Members",
     "MeshSpec",
     "Op",
+    "ParallelMesh",
     "PeerGather",
+    "PeerGathers",
     "SideStream",
     "Started",
     "all_gather",
@@ -57,7 +72,6 @@ __all__ = [
     "all_to_all_into",
     "axis_names",
     "broadcast",
-    "build_expert_mesh",
     "build_mesh",
     "check_device",
     "coordinate",
@@ -67,7 +81,6 @@ __all__ = [
     "gathered",
     "group",
     "index",
-    "peer_gather",
     "receive",
     "reduce_from",
     "reduce_scatter",
@@ -96,8 +109,16 @@ __getattr__ = lazy(
             "shift",
             "swap_shards",
         ),
-        "axes": ("AXES", "DATA_AXES", "EXPERT_AXES", "GRADIENT_AXES"),
-        "build": ("build_expert_mesh", "build_mesh"),
+        "axes": (
+            "AXES",
+            "DATA_AXES",
+            "EXPERT_AXES",
+            "EXPERT_GRADIENT_AXES",
+            "GRADIENT_AXES",
+            "SHARD_AXES",
+            "SUB_AXES",
+        ),
+        "build": ("build_mesh",),
         "collectives": (
             "Op",
             "all_gather_into",
@@ -107,10 +128,11 @@ __getattr__ = lazy(
             "broadcast",
             "reduce_scatter_into",
         ),
-        "groups": ("axis_names", "coordinate", "degree", "group", "index", "require_axis"),
+        "groups": ("AnyMesh", "coordinate", "degree", "group", "index", "require_axis"),
         "handles": ("Done",),
+        "mesh": ("ParallelMesh", "axis_names"),
         "p2p": ("receive", "send", "start_exchange"),
-        "peer": ("PeerGather", "check_device", "peer_gather"),
+        "peer": ("PeerGather", "PeerGathers", "check_device"),
         "spec": ("MeshSpec",),
         "started": ("Members", "Started", "gathered", "start_sum"),
         "streams": ("SideStream",),

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cai_mesh.comm.axes import AXES, EXPERT_AXES
+from cai_mesh.comm.axes import AXES
 from cai_mesh.comm.spec import MeshSpec
 
 
@@ -19,11 +19,3 @@ def build_mesh(spec: MeshSpec, *, device_type: str | None = None) -> DeviceMesh:
     sizes = spec.resolve(dist.get_world_size()).sizes()
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
-
-
-def build_expert_mesh(spec: MeshSpec, *, device_type: str | None = None) -> DeviceMesh:
-    """The same ranks with axes `pp, dp_replicate, edp, ep, etp`."""
-    spec = spec.resolve(dist.get_world_size())
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    shape = (spec.pp, spec.dp_replicate, spec.edp, spec.ep, spec.etp)
-    return init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)

@@ -7,6 +7,8 @@ there, and each rank copies the parts it lacks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
@@ -23,13 +25,6 @@ def check_device(device: torch.device, *, wanted: bool) -> None:
         raise PlanError(
             "copy engines are a GPU's", got=device, expected="a CUDA device", fix="leave copy_engines out"
         )
-
-
-def peer_gather(
-    group: dist.ProcessGroup | None, nbytes: int, device: torch.device, *, wanted: bool
-) -> PeerGather | None:
-    """A `PeerGather` where one is wanted and there is anyone to gather from. Collective; raises as it does."""
-    return PeerGather(group, nbytes, device) if wanted and group is not None else None
 
 
 class PeerGather:
@@ -72,3 +67,28 @@ class PeerGather:
         for step in range(self._size):
             peer = (self._rank + step) % self._size
             parts[peer].copy_(self._peers[peer][slot, :nbytes].view(whole.dtype), non_blocking=True)
+
+
+class PeerGathers:
+    """A `PeerGather` for every group that gathers, where copy engines are wanted.
+
+    Args:
+        needs: (group, bytes of a rank's rows) of everything that will be gathered, in the same order on all ranks.
+        device: this rank's GPU.
+        wanted: False makes none.
+
+    Collective. Raises as `PeerGather` does.
+    """
+
+    def __init__(
+        self, needs: Iterable[tuple[dist.ProcessGroup | None, int]], device: torch.device, *, wanted: bool
+    ):
+        largest: dict[dist.ProcessGroup, int] = {}
+        for group, nbytes in needs:
+            if wanted and group is not None:
+                largest[group] = max(largest.get(group, 0), nbytes)
+        self._of = {group: PeerGather(group, nbytes, device) for group, nbytes in largest.items()}
+
+    def of(self, group: dist.ProcessGroup | None) -> PeerGather | None:
+        """That of a group; None where a collective gathers."""
+        return None if group is None else self._of.get(group)

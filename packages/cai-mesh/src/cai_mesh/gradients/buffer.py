@@ -67,12 +67,14 @@ class GradBuffer:
         self._nodes = [accumulate_node(p) if p.requires_grad else None for p in self.params]
         self.tensor = torch.empty(chunk.numel, dtype=dtype, device=device)
         self.views = chunk.views(self.tensor)
+        # for graphs, which keep them from forward to backward: of versions of their own, so that no write counts
+        self._handles = [view.data for view in self.views]
         self._index = {slot.offset: i for i, slot in enumerate(chunk.slots) if slot.numel}
         self._free()
         token = torch.zeros(1, device=device)  # see `cai_mesh.gradients.linear`
-        for param, view in zip(self.params, self.views, strict=True):
+        for param, handle in zip(self.params, self._handles, strict=True):
             if param.requires_grad:
-                param.cai_grad = view  # type: ignore[attr-defined]
+                param.cai_grad = handle  # type: ignore[attr-defined]
                 param.cai_token = token  # type: ignore[attr-defined]
 
     def _free(self) -> None:
@@ -178,8 +180,8 @@ class GradBuffer:
         kept.set_(self.tensor.untyped_storage(), 0, self.tensor.shape)
         fresh = torch.empty_like(self.tensor)
         self.tensor.data = fresh
-        for view, other in zip(self.views, self.chunk.views(fresh), strict=True):
-            view.data = other
+        for view, handle, other in zip(self.views, self._handles, self.chunk.views(fresh), strict=True):
+            view.data = handle.data = other
         self.is_open = False
         self._free()
         return kept

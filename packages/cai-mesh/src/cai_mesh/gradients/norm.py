@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.comm import groups
 from cai_mesh.comm.collectives import all_reduce
+from cai_mesh.comm.groups import AnyMesh
+from cai_mesh.comm.mesh import ParallelMesh, axis_names
 from cai_mesh.errors import CaiError, MeshError
 from cai_mesh.layout.attached import layout_of, reduce_of
 
@@ -27,7 +28,7 @@ def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
 
 
 def grad_norm(
-    parameters: Iterable[torch.Tensor], mesh: DeviceMesh | None = None, norm_type: float = 2.0
+    parameters: Iterable[torch.Tensor], mesh: AnyMesh | None = None, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Norm of all gradients of the model, each global element counted once.
 
@@ -39,13 +40,14 @@ def grad_norm(
     """
     if norm_type not in (2.0, math.inf):
         raise CaiError("unknown norm for gradients", got=norm_type, expected="2.0 or inf")
+    mesh = ParallelMesh.of(mesh) if mesh is not None else None
     parts: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for param in parameters:
         if param.grad is not None:
             for grad, axes in _parts(param):
-                _check_axes(axes, mesh)
+                dims = _dims(axes, mesh)
                 if grad.numel():
-                    parts[axes].append(grad)
+                    parts[dims].append(grad)
     device = _device((g for grads in parts.values() for g in grads), mesh)
     double = any(g.dtype == torch.float64 for grads in parts.values() for g in grads)
     dtype = torch.float64 if double else torch.float32
@@ -55,7 +57,7 @@ def grad_norm(
 
 
 def norm_of_squares(
-    squares: Iterable[tuple[frozenset[str], torch.Tensor]], mesh: DeviceMesh | None, device: torch.device
+    squares: Iterable[tuple[frozenset[str], torch.Tensor]], mesh: AnyMesh | None, device: torch.device
 ) -> torch.Tensor:
     """`grad_norm` from sums of squares that were taken before, as gradients passed by. Collective over the mesh.
 
@@ -67,13 +69,14 @@ def norm_of_squares(
 
     Returns the norm, 0-d on `device`, in float64 where a sum is, else float32. Raises `MeshError` as `grad_norm`.
     """
+    mesh = ParallelMesh.of(mesh) if mesh is not None else None
     values: dict[frozenset[str], torch.Tensor] = {}
     dtype = torch.float32
     for axes, square in squares:
-        _check_axes(axes, mesh)
+        dims = _dims(axes, mesh)
         dtype = torch.promote_types(dtype, square.dtype)
         here = square.to(device, torch.float64, non_blocking=True)
-        values[axes] = values[axes] + here if axes in values else here
+        values[dims] = values[dims] + here if dims in values else here
     return _combine(values, mesh, 2.0, device).sqrt().to(dtype)
 
 
@@ -82,7 +85,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _device(grads: Iterable[torch.Tensor], mesh: DeviceMesh | None) -> torch.device:
+def _device(grads: Iterable[torch.Tensor], mesh: ParallelMesh | None) -> torch.device:
     """Where a norm is put together: with the first gradient, or where the ranks meet if that is in host memory."""
     held = {g.device: None for g in grads}
     away = [device for device in held if device.type != "cpu"]
@@ -91,14 +94,20 @@ def _device(grads: Iterable[torch.Tensor], mesh: DeviceMesh | None) -> torch.dev
     return torch.device(mesh.device_type)
 
 
-def _check_axes(axes: frozenset[str], mesh: DeviceMesh | None) -> None:
-    names = groups.axis_names(mesh) if mesh is not None else ()
-    if not axes <= set(names):
+def _dims(axes: frozenset[str], mesh: ParallelMesh | None) -> frozenset[str]:
+    """The mesh's dimensions along which gradients with these axes differ."""
+    try:
+        found = frozenset(mesh.leaves(tuple(axes))) if mesh is not None else frozenset[str]()
+        lost = [axis for axis in axes if mesh is None or not mesh.has(axis)]
+    except MeshError:
+        found, lost = frozenset(), sorted(axes)
+    if lost:
         raise MeshError(
             "a gradient is sharded along an axis that the mesh given for its norm lacks",
-            got=f"{sorted(axes)} on a mesh of {names}",
+            got=f"{sorted(axes)} on a mesh of {mesh.names if mesh is not None else ()}",
             fix="pass the whole mesh",
         )
+    return found
 
 
 def _local(
@@ -111,28 +120,52 @@ def _local(
 
 def _combine(
     values: dict[frozenset[str], torch.Tensor],
-    mesh: DeviceMesh | None,
+    mesh: ParallelMesh | None,
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """Fold the values of each set of axes over those axes, one collective an axis, in float64.
+    """Fold the values of each set of dimensions over those, in float64, on the first view that has them."""
+    views = mesh.views if mesh is not None else (None,)
+    everywhere = frozenset(mesh.leaves("pp")) if mesh is not None else frozenset[str]()
+    left, totals = dict(values), []
+    for view in views:
+        names = axis_names(view) if view is not None else ()
+        here = {dims: left.pop(dims) for dims in list(left) if dims <= set(names)}
+        totals.append(_fold(here, view, everywhere, norm_type, device))
+    for dims in left:
+        assert mesh is not None
+        mesh.view(tuple(dims))  # raises: no view has them all
+    total = torch.stack(totals)
+    return total.sum() if norm_type == 2.0 else total.max()
+
+
+def _fold(
+    values: dict[frozenset[str], torch.Tensor],
+    view: DeviceMesh | None,
+    everywhere: frozenset[str],
+    norm_type: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """One collective a dimension of a view.
 
     Ranks may hold different sets (a stage without sharded parameters), so sets are enumerated alike everywhere, in a
-    table with one dimension of two for each of the mesh's axes: does the set contain it? The dtype is the same on all
-    ranks too: one without gradients does not know that of the others. Indices are numbers, never tensors, which the
-    host would have to wait for.
+    table with one dimension of two for each of the mesh's: does the set contain it? The dtype is the same on all ranks
+    too: one without gradients does not know that of the others. Indices are numbers, never tensors, which the host
+    would have to wait for.
     """
-    axes = [a for a in groups.axis_names(mesh) if groups.degree(mesh, a) > 1] if mesh is not None else []
+    names = axis_names(view) if view is not None else ()
+    axes = [a for i, a in enumerate(names) if view is not None and view.size(i) > 1]
     table = torch.zeros([2] * len(axes), dtype=torch.float64, device=device)
     for held, value in values.items():
-        entry = table[tuple(int(axis in held or axis == "pp") for axis in axes)] if axes else table
+        entry = table[tuple(int(axis in held or axis in everywhere) for axis in axes)] if axes else table
         value = value.double()
         entry.copy_(entry + value if norm_type == 2.0 else torch.maximum(entry, value))
     for i, axis in enumerate(axes):
-        assert mesh is not None
+        assert view is not None
         with_axis = table.select(i, 1)
         folded = with_axis.contiguous()
-        all_reduce(folded, groups.group(mesh, axis), op="sum" if norm_type == 2.0 else "max")
+        group = view.get_group(axis) if view.ndim > 1 else view.get_group()
+        all_reduce(folded, group, op="sum" if norm_type == 2.0 else "max")
         with_axis.copy_(folded)
     return table.sum() if norm_type == 2.0 else table.max()
 
@@ -141,7 +174,7 @@ def _combine(
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    mesh: DeviceMesh | None = None,
+    mesh: AnyMesh | None = None,
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,

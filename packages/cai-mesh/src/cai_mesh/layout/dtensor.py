@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed.tensor as dt
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cai_mesh.comm.groups import axis_names
+from cai_mesh.comm.mesh import axis_names
 from cai_mesh.errors import LayoutError
 from cai_mesh.layout.layout import Layout, Replicate, Shard, Step
 

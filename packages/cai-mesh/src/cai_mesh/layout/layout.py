@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cai_mesh.errors import LayoutError
@@ -92,6 +92,37 @@ class Layout:
     def then(self, axis: str, degree: int, index: int, placement: Shard | Replicate) -> Layout:
         """This layout with one more step."""
         return replace(self, steps=(*self.steps, Step(axis, degree, index, placement)))
+
+    def across(self, axes: Sequence[tuple[str, int, int]], placement: Shard | Replicate) -> Layout:
+        """This layout with one placement over several axes, as if over one whose ranks are theirs in row-major order.
+
+        Args:
+            axes: (name, degree, index), outermost first.
+
+        Raises `LayoutError` where a cut of unequal sections leaves unequal parts.
+        """
+        layout, left = self, math.prod(degree for _, degree, _ in axes)
+        part = self._part_of(placement, left) if isinstance(placement, Shard) else None
+        for axis, degree, index in axes:
+            left //= degree
+            step = placement
+            if part is not None and isinstance(placement, Shard):
+                step = replace(placement, unit=part * left)
+            layout = layout.then(axis, degree, index, step)
+        return layout
+
+    def _part_of(self, shard: Shard, degree: int) -> int | None:
+        """Elements of each of `degree` parts of a section, where cuts one by one must be told of it; else None."""
+        lengths = [sum(n for _, n in self.segments(shard.dim))] if shard.sections is None else shard.sections
+        if all(length % (shard.unit * degree) == 0 for length in lengths):
+            return None
+        if len(set(lengths)) > 1:
+            raise LayoutError(
+                "sections of different lengths do not divide over several axes",
+                got=f"{shard.sections} over {degree} ranks",
+                expected=f"multiples of {shard.unit * degree}",
+            )
+        return -(-lengths[0] // (shard.unit * degree)) * shard.unit
 
     def at(self, indices: Mapping[str, int]) -> Layout:
         """The layout of the rank at `indices` (mesh axis to index; axes that are not named keep this rank's)."""

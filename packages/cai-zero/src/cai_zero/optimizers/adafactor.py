@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_zero.optimizers import factored
-from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer, maths_dtype
+from cai_zero.optimizers.base import Entry, Params, PartOptimizer, maths_dtype
 from cai_zero.optimizers.moments import by_group
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part
@@ -45,7 +46,7 @@ class Adafactor(PartOptimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
         *,
-        mesh: Meshes = None,
+        mesh: AnyMesh | None = None,
     ):
         check_options("Adafactor", lr=lr, eps=eps, d=d, weight_decay=weight_decay, beta2_decay=-beta2_decay)
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
@@ -59,7 +60,7 @@ class Adafactor(PartOptimizer):
     def update(self, entries: list[Entry]) -> None:
         weights = self._advance(entries)
         updates = {e: _divided(e) for e in entries if e.grad is not None}
-        rms = update_rms(entries, updates, self.meshes)
+        rms = update_rms(entries, updates, self.mesh)
         for group, live in by_group(entries):
             fresh = [updates[e] for e in live]
             for e, update in zip(live, fresh, strict=True):
@@ -75,7 +76,7 @@ class Adafactor(PartOptimizer):
         dtype = sums_dtype([e.weight for e in entries])
         weights = square_sums([e.weight for e in entries], dtype).split(1)
         local = [torch.cat([w, local_sums(e, e.grad, dtype)]) for e, w in zip(entries, weights, strict=True)]
-        totals = summed(local, [e.axes for e in entries], self.meshes)
+        totals = summed(local, [e.axes for e in entries], self.mesh)
         for entry, total in zip(entries, totals, strict=True):
             if entry.grad is None:
                 continue
@@ -97,13 +98,15 @@ def local_sums(entry: Entry, values: torch.Tensor | None, dtype: torch.dtype) ->
     return out if values is None else factored.square_sums_of(entry.boxes(values), shape, out)
 
 
-def update_rms(entries: list[Entry], updates: dict[Entry, torch.Tensor], meshes) -> dict[Entry, torch.Tensor]:
+def update_rms(
+    entries: list[Entry], updates: dict[Entry, torch.Tensor], mesh: ParallelMesh | None
+) -> dict[Entry, torch.Tensor]:
     """Root mean square of the update of every global parameter, a scalar tensor each."""
     empty = torch.zeros(0, dtype=sums_dtype([e.weight for e in entries]), device=entries[0].weight.device)
     local = square_sums(
         [updates.get(e, empty) for e in entries], sums_dtype([e.weight for e in entries])
     ).split(1)
-    totals = torch.cat(summed(local, [e.axes for e in entries], meshes))
+    totals = torch.cat(summed(local, [e.axes for e in entries], mesh))
     numel = [max(e.part.numel, 1) for e in entries]
     rms = torch._foreach_sqrt(torch._foreach_div(list(totals.unbind()), [float(n) for n in numel]))
     return dict(zip(entries, rms, strict=True))

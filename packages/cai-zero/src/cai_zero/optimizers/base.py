@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
+from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import BoxedTensor
 from cai_zero.optimizers.pieces import Part, check_params, local, parts_of
 from cai_zero.optimizers.sums import Axes, resolve
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-Meshes = DeviceMesh | Sequence[DeviceMesh] | None
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class Entry:
 
     Args:
         group: its param group.
-        part, axes: what it is of which parameter, and over which axes of the meshes it is divided.
+        part, axes: what it is of which parameter, and over which axes of the mesh it is divided.
         weight: this part of the parameter, a view.
         grad: this part of the gradient in the dtype of the maths; None where there is none.
         state: of the tensor the part lies in; `entry[slot]` is the part's own.
@@ -73,8 +72,8 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     elementwise = False
 
-    def __init__(self, params: Params, defaults: dict[str, Any], mesh: Meshes = None):
-        self.meshes = () if mesh is None else (mesh,) if isinstance(mesh, DeviceMesh) else tuple(mesh)
+    def __init__(self, params: Params, defaults: dict[str, Any], mesh: AnyMesh | None = None):
+        self.mesh = None if mesh is None else ParallelMesh.of(mesh, alone="dp_shard")
         self._planned: tuple[tuple[int, ...], dict[torch.Tensor, list[tuple[Part, Axes]]]] | None = None
         self._borrowed: list[tuple[torch.Tensor, list[tuple[torch.Tensor, int]]]] = []
         super().__init__(params, defaults)
@@ -125,7 +124,7 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
         return self._planned[1]
 
     def _axes(self, part: Part) -> Axes:
-        return () if self.elementwise else resolve(part.axes, self.meshes)
+        return () if self.elementwise else resolve(part.axes, self.mesh)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
                 self.state[param] = {slot: _moved(value, param) for slot, value in saved.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "meshes": self.meshes, "_planned": None, "_borrowed": []}
+        return {**super().__getstate__(), "mesh": self.mesh, "_planned": None, "_borrowed": []}
 
 
 class PartOptimizer(BoxedOptimizer):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from cai_mesh.comm import AnyMesh
 from cai_zero.optimizers import factored
 from cai_zero.optimizers.adafactor import local_sums, update_rms
-from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer, maths_dtype
+from cai_zero.optimizers.base import Entry, Params, PartOptimizer, maths_dtype
 from cai_zero.optimizers.moments import by_group
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part
@@ -46,7 +47,7 @@ class Came(PartOptimizer):
         clip: float = 1.0,
         weight_decay: float = 0.0,
         *,
-        mesh: Meshes = None,
+        mesh: AnyMesh | None = None,
     ):
         check_options("Came", lr=lr, betas=betas, eps=eps, clip=clip, weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "clip": clip, "weight_decay": weight_decay}
@@ -62,7 +63,7 @@ class Came(PartOptimizer):
     def update(self, entries: list[Entry]) -> None:
         self._advance(entries, {e: e.gradient for e in entries if e.grad is not None}, "exp_avg_sq", 1)
         updates = {e: _divided(e, e.gradient, "exp_avg_sq") for e in entries if e.grad is not None}
-        rms = update_rms(entries, updates, self.meshes)
+        rms = update_rms(entries, updates, self.mesh)
         residuals: dict[Entry, torch.Tensor] = {}
         for group, live in by_group(entries):
             for entry in live:
@@ -83,7 +84,7 @@ class Came(PartOptimizer):
         """Move the mean squares `slot` (with `betas[which]`, `eps[which - 1]`) by those of `values`."""
         dtype = sums_dtype([e.weight for e in entries])
         local = [local_sums(e, values.get(e), dtype) for e in entries]
-        totals = summed(local, [e.axes for e in entries], self.meshes)
+        totals = summed(local, [e.axes for e in entries], self.mesh)
         for entry, total in zip(entries, totals, strict=True):
             if entry.grad is None:
                 continue

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import comm
-from cai_mesh.comm import all_gather_object, all_to_all_into
+from cai_mesh.comm import ParallelMesh, all_gather_object, all_to_all_into
 from cai_mesh.layout import Box
 from cai_zero.optimizers.sums import Axes
 
@@ -25,21 +23,18 @@ def divide(costs: Sequence[int], workers: int) -> list[int]:
     return chosen
 
 
-def agree_groups(axes: Sequence[Axes], meshes: Sequence[DeviceMesh]) -> dict[Axes, dist.ProcessGroup | None]:
-    """The process group of every set of axes that occurs. Collective over the meshes.
+def agree_groups(axes: Sequence[Axes], mesh: ParallelMesh | None) -> dict[Axes, dist.ProcessGroup | None]:
+    """The process group of every set of axes that occurs. Collective over the mesh.
 
     Pipeline stages may hold parameters divided over different axes, and a group must be made by all ranks of the
     mesh; so all sets of all ranks are made, in one order.
     """
     wanted = set(axes)
-    for mesh in meshes:
-        for name in comm.axis_names(mesh):
-            held = all_gather_object(wanted, comm.group(mesh, name))
-            wanted = set().union(*held)
-    return {
-        key: comm.group(meshes[key[0][0]], [name for _, name in key]) if key else None
-        for key in sorted(wanted)
-    }
+    if mesh is None:
+        return dict.fromkeys(wanted)
+    for name in mesh.names:
+        wanted = set().union(*all_gather_object(wanted, mesh.group(name)))
+    return {key: mesh.group(key) for key in sorted(wanted)}
 
 
 @dataclass(frozen=True)

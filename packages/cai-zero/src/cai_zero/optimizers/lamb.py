@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer
+from cai_mesh.comm import AnyMesh
+from cai_zero.optimizers.base import Entry, Params, PartOptimizer
 from cai_zero.optimizers.moments import adam_updates, by_group
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part
@@ -41,7 +42,7 @@ class Lamb(PartOptimizer):
         weight_decay: float = 0.01,
         *,
         max_trust: float | None = None,
-        mesh: Meshes = None,
+        mesh: AnyMesh | None = None,
     ):
         check_options("Lamb", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_trust=max_trust)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -57,7 +58,7 @@ class Lamb(PartOptimizer):
             if group["weight_decay"]:
                 torch._foreach_add_(fresh, [e.weight for e in live], alpha=group["weight_decay"])
             updates.update(zip(live, fresh, strict=True))
-        ratios = trust_ratios(entries, updates, self.meshes)
+        ratios = trust_ratios(entries, updates, self.mesh)
         for group, live in by_group(entries):
             fresh = [updates[e] for e in live]
             if group["adapt"]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer
+from cai_mesh.comm import AnyMesh
+from cai_zero.optimizers.base import Entry, Params, PartOptimizer
 from cai_zero.optimizers.moments import by_group
 from cai_zero.optimizers.options import check_options
 from cai_zero.optimizers.pieces import Part
@@ -40,7 +41,7 @@ class Lars(PartOptimizer):
         weight_decay: float = 0.0,
         trust: float = 1e-3,
         *,
-        mesh: Meshes = None,
+        mesh: AnyMesh | None = None,
     ):
         check_options("Lars", lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust)
         defaults = {
@@ -57,7 +58,7 @@ class Lars(PartOptimizer):
 
     def update(self, entries: list[Entry]) -> None:
         weight, grad = global_norms(
-            entries, {e: e.gradient for e in entries if e.grad is not None}, self.meshes
+            entries, {e: e.gradient for e in entries if e.grad is not None}, self.mesh
         )
         index = {entry: i for i, entry in enumerate(entries)}
         for group, live in by_group(entries):

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from cai_mesh.comm import AnyMesh
 from cai_mesh.errors import PlanError
-from cai_zero.optimizers.base import Entry, Meshes, Params, PartOptimizer
+from cai_zero.optimizers.base import Entry, Params, PartOptimizer
 from cai_zero.optimizers.exchange import Exchange, agree_groups
 from cai_zero.optimizers.moments import adam_updates, by_group
 from cai_zero.optimizers.newton_schulz import NewtonSchulz, work
@@ -61,7 +62,7 @@ class Muon(PartOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         newton_schulz: NewtonSchulz | None = None,
-        mesh: Meshes = None,
+        mesh: AnyMesh | None = None,
     ):
         check_options("Muon", lr=lr, momentum=momentum, weight_decay=weight_decay, betas=betas, eps=eps)
         if scale not in SCALES:
@@ -118,7 +119,7 @@ class Muon(PartOptimizer):
             members: dict[Axes, list[int]] = {}
             for i, entry in enumerate(entries):
                 members.setdefault(entry.axes, []).append(i)
-            groups = agree_groups(list(members), self.meshes)
+            groups = agree_groups(list(members), self.mesh)
             found = []
             for axes, indices in members.items():
                 held = [entries[i] for i in indices]

@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import comm
-from cai_mesh.comm import all_reduce
+from cai_mesh.comm import ParallelMesh, all_reduce
 from cai_mesh.errors import MeshError
 
-Axes = tuple[tuple[int, str], ...]
-"""Axes of more than one rank over which a parameter is divided: (number of the mesh, name), in mesh order."""
+Axes = tuple[str, ...]
+"""Dimensions of more than one rank over which a parameter is divided, in mesh order."""
 
 
-def resolve(axes: frozenset[str], meshes: Sequence[DeviceMesh]) -> Axes:
-    """Find the axes of a parameter on the first mesh that has all of them.
-
-    Raises `MeshError` where none has.
-    """
+def resolve(axes: frozenset[str], mesh: ParallelMesh | None) -> Axes:
+    """The dimensions of the mesh for the axes of a parameter. Raises `MeshError` where it lacks one."""
     if not axes:
         return ()
-    for number, mesh in enumerate(meshes):
-        names = comm.axis_names(mesh)
-        if axes <= set(names):
-            return tuple((number, a) for a in names if a in axes and comm.degree(mesh, a) > 1)
+    try:
+        if mesh is not None and all(mesh.has(axis) for axis in axes):
+            mesh.view(tuple(axes))
+            return tuple(name for name in mesh.leaves(tuple(axes)) if mesh.degree(name) > 1)
+    except MeshError:
+        pass
     raise MeshError(
         "a parameter is divided along axes of which the optimizer knows no mesh",
-        got=f"{sorted(axes)} with {[comm.axis_names(mesh) for mesh in meshes] or 'no mesh'}",
+        got=f"{sorted(axes)} with {mesh.names if mesh is not None else 'no mesh'}",
         fix="pass the optimizer mesh=..., the one the parameters were sharded over",
     )
 
 
 def summed(
-    values: Sequence[torch.Tensor], axes: Sequence[Axes], meshes: Sequence[DeviceMesh]
+    values: Sequence[torch.Tensor], axes: Sequence[Axes], mesh: ParallelMesh | None
 ) -> list[torch.Tensor]:
     """Sum 1-d tensors, each over the ranks along its own axes; the tensors given are left as they are.
 
@@ -50,12 +47,12 @@ def summed(
         buckets.setdefault(key, []).append(i)
     found = list(values)
     buffers = {key: torch.cat([values[i] for i in members]) for key, members in buckets.items() if key}
-    for axis in sorted({axis for key in buffers for axis in key}):
-        number, name = axis
-        group = comm.group(meshes[number], name)
-        sharing = [key for key in buffers if axis in key]
+    for name in mesh.names if mesh is not None else ():
+        sharing = [key for key in buffers if name in key]
+        if not sharing or mesh is None:
+            continue
         table = torch.cat([buffers[key] for key in sharing]) if len(sharing) > 1 else buffers[sharing[0]]
-        all_reduce(table, group)
+        all_reduce(table, mesh.group(name))
         lengths = [buffers[key].numel() for key in sharing]
         buffers.update(zip(sharing, table.split(lengths), strict=True))
     for key, buffer in buffers.items():
