@@ -8,7 +8,7 @@ from torch import nn
 from cai_mesh.layout import ReduceSpec, attach_reduce
 from cai_zero import MixedPrecision, chunks
 from cai_zero.chunks import build_chunks, optimizer_units, reduction_order
-from cai_zero.ranks import data_ranks
+from cai_zero.ranks import RankTable
 
 
 class Net(nn.Module):
@@ -20,7 +20,7 @@ class Net(nn.Module):
 
 def built(model, inner):
     units = optimizer_units(inner, model)
-    made = build_chunks(inner, units, data_ranks(None), MixedPrecision())
+    made = build_chunks(inner, units, RankTable(None), MixedPrecision())
     return made, reduction_order(made, units, model)
 
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_mesh import ParallelMesh
 from cai_mesh.errors import LayoutError, MeshError, PlanError
+from cai_mesh.layout import ReduceSpec
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
-from cai_zero.ranks import data_ranks
+from cai_zero.ranks import RankTable
 
 
 def adam(model):
@@ -143,22 +145,35 @@ def test_modules_sharded_twice_not_at_all_or_oddly():
 
 
 def meshes():
-    for names in (("a", "b", "c"), ("pp", "tp"), ("dp", "tp"), ("tp",)):
+    for names, why in (
+        (("a", "b", "c"), "nobody knows what axis 'a'"),
+        (("outer", "inner"), "nobody knows what axis 'outer'"),
+        (("dp", "tp"), "nobody knows what axis 'dp'"),
+        (("pp", "tp"), "finds no data axes"),
+        (("tp",), "finds no data axes"),
+    ):
         shape = (1,) * (len(names) - 1) + (2,)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-        with pytest.raises(MeshError, match="cannot tell the data axes") as caught:
-            data_ranks(mesh)
-        assert "slice" in str(caught.value)
-    hybrid = data_ranks(dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner")))
-    assert (hybrid.replicate_axes, hybrid.shard_axes, hybrid.size) == (("outer",), ("inner",), 2)
+        with pytest.raises(MeshError, match=why) as caught:
+            RankTable(mesh)
+        assert "slice" in str(caught.value) and "ParallelMesh.of(mesh, axes=" in str(caught.value)
+    assert RankTable(dist.init_device_mesh("cpu", (2,), mesh_dim_names=("any",))).of().shard_axes == ("any",)
+    hybrid = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    found = RankTable(ParallelMesh.of(hybrid, axes={"dp_replicate": "outer", "dp_shard": "inner"})).of()
+    assert (found.copy_axes, found.shard_axes, found.size) == (("outer",), ("inner",), 2)
     named = dist.init_device_mesh(
         "cpu", (2, 1, 1, 1), mesh_dim_names=("cp", "dp_replicate", "tp", "dp_shard")
     )
-    found = data_ranks(named)
-    assert (found.replicate_axes, found.shard_axes, found.size) == (("dp_replicate",), ("cp", "dp_shard"), 2)
-    copies = data_ranks(named, sharded=False)
+    found = RankTable(named).of()
+    assert (found.copy_axes, found.shard_axes, found.size) == (("dp_replicate",), ("cp", "dp_shard"), 2)
+    copies = RankTable(named, sharded=False).of()
     assert (copies.shard_axes, copies.size, copies.shard) == ((), 1, None)
-    assert set(copies.replicate_axes) == {"dp_replicate", "cp", "dp_shard"}
+    assert set(copies.copy_axes) == {"dp_replicate", "cp", "dp_shard"}
+    leaves = dist.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_shard", "tp_row", "tp_col"))
+    found = RankTable(leaves, [ReduceSpec(("dp_shard", "tp"))]).of(ReduceSpec(("dp_shard", "tp")))
+    assert (found.shard_axes, found.size, found.partial.size()) == (("dp_shard",), 1, 2)
+    with pytest.raises(MeshError, match="without an expert view"):
+        RankTable(named, [ReduceSpec(("edp",))])
 
 
 def test_meshes_are_read_by_name_or_refused():

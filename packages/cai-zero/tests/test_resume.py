@@ -129,7 +129,9 @@ def everything(state: dict) -> dict[str, torch.Tensor]:
 
 def leg_of(leg: Leg, start: int, folder: str, compute: torch.dtype | None):
     """Resume unless it is the first leg, train, save: (losses, what was loaded, what was saved)."""
-    mesh = dist.init_device_mesh("cpu", leg.shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(leg.shape) :])
+    mesh = dist.init_device_mesh(
+        "cpu", leg.shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(leg.shape) :]
+    )
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = torch.float64 if compute is None else torch.float32
     model, precision = build(start, dtype), MixedPrecision(compute=compute)

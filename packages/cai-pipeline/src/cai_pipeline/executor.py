@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.comm import broadcast, degree, group, index, require_axis
+from cai_mesh.comm import AnyMesh, ParallelMesh, broadcast
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
 from cai_pipeline.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
@@ -52,7 +51,7 @@ class PipelineRunner:
     def __init__(
         self,
         model: nn.Module,
-        mesh: DeviceMesh,
+        mesh: AnyMesh,
         *,
         schedule: str = "1f1b",
         microbatches: int,
@@ -60,8 +59,9 @@ class PipelineRunner:
         grad_sync: GradSync | None = None,
         sharding: ParameterSharding | None = None,
     ):
-        require_axis(mesh, "pp", "PipelineRunner")
-        self.stages = degree(mesh, "pp")
+        mesh = ParallelMesh.of(mesh, alone="pp")
+        mesh.require("pp", "PipelineRunner")
+        self.stages = mesh.degree("pp")
         stage = Stage.of(model)
         if stage.count != self.stages:
             raise PlanError(
@@ -76,8 +76,8 @@ class PipelineRunner:
         self.loss_fn = loss_fn
         self.grad_sync = grad_sync
         self.sharding = sharding if sharding is not None and sharding.driver == "actions" else None
-        self.rank = index(mesh, "pp")
-        self.group = group(mesh, "pp")
+        self.rank = mesh.index("pp")
+        self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
         self.wire = Wire(self.group, self.device, self._peers()) if self.group is not None else None
         self.metas: dict[Boundary, Meta] = {}

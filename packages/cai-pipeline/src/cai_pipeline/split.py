@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.comm import axis_names, coordinate, degree, require_axis
+from cai_mesh.comm import AnyMesh, ParallelMesh, axis_names
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach_reduce, reduce_of
 from cai_pipeline.anatomy import Anatomy, layers_of
@@ -25,7 +24,7 @@ Balance = Literal["auto"] | Sequence[int]
 
 def split(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: AnyMesh,
     *,
     stages: int | None = None,
     chunks: int = 1,
@@ -40,7 +39,7 @@ def split(
 
     Args:
         model: a causal LM of transformers >= 5; may be on the meta device.
-        mesh: a mesh with an axis "pp". A degree of 1 keeps the whole model.
+        mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         stages: number of stages; the pp degree, which is also the default.
         chunks: stages per rank, 1.
         balance: "auto" for stages of equal cost, counting parameters, where an embedding's count an eighth; or the
@@ -53,10 +52,11 @@ def split(
         PlanError: the model cannot be split, or not into so many stages.
         MeshError: the mesh has no axis "pp".
     """
-    require_axis(mesh, "pp", "split")
-    count = degree(mesh, "pp")
+    mesh = ParallelMesh.of(mesh, alone="pp")
+    mesh.require("pp", "split")
+    count = mesh.degree("pp")
     _check_request(model, count, stages, chunks)
-    index = coordinate(mesh)["pp"]
+    index = mesh.index("pp")
     if count == 1:
         model.cai_stage = Stage(0, 1, range(0))  # type: ignore[assignment]
         return model
@@ -103,14 +103,15 @@ def _divide(model: nn.Module, anatomy: Anatomy, count: int, balance: Balance) ->
     return explicit_layers(balance, len(costs), count)
 
 
-def _holders_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _holders_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
     """The group of the first and last rank along pp; None on the ranks in between.
 
     All ranks create the groups of all lines along pp, in the same order.
     """
-    if degree(mesh, "pp") == 2:
-        return mesh.get_group("pp")
-    lines = mesh.mesh.movedim(axis_names(mesh).index("pp"), -1).reshape(-1, degree(mesh, "pp")).tolist()
+    if mesh.degree("pp") == 2:
+        return mesh.group("pp")
+    place = axis_names(mesh).index(*mesh.leaves("pp"))
+    lines = mesh.dense.mesh.movedim(place, -1).reshape(-1, mesh.degree("pp")).tolist()
     own: dist.ProcessGroup | None = None
     for line in lines:
         created = dist.new_group([line[0], line[-1]])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh import comm
-from cai_mesh.errors import MeshError, PlanError, did_you_mean
+from cai_mesh.comm import AnyMesh, ParallelMesh
+from cai_mesh.errors import PlanError, did_you_mean
 from cai_tensor_parallel.modes import MODES
 from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.plan import Plan, match, plan_for
@@ -19,7 +17,7 @@ from cai_tensor_parallel.vocab import CausalLMLoss, vocab_start
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: AnyMesh,
     plan: Plan | None = None,
     *,
     mode: str = "1d",
@@ -32,7 +30,7 @@ def parallelize(
     `model(ids, labels=ids).loss` is what it was.
 
     Args:
-        mesh: with an axis named "tp", or of one dimension.
+        mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
         plan: None reads the one the model carries or the built-in one, see `plan_for`.
         mode: "1d".
 
@@ -41,15 +39,18 @@ def parallelize(
     """
     if mode not in MODES:
         raise PlanError("unknown tensor-parallel mode", got=mode, fix=did_you_mean(mode, MODES))
-    axis = _axis(mesh)
+    mesh = ParallelMesh.of(mesh, alone="tp")
+    mesh.require("tp", "parallelize")
     plan = plan or plan_for(model)
-    degree = comm.degree(mesh, axis)
+    degree = mesh.degree("tp")
     roles = match(plan, model)
     if degree == 1:
         return model
     _check_heads(model, degree)
-    cutter = Cutter(axis, degree, comm.coordinate(mesh)[axis])
-    context = ModeContext(_group(mesh, axis), cutter)
+    group = mesh.group("tp")
+    assert group is not None  # more than one rank
+    cutter = Cutter.along(mesh, "tp")
+    context = ModeContext(group, cutter)
     for name, role in roles.items():
         module = model.get_submodule(name)
         if any(True for _ in module.parameters(recurse=False)):
@@ -59,23 +60,6 @@ def parallelize(
                 model.loss_function = CausalLMLoss(context.group, vocab_start(module.weight))  # type: ignore[arg-type]
     _divide_attributes(model, plan, degree)
     return model
-
-
-def _axis(mesh: DeviceMesh) -> str:
-    names = comm.axis_names(mesh)
-    if "tp" in names:
-        return "tp"
-    if len(names) == 1:
-        return names[0]
-    raise MeshError(
-        "the mesh has no tensor-parallel axis", got=names, expected='an axis "tp", or one dimension'
-    )
-
-
-def _group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    found = comm.group(mesh, axis)
-    assert found is not None  # more than one rank
-    return found
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:

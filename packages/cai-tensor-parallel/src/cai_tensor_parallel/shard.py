@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from cai_mesh.comm import ParallelMesh
 from cai_mesh.layout import Replicate, Shard, attach, attach_reduce, layout_of, reduce_of
 
 
 @dataclass
 class Cutter:
-    """Cuts parameters along one mesh axis, a shared parameter once.
+    """Cuts parameters along one axis of a mesh, or several as if they were one; a shared parameter once.
 
     Args:
-        axis: name of the mesh axis.
-        degree, index: its size and this rank's position on it.
+        axes: (name, degree, this rank's index) of the dimensions that play the axis, outermost first.
     """
 
-    axis: str
-    degree: int
-    index: int
+    axes: tuple[tuple[str, int, int], ...]
     _done: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+
+    @staticmethod
+    def along(mesh: ParallelMesh, role: str) -> Cutter:
+        """The cutter along an axis of a mesh."""
+        return Cutter(tuple((name, mesh.degree(name), mesh.index(name)) for name in mesh.leaves(role)))
+
+    @property
+    def degree(self) -> int:
+        """Number of parts."""
+        return math.prod(degree for _, degree, _ in self.axes)
 
     def cut(self, module: nn.Module, name: str, placement: Shard | Replicate) -> nn.Parameter:
         """Replace parameter `name` of `module` by this rank's part and return it."""
@@ -35,7 +44,7 @@ class Cutter:
         return part
 
     def _part(self, whole: nn.Parameter, placement: Shard | Replicate) -> nn.Parameter:
-        layout = layout_of(whole).then(self.axis, self.degree, self.index, placement)
+        layout = layout_of(whole).across(self.axes, placement)
         local = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)
         for index, box in layout.slices():
             local[index] = whole.detach()[box.slices()]
