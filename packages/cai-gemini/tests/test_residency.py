@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
 from cai_gemini.states import State
 from cai_gemini.trace import Trace, Use
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Span, attach_spans
+from cai_mesh.layout import attach, record_of
 from cai_mesh.protocols import Residency
 from cai_mesh.storage import FlatUnit, Share, StoredShard
 
@@ -301,7 +302,8 @@ def test_squares_are_summed_by_axes_and_owner():
     )
     both, tp = frozenset({"dp_shard", "tp"}), frozenset({"tp"})
     for i, param in enumerate(unit.kept):
-        attach_spans(param, [Span(0, param.numel(), both if i < 3 else tp, owner=i != 5)])
+        (part,) = record_of(param).slices
+        attach(param, slices=(replace(part, axes=both if i < 3 else tp, owner=i != 5),))
     gradient = torch.randn(unit.shard.numel())
     unit.chunk.clear_padding(gradient)
     parts = counted(unit, range(6))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 
-from cai_mesh.layout import Box, BoxedTensor, Layout, ReduceSpec, Shard, attach, attach_flat, attach_reduce
+from cai_mesh.layout import Box, BoxedTensor, Layout, ReduceSpec, Shard, Slice, attach
 from cai_mesh.testing import run_ranks
 
 
@@ -26,7 +26,7 @@ def test_a_plain_tensor_is_one_box_and_a_view():
 def test_a_flat_part_and_what_is_laid_out_like_it():
     layout = Layout((4, 3)).then("tp", 2, 0, Shard(0))
     param = torch.nn.Parameter(torch.arange(4.0))
-    attach_flat(param, layout, (1, 5))
+    attach(param, slices=(Slice(None, layout, (1, 5), 0, frozenset()),))
     moment = torch.arange(10.0, 14.0)
     full = BoxedTensor.like(param, moment).to_full()
     assert full.shape == (4, 3)
@@ -38,9 +38,10 @@ def test_a_flat_part_and_what_is_laid_out_like_it():
 
 def test_a_tied_copy_does_not_own():
     param = torch.nn.Parameter(torch.zeros(3))
-    attach_reduce(param, ReduceSpec(owner=False))
+    attach(param, reduce=ReduceSpec(owner=False))
     assert not BoxedTensor.from_param(param).owner
-    attach_flat(param, Layout((3,)), (0, 3))
+    attach(param, slices=(Slice(None, Layout((3,)), (0, 3), 0, frozenset(), owner=False),))
+
     assert not BoxedTensor.from_param(param).owner
 
 

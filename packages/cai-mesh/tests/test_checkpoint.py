@@ -45,18 +45,22 @@ def state_on(kind, fill):
         state["step"] = value("step") if fill else torch.tensor(float("nan"), dtype=torch.float64)
         return state
     world = dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", (2, 2) if kind == "2x2" else (1, world), mesh_dim_names=("x", "y"))
+    mesh = dist.init_device_mesh(
+        "cpu", (2, 2) if kind == "2x2" else (1, world), mesh_dim_names=("dp_shard", "tp")
+    )
     where = coordinate(mesh)
     for name, shape in SHAPES.items():
         layout = Layout(shape)
         if shape and kind == "rows2":
-            layout = layout.then("y", 2, where["y"], Shard(0))
+            layout = layout.then("tp", 2, where["tp"], Shard(0))
         elif shape and kind == "columns2":
-            layout = layout.then("y", 2, where["y"], Shard(len(shape) - 1))
+            layout = layout.then("tp", 2, where["tp"], Shard(len(shape) - 1))
         elif shape and kind == "packed2":
-            layout = layout.then("y", 2, where["y"], Shard(0, (3, shape[0] - 3)))
+            layout = layout.then("tp", 2, where["tp"], Shard(0, (3, shape[0] - 3)))
         elif shape and kind == "2x2":
-            layout = layout.then("y", 2, where["y"], Shard(0)).then("x", 2, where["x"], Shard(0))
+            layout = layout.then("tp", 2, where["tp"], Shard(0)).then(
+                "dp_shard", 2, where["dp_shard"], Shard(0)
+            )
         local = torch.full(layout.local_shape, float("nan"), dtype=torch.float64)
         if fill:
             for index, box in layout.slices():
@@ -258,15 +262,19 @@ def test_a_killed_save_leaves_a_good_checkpoint(delay, tmp_path):
 
 
 def failing(directory):
+    from cai_mesh.checkpoint import saving as module
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write = module._write
     if dist.get_rank() == 1:
-        from cai_mesh.checkpoint import saving as module
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
         module._write = full
-    with pytest.raises(CheckpointError, match="rank 1 could not write") as caught:
-        checkpoint.save(directory, {"w": torch.ones(2)}, step=2)
+    try:
+        with pytest.raises(CheckpointError, match="rank 1 could not write") as caught:
+            checkpoint.save(directory, {"w": torch.ones(2)}, step=2)
+    finally:
+        module._write = write  # the process goes on to other tests
     return str(caught.value)
 
 

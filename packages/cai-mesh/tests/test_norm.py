@@ -13,7 +13,7 @@ from torch import nn
 from cai_mesh.comm import coordinate
 from cai_mesh.errors import CaiError, MeshError
 from cai_mesh.gradients import clip_grad_norm_, grad_norm
-from cai_mesh.layout import FlatChunk, Layout, ReduceSpec, Shard, Span, attach, attach_reduce, attach_spans
+from cai_mesh.layout import FlatChunk, Layout, ReduceSpec, Shard, Slice, attach
 from cai_mesh.testing import run_ranks
 
 NAMES = ("tp", "replicated", "chunked_a", "chunked_b", "stage0", "stage1", "tied")
@@ -49,7 +49,9 @@ def flat_shard(where, degree):
     param = with_grad(buffer[low:high])
     axes = frozenset({"dp_shard"})
     parts = chunk.overlaps(low, high)
-    attach_spans(param, [Span(p.start, p.start + p.high - p.low, axes) for p in parts])
+    attach(
+        param, slices=tuple(Slice(p.slot.name, p.slot.layout, (p.low, p.high), p.start, axes) for p in parts)
+    )
     return param
 
 
@@ -66,7 +68,7 @@ def mine(where, shape):
     # what every stage holds is counted once a stage; leave the common ones to stage 0
     stage = where["pp"]
     tied = with_grad(gradient("tied"))
-    attach_reduce(tied, ReduceSpec(owner=stage == 0))
+    attach(tied, reduce=ReduceSpec(owner=stage == 0))
     return (params if stage == 0 else []) + [with_grad(gradient(f"stage{stage}")), tied]
 
 

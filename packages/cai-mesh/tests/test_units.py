@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout, ReduceSpec, Shard, attach, reduce_of
+from cai_mesh.layout import Layout, ReduceSpec, Shard, attach, layout_of, record_of, reduce_of
 from cai_mesh.storage import FlatUnit, Share, blocks, check_parameters
 
 
@@ -69,7 +69,7 @@ def test_lists_of_lists_are_looked_into():
 
 def test_canonical_names_and_models_of_one_list():
     model = nn.ModuleList([nn.Linear(2, 2), None, nn.Linear(2, 2)])
-    model[2].weight.cai_name = "elsewhere.weight"
+    attach(model[2].weight, name="elsewhere.weight")
     found = names(blocks(model))
     assert found == {model[0]: ["0.weight", "0.bias"], model[2]: ["elsewhere.weight", "2.bias"]}
     assert blocks(nn.Module()) == {}
@@ -114,12 +114,12 @@ def test_shards_are_views_with_layouts_spans_and_gradients():
     attach(model.weight, Layout((60, 20)).then("tp", 2, 1, Shard(0)))
     units = [unit_of_copy(model, index) for index in range(3)]
     assert sum(u.kept[0].numel() for u in units) == 600
-    assert [u.kept[0].cai_flat.range for u in units] == [(0, 256), (256, 512), (512, 600)]
+    assert [record_of(u.kept[0]).slices[0].range for u in units] == [(0, 256), (256, 512), (512, 600)]
     for unit in units:
         weight, bias = unit.kept
-        assert weight.cai_flat.layout.global_shape == (60, 20)
-        assert weight.cai_spans[0].axes == {"tp", "dp_shard"}
-        assert bias.cai_spans[0].axes == {"dp_shard"}
+        assert record_of(weight).slices[0].layout.global_shape == (60, 20)
+        assert record_of(weight).slices[0].axes == {"tp", "dp_shard"}
+        assert record_of(bias).slices[0].axes == {"dp_shard"}
         gradient = torch.arange(256.0)
         unit.set_shard_gradient(gradient)
         assert weight.grad.data_ptr() == gradient.data_ptr()
@@ -131,7 +131,7 @@ def test_shards_are_views_with_layouts_spans_and_gradients():
 
 def unit_of_copy(model, index):
     copy = nn.Linear(20, 30)
-    copy.weight.cai_layout = model.weight.cai_layout
+    attach(copy.weight, layout_of(model.weight))
     return unit_of(copy, world=3, index=index)
 
 

@@ -10,7 +10,7 @@ from pipeline_families import FAMILIES, build, config_of, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh.errors import MeshError, PlanError
-from cai_mesh.layout import canonical_name, reduce_of
+from cai_mesh.layout import attach, canonical_name, reduce_of
 from cai_mesh.testing import assert_names_kept, run_ranks
 from cai_pipeline import split
 from cai_pipeline.anatomy import layers_of
@@ -30,7 +30,7 @@ def parts_of(whole: Any, count: int) -> list[Any]:
         tied = tied_parameters(part, anatomy, owned)
         cut(part, anatomy, owned, index, tied)
         for name, parameter in tied.items():
-            parameter.cai_name = name
+            attach(parameter, name=name)
         parts.append(part)
     return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cai_mesh.layout import ReduceSpec, attach_reduce
+from cai_mesh.layout import ReduceSpec, attach
 from cai_zero import MixedPrecision, chunks
 from cai_zero.chunks import build_chunks, optimizer_units, reduction_order
 from cai_zero.ranks import RankTable
@@ -56,7 +56,7 @@ def test_a_chunk_over_many_blocks_waits_for_the_first(monkeypatch):
 def test_kinds_do_not_share_a_chunk():
     model = Net()
     model.embed.double()
-    attach_reduce(model.layers[0][0].weight, ReduceSpec(divisor=3.0))
+    attach(model.layers[0][0].weight, reduce=ReduceSpec(divisor=3.0))
     made, _ = built(model, torch.optim.SGD(model.parameters(), lr=1))
     assert len(made) == 3
     (wide,) = [c for c in made if c.weights.dtype == torch.float64]

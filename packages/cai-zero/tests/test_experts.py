@@ -17,7 +17,7 @@ from torch import nn
 from cai_mesh import BoxedTensor, ParallelMesh, checkpoint, clip_grad_norm_
 from cai_mesh.comm import DATA_AXES, EXPERT_GRADIENT_AXES, all_gather, reduce_scatter
 from cai_mesh.errors import MeshError
-from cai_mesh.layout import Layout, ReduceSpec, Shard, attach, attach_reduce
+from cai_mesh.layout import Layout, ReduceSpec, Shard, attach_to
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import optimizer_state, restore_groups, shard_module, shard_optimizer
 
@@ -54,9 +54,8 @@ class Experts(nn.Module):
         for name, whole in list(self.named_parameters()):
             layout = Layout(tuple(whole.shape)).then("ep", degree, index, Shard(0))
             part = nn.Parameter(whole.detach().chunk(degree)[index].clone())
-            attach(part, layout)
-            attach_reduce(part, spec)
             setattr(self, name, part)
+            attach_to(self, name, layout, reduce=spec)
         self.group, self.first = mesh.group("ep"), index * (EXPERTS // degree)
 
 

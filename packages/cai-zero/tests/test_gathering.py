@@ -14,7 +14,7 @@ import cai_mesh.comm.collectives
 import cai_zero.compress
 import cai_zero.gathering
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import BoxedTensor
+from cai_mesh.layout import BoxedTensor, record_of
 from cai_mesh.storage import finding
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import Gather, no_sync, shard_module, shard_optimizer, sharding_of
@@ -468,7 +468,7 @@ def meta_without_values(values):
     nan = {n: bool(p.isnan().all()) for n, p in model.named_parameters() if p.numel()}
     with torch.no_grad():
         for n, p in model.named_parameters():
-            low, high = p.cai_flat.range
+            low, high = record_of(p).slices[0].range
             p.copy_(values[n].flatten()[low:high])
     return nan, float(loss_of(model, (0, 1, 2, 3), 0, 0).detach())
 

@@ -9,7 +9,7 @@ import whole
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh.errors import MeshError
-from cai_mesh.layout import Layout, Shard, attach_flat
+from cai_mesh.layout import Layout, Shard, Slice, attach
 from cai_mesh.testing import run_ranks
 from cai_zero.optimizers import Lamb
 from cai_zero.optimizers.pieces import parts_of
@@ -56,7 +56,8 @@ def test_every_element_once_and_the_same_parameters_everywhere(stage, shape):
 
 def test_flat_ranges_without_spans():
     param = torch.nn.Parameter(torch.arange(5.0))
-    attach_flat(param, Layout((4, 3)).then("tp", 2, 1, Shard(0)), (1, 6))
+    layout = Layout((4, 3)).then("tp", 2, 1, Shard(0))
+    attach(param, slices=(Slice(None, layout, (1, 6), 0, layout.sharded_axes),))
     (part,) = parts_of(param)
     assert (part.shape, part.axes, part.numel) == ((4, 3), {"tp"}, 12)
     assert [(b.offset, b.shape) for b, _ in part.boxes(part.segment(param.detach()))] == [

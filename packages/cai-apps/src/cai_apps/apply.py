@@ -31,7 +31,7 @@ from cai_mesh import rng
 from cai_mesh.checkpoint import load_hf, save_hf
 from cai_mesh.comm import build_mesh, coordinate, group
 from cai_mesh.gradients import clip_grad_norm_
-from cai_mesh.layout import BoxedTensor, attach_reduce, canonical_name, reduce_of
+from cai_mesh.layout import BoxedTensor, attach_to, canonical_name, reduce_of, sites
 from cai_mesh.protocols import GradSync
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize, vocab_parallel_cross_entropy, vocab_start
@@ -195,8 +195,8 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
         compile_blocks(model)
     if config.memory.activations == "host":
         offload_activations(model)
-    for param in model.parameters():
-        attach_reduce(param, replace(reduce_of(param), divisor=1.0))
+    for module, name, param in sites(model):
+        attach_to(module, name, reduce=replace(reduce_of(param), divisor=1.0))
     compute = DTYPES[config.precision.compute]
     master = torch.float32 if compute == torch.bfloat16 else compute
     if offloads(config, mesh.size()):

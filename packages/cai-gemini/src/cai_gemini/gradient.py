@@ -12,6 +12,7 @@ from cai_gemini.copies import Copied
 from cai_gemini.pinned import HostPool
 from cai_gemini.unit import Unit
 from cai_gemini.worker import Worker
+from cai_mesh.layout import parts_by_axes
 
 Axes = frozenset[str]
 Squares = dict[Axes, torch.Tensor]
@@ -107,16 +108,14 @@ def counted(unit: Unit, indices: Iterable[int]) -> Parts:
     found: Parts = {}
     before: tuple[int, Axes] | None = None
     for i in indices:
-        low, high = unit.ranges[i]
-        for span in getattr(unit.kept[i], "cai_spans", ()):
-            if not span.owner or low == high:
-                continue
-            ranges = found.setdefault(span.axes, [])
-            if ranges and before == (i - 1, span.axes):
-                ranges[-1] = (ranges[-1][0], low + span.stop)
+        low, _ = unit.ranges[i]
+        for start, stop, axes in parts_by_axes(unit.kept[i]):
+            ranges = found.setdefault(axes, [])
+            if ranges and before == (i - 1, axes):
+                ranges[-1] = (ranges[-1][0], low + stop)
             else:
-                ranges.append((low + span.start, low + span.stop))
-            before = (i, span.axes)
+                ranges.append((low + start, low + stop))
+            before = (i, axes)
     return found
 
 

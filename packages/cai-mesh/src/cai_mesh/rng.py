@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from cai_mesh.layout.attached import layout_of
 from cai_mesh.layout.layout import Layout
+from cai_mesh.layout.record import layout_of
 
 _BLOCK = 1 << 22  # elements drawn at a time, which bounds the int64 scratch memory
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import canonical_name
+from cai_mesh.layout import attach, canonical_name
 from cai_pipeline.anatomy import Anatomy, examine
 from cai_pipeline.balance import balance_layers
 from cai_pipeline.miniature import Miniature
@@ -68,7 +68,7 @@ def _part(whole: nn.Module, anatomy: Anatomy, owned: Sequence[range], index: int
     tied = tied_parameters(part, anatomy, owned)
     cut(part, anatomy, owned, index, tied)
     for name, parameter in tied.items():
-        parameter.cai_name = name  # type: ignore[attr-defined]
+        attach(parameter, name=name)
     return part
 
 

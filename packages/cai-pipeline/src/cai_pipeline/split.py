@@ -11,7 +11,7 @@ from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, axis_names
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import attach_reduce, reduce_of
+from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_pipeline.anatomy import Anatomy, layers_of
 from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
 from cai_pipeline.miniature import miniature
@@ -71,8 +71,10 @@ def split(
     for name, parameter in tied.items():
         if index not in (0, count - 1):
             continue
-        parameter.cai_name = name  # type: ignore[attr-defined]
-        attach_reduce(parameter, replace(reduce_of(parameter), tied=group, owner=index == 0))
+        spec = replace(reduce_of(parameter), tied=group, owner=index == 0)
+        for module, local, held in list(sites(model)):
+            if held is parameter:
+                attach_to(module, local, name=name, reduce=spec)
     return model
 
 

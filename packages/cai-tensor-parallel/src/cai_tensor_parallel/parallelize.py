@@ -8,6 +8,7 @@ from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError, did_you_mean
+from cai_mesh.layout import keep_attached, refresh
 from cai_tensor_parallel.modes import MODES
 from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.plan import Plan, match, plan_for
@@ -46,6 +47,7 @@ def parallelize(
     roles = match(plan, model)
     if degree == 1:
         return model
+    refresh(model)
     _check_heads(model, degree)
     group = mesh.group("tp")
     assert group is not None  # more than one rank
@@ -59,6 +61,7 @@ def parallelize(
             if role.kind == "vocab_head" and hasattr(model, "loss_function"):
                 model.loss_function = CausalLMLoss(context.group, vocab_start(module.weight))  # type: ignore[arg-type]
     _divide_attributes(model, plan, degree)
+    keep_attached(model)
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cai_mesh.comm import ParallelMesh
-from cai_mesh.layout import Replicate, Shard, attach, attach_reduce, layout_of, reduce_of
+from cai_mesh.layout import Replicate, Shard, attach, attach_to, layout_of, record_of
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Cutter:
             self._done[id(whole)] = (whole, self._part(whole, placement))
         part = self._done[id(whole)][1]
         module._parameters[name] = part
+        attach_to(module, name)
         return part
 
     def _part(self, whole: nn.Parameter, placement: Shard | Replicate) -> nn.Parameter:
@@ -49,8 +50,6 @@ class Cutter:
         for index, box in layout.slices():
             local[index] = whole.detach()[box.slices()]
         part = nn.Parameter(local, requires_grad=whole.requires_grad)
-        attach(part, layout)
-        attach_reduce(part, reduce_of(whole))
-        if getattr(whole, "cai_name", None):
-            part.cai_name = whole.cai_name  # type: ignore[attr-defined]
+        held = record_of(whole)
+        attach(part, layout, name=held.name, reduce=held.reduce)
         return part

@@ -15,9 +15,7 @@ from cai_mesh.layout import (
     FlatChunk,
     ReduceSpec,
     Slice,
-    Span,
-    attach_slices,
-    attach_spans,
+    attach,
     canonical_name,
     reduce_of,
 )
@@ -170,8 +168,7 @@ def _build(
         del full
     chunk.fill(weights, tensors)
     flat = nn.Parameter(shard)
-    attach_spans(flat, _spans(chunk, low, high, spec, frozenset(ranks.shard_axes)))
-    attach_slices(flat, _slices(chunk, low, high, spec, frozenset(ranks.shard_axes)))
+    attach(flat, slices=_slices(chunk, low, high, spec, frozenset(ranks.shard_axes)))
     for param, view in zip(tensors, chunk.views(weights), strict=True):
         param.data = view
     buffer = GradBuffer(chunk, tensors, reduce, weights.device, before_open=before_open)
@@ -218,20 +215,9 @@ def _buckets(inner: torch.optim.Optimizer, units: Units):
     return done + list(open_buckets.values())
 
 
-def _spans(chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: frozenset[str]) -> list[Span]:
-    spans: list[Span] = []
-    for part in chunk.overlaps(low, high):
-        axes, stop = part.slot.layout.sharded_axes | shard_axes, part.start + part.high - part.low
-        if spans and spans[-1].axes == axes:
-            spans[-1] = Span(spans[-1].start, stop, axes, spec.owner)
-        else:
-            spans.append(Span(part.start, stop, axes, spec.owner))
-    return spans
-
-
 def _slices(
     chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: frozenset[str]
-) -> list[Slice]:
+) -> tuple[Slice, ...]:
     """One for every slot of the chunk, empty where this rank holds nothing of it."""
     held = {part.slot.name: part for part in chunk.overlaps(low, high)}
     slices = []
@@ -240,4 +226,4 @@ def _slices(
         bounds, start = ((part.low, part.high), part.start) if part else ((0, 0), 0)
         axes = slot.layout.sharded_axes | shard_axes
         slices.append(Slice(slot.name, slot.layout, bounds, start, axes, spec.owner))
-    return slices
+    return tuple(slices)

@@ -19,6 +19,7 @@ import torch
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, all_reduce, axis_names
 from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.layout import record_of
 from cai_mesh.protocols import GradSync
 
 _SKIPS_BY_ITSELF = (torch.optim.Adam, torch.optim.Adagrad)
@@ -178,7 +179,7 @@ class LossScale:
 
 
 def _check_axes(params: list[torch.Tensor], sharded: ParallelMesh | None, mesh: ParallelMesh | None) -> None:
-    axes = {axis for p in params for span in getattr(p, "cai_spans", ()) for axis in span.axes}
+    axes = {axis for p in params for part in record_of(p).slices or () for axis in part.axes}
     axes |= set(axis_names(sharded)) if sharded is not None else set()
     names = mesh.names if mesh is not None else ()
     if not axes <= set(names):

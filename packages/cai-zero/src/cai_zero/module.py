@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cai_mesh.comm import AnyMesh, PeerGathers, all_gather_object, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
-from cai_mesh.layout import FlatChunk, ReduceSpec, reduce_of
+from cai_mesh.layout import FlatChunk, ReduceSpec, reduce_of, refresh
 from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import FlatUnit, ModuleLifecycle, OnDevice, Share, StoredShard, check_parameters, units
 from cai_zero.compress import Compression, check_ranks
@@ -244,6 +244,13 @@ class ModuleSharding:
             self._learn()
         self._end_backward()
 
+    def before_copy(self) -> None:
+        raise PlanError(
+            "a model whose parameters are sharded cannot be copied",
+            cause="each rank holds shards of the parameters, and hooks that gather them",
+            fix="copy the model before shard_module, or build another and fill it with full_state_dict",
+        )
+
     def _agreed_late(self) -> list[Sharded]:
         """Units used after their turn, on any rank as long as no order has been learned."""
         if self._recorded is None:
@@ -418,5 +425,5 @@ def shard_module(
         torch.device(device) if device is not None else None,
         compression or Compression(),
     )
-    model.cai_sharding = ModuleSharding(model, mesh, options)  # type: ignore[assignment]
+    model.cai_sharding = ModuleSharding(refresh(model), mesh, options)  # type: ignore[assignment]
     return model

@@ -18,7 +18,7 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGathers, SideStream, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_grad_norm_, direct_linears
-from cai_mesh.layout import BoxedTensor, reduce_of
+from cai_mesh.layout import BoxedTensor, moved, reduce_of, refresh, sites
 from cai_mesh.storage import ModuleLifecycle
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
@@ -76,6 +76,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["params"] = [c.flat for c in self._chunks if c.group == index]
         if apart:
             self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
+        names = {p: name for c in self._chunks for p, name in zip(c.params, c.chunk.names, strict=True)}
+        found = sites(model) if model is not None else ()
+        self._sites = [(m._parameters, key, p, names[p]) for m, key, p in found if p in names]
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
             held = {unit: [p for _, p in params] for unit, params in units.items()}
@@ -95,6 +98,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate whole gradients and communicate none, in every stage."""
         return self._reducer.no_sync()
+
+    def _check_parameters(self) -> None:
+        """Raise `LayoutError` where a parameter has been moved out of its chunk, or replaced in the model."""
+        for params, key, param, name in self._sites:
+            if params.get(key) is not param:
+                raise moved(name)
+        for chunk in self._chunks:
+            chunk.chunk.check_views(chunk.weights, chunk.params)
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         """Parameters are whole in stages 0 to 2, once the gather after the last step has arrived."""
@@ -121,6 +132,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._reducer.silent or chunk.reducible.tied:
                 chunk.pending, chunk.flat.grad = True, None
         self._end_pass()
+
+    def before_copy(self) -> None:
+        """Parameters hold their values once they are gathered."""
+        self.wait_gathered()
 
     def _end_pass(self) -> None:
         for chunk in self._chunks:
@@ -160,8 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Step this rank's rows, then gather the new parameters. Frees the gradients."""
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
-        for chunk in self._chunks:
-            chunk.chunk.check_views(chunk.weights, chunk.params)
+        self._check_parameters()
         self._ensure_gradients()
         self.wait_gathered()
         self.inner.step()
@@ -335,6 +349,8 @@ def shard_optimizer(
         )
     if overlap_gather and model is None:
         raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
+    if model is not None:
+        refresh(model)
     precision = precision or MixedPrecision()
     sharded = ShardedOptimizer(
         optimizer, mesh, model, stage, precision, overlap_gather, compression, copy_engines

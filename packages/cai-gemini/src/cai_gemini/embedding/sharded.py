@@ -19,8 +19,9 @@ from cai_gemini.embedding.exchange import (
     send_weights,
 )
 from cai_mesh import rng
+from cai_mesh.comm import axis_names
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Layout, ReduceSpec, Shard, attach, attach_reduce
+from cai_mesh.layout import Layout, ReduceSpec, Shard, attach
 
 By = Literal["rows", "columns"]
 
@@ -96,7 +97,7 @@ class ShardedEmbedding(CachedEmbedding):
         self._layout, self._first, self._group = layout, first, mesh.get_group()
         self._asked: dict[int, tuple[weakref.ref[torch.Tensor], int, Questions]] = {}
         attach(self._cache.table, layout)
-        attach_reduce(self.weight, ReduceSpec(sum_axes=()))
+        attach(self.weight, reduce=ReduceSpec(sum_axes=()))
         world = mesh.size()
         self.weight.register_hook(lambda gradient: gradient / world)
 
@@ -219,7 +220,7 @@ def _layout(mesh: DeviceMesh, rows: int, dim: int, by: str) -> Layout:
         )
     if by not in ("rows", "columns"):
         raise PlanError("unknown cut of a table", got=by, expected="'rows' or 'columns'")
-    axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "dp_shard"
+    (axis,) = axis_names(mesh)
     shard = Shard(0 if by == "rows" else 1)
     layout = Layout((rows, dim)).then(axis, mesh.size(), mesh.get_local_rank(), shard)
     last = layout.at({axis: mesh.size() - 1}).local_shape

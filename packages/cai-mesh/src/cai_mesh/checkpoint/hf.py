@@ -24,8 +24,8 @@ from cai_mesh.checkpoint.loading import SHOWN
 from cai_mesh.checkpoint.saving import _agreed, control_group
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout.attached import canonical_name
 from cai_mesh.layout.boxed import BoxedTensor
+from cai_mesh.layout.record import canonical_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

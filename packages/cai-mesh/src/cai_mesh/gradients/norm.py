@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.comm.groups import AnyMesh
 from cai_mesh.comm.mesh import ParallelMesh, axis_names
 from cai_mesh.errors import CaiError, MeshError
-from cai_mesh.layout.attached import layout_of, reduce_of
+from cai_mesh.layout.record import NOTHING, layout_of, parts_by_axes, record_of, reduce_of, refresh
 
 
 def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
@@ -21,9 +22,8 @@ def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
     assert grad is not None
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
-    spans = getattr(param, "cai_spans", None)
-    if spans is not None:
-        return [(grad[s.start : s.stop], s.axes) for s in spans if s.owner]
+    if record_of(param).slices is not None:
+        return [(grad[start:stop], axes) for start, stop, axes in parts_by_axes(param)]
     return [(grad, layout_of(param).sharded_axes)] if reduce_of(param).owner else []
 
 
@@ -44,6 +44,7 @@ def grad_norm(
     parts: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for param in parameters:
         if param.grad is not None:
+            _check_known(param, mesh)
             for grad, axes in _parts(param):
                 dims = _dims(axes, mesh)
                 if grad.numel():
@@ -92,6 +93,20 @@ def _device(grads: Iterable[torch.Tensor], mesh: ParallelMesh | None) -> torch.d
     if away or mesh is None:
         return (away or [*held, torch.device("cpu")])[0]
     return torch.device(mesh.device_type)
+
+
+def _check_known(param: torch.Tensor, mesh: ParallelMesh | None) -> None:
+    """A DTensor that `fully_shard` made of a cut parameter does not say that it is cut."""
+    if mesh is None or not hasattr(param, "device_mesh") or record_of(param) is not NOTHING:
+        return
+    silent = set(mesh.leaves(("tp", "cp"))) - set(axis_names(param.device_mesh))
+    if mesh.degree(tuple(silent)) > 1:
+        raise MeshError(
+            "a DTensor does not say whether it is cut along all axes of the mesh given for its norm",
+            got=f"a DTensor over {axis_names(param.device_mesh)}, a mesh of {mesh.names}",
+            cause="fully_shard replaced a parameter, and with it what was attached to it",
+            fix="pass the model in place of its parameters: its modules have it recorded",
+        )
 
 
 def _dims(axes: frozenset[str], mesh: ParallelMesh | None) -> frozenset[str]:
@@ -172,7 +187,7 @@ def _fold(
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     mesh: AnyMesh | None = None,
     *,
@@ -181,9 +196,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, a scalar tensor.
 
-    Like `torch.nn.utils.clip_grad_norm_`, for parameters of any mix of layouts over `mesh` (None: one process).
+    Like `torch.nn.utils.clip_grad_norm_`, for parameters of any mix of layouts over `mesh` (None: one process). Given
+    the model itself, what its modules record of replaced parameters is known too (`fully_shard` after `parallelize`).
     Nothing waits for the device unless `error_if_nonfinite`, which raises `CaiError` for NaN or infinite norms.
     """
+    if isinstance(parameters, nn.Module):
+        parameters = refresh(parameters).parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = grad_norm(params, mesh, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):

@@ -7,24 +7,25 @@ from typing import TYPE_CHECKING
 from cai_mesh._lazy import lazy
 
 if TYPE_CHECKING:
-    from cai_mesh.layout.attached import (
-        FlatPart,
-        Slice,
-        Span,
-        attach,
-        attach_flat,
-        attach_reduce,
-        attach_slices,
-        attach_spans,
-        canonical_name,
-        layout_of,
-        reduce_of,
-    )
     from cai_mesh.layout.boxed import BoxedTensor
     from cai_mesh.layout.boxes import Box, Piece
     from cai_mesh.layout.chunk import ALIGNMENT, FlatChunk, Overlap, Slot, moved
     from cai_mesh.layout.dtensor import placements_of
     from cai_mesh.layout.layout import Layout, Replicate, Shard, Step
+    from cai_mesh.layout.record import (
+        Record,
+        Slice,
+        attach,
+        attach_to,
+        canonical_name,
+        keep_attached,
+        layout_of,
+        parts_by_axes,
+        record_of,
+        reduce_of,
+        refresh,
+        sites,
+    )
     from cai_mesh.layout.reduce import ReduceSpec
 
 __all__ = [
@@ -32,50 +33,52 @@ __all__ = [
     "Box",
     "BoxedTensor",
     "FlatChunk",
-    "FlatPart",
     "Layout",
     "Overlap",
     "Piece",
+    "Record",
     "ReduceSpec",
     "Replicate",
     "Shard",
     "Slice",
     "Slot",
-    "Span",
     "Step",
     "attach",
-    "attach_flat",
-    "attach_reduce",
-    "attach_slices",
-    "attach_spans",
+    "attach_to",
     "canonical_name",
+    "keep_attached",
     "layout_of",
     "moved",
+    "parts_by_axes",
     "placements_of",
+    "record_of",
     "reduce_of",
+    "refresh",
+    "sites",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
-        "attached": (
-            "FlatPart",
-            "Slice",
-            "Span",
-            "attach",
-            "attach_flat",
-            "attach_reduce",
-            "attach_slices",
-            "attach_spans",
-            "canonical_name",
-            "layout_of",
-            "reduce_of",
-        ),
         "boxed": ("BoxedTensor",),
         "boxes": ("Box", "Piece"),
         "chunk": ("ALIGNMENT", "FlatChunk", "Overlap", "Slot", "moved"),
         "dtensor": ("placements_of",),
         "layout": ("Layout", "Replicate", "Shard", "Step"),
+        "record": (
+            "Record",
+            "Slice",
+            "attach",
+            "attach_to",
+            "canonical_name",
+            "keep_attached",
+            "layout_of",
+            "parts_by_axes",
+            "record_of",
+            "reduce_of",
+            "refresh",
+            "sites",
+        ),
         "reduce": ("ReduceSpec",),
     },
 )

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cai_mesh.comm.collectives import all_gather_object
-from cai_mesh.layout.attached import layout_of, reduce_of
+from cai_mesh.errors import LayoutError
 from cai_mesh.layout.boxes import Box
 from cai_mesh.layout.layout import Layout
+from cai_mesh.layout.record import canonical_name, layout_of, record_of, reduce_of, refresh
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,26 @@ class BoxedTensor:
         return BoxedTensor.like(tensor, tensor)
 
     @staticmethod
+    def of_model(model: nn.Module) -> dict[str, BoxedTensor]:
+        """The boxes of every parameter by canonical name, of replaced ones (`fully_shard`) as modules record them."""
+        named = refresh(model).named_parameters()
+        return {canonical_name(name, param): BoxedTensor.from_param(param) for name, param in named}
+
+    @staticmethod
     def like(param: torch.Tensor, value: torch.Tensor) -> BoxedTensor:
         """The boxes of `value`, a tensor laid out as `param` is (an optimizer's moment, a gradient)."""
         owner = reduce_of(param).owner
         local = value.detach()
         if hasattr(local, "to_local"):
             local = local.to_local()
-        flat = getattr(param, "cai_flat", None)
-        if flat is not None:
-            boxed = BoxedTensor.from_flat(flat.layout, flat.range, local)
-            return replace(boxed, owner=owner)
+        slices = record_of(param).slices
+        if slices is not None and len(slices) != 1:
+            raise LayoutError(
+                "a flat tensor of several parameters is not one value", got=[part.name for part in slices]
+            )
+        if slices is not None:
+            boxed = BoxedTensor.from_flat(slices[0].layout, slices[0].range, local)
+            return replace(boxed, owner=slices[0].owner)
         layout = layout_of(param)
         pieces = tuple((box, local[index]) for index, box in layout.slices())
         return BoxedTensor(layout.global_shape, value.dtype, pieces, owner)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from cai_mesh.errors import LayoutError
-from cai_mesh.layout.attached import layout_of
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.layout import Layout
+from cai_mesh.layout.record import layout_of
 
 ALIGNMENT = 128
 """Elements; at least 128 bytes in every dtype, so a chunk has one set of offsets for all its precisions."""
@@ -50,8 +50,9 @@ def moved(name: str) -> LayoutError:
     """The error for a parameter that was taken out of its chunk."""
     return LayoutError(
         f"parameter {name!r} does not lie in its chunk any more",
-        cause="the model was moved or cast (model.to, .half, .cuda, or a trainer that does so) after it was sharded",
-        fix="move and cast the model first, then shard it",
+        cause="the model was moved, cast or given other parameters after it was sharded (model.to, .half, .cuda, "
+        "load_state_dict(assign=True), or a trainer that does so)",
+        fix="move, cast and load the model first, then shard it",
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout.attached import canonical_name
+from cai_mesh.layout.record import canonical_name
 
 
 def blocks(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:

@@ -33,6 +33,9 @@ class LifecycleListener(Protocol):
     def backward_done(self) -> None:
         """The whole backward pass is over. Every unit used in it has had `grads_ready`."""
 
+    def before_copy(self) -> None:
+        """The model is being copied: its parameters must hold their values now, or this raises."""
+
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
@@ -75,6 +78,12 @@ class ModuleLifecycle:
                     self._accumulators[id(param)] = node
                     self._handles.append(node.register_hook(self._accumulated(module, id(param))))
 
+    def __deepcopy__(self, memo: dict) -> ModuleLifecycle:
+        """A copy of a watched model is a plain model: the hooks that were copied with it watch nothing."""
+        for listener in self._listeners:
+            listener.before_copy()
+        return ModuleLifecycle({})
+
     def listen(self, listener: LifecycleListener) -> None:
         """Add a listener. Listeners are told in the order in which they were added."""
         self._listeners.append(listener)
@@ -87,6 +96,8 @@ class ModuleLifecycle:
         self._accumulators.clear()
 
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if module not in self._trainable:
+            return  # of a copy
         backward = _in_backward()
         if backward:
             self._open(module)
@@ -97,6 +108,8 @@ class ModuleLifecycle:
             listener.before_use(module, backward=backward)
 
     def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if module not in self._trainable:
+            return
         recompute = _in_backward()
         if not recompute:
             for listener in self._listeners:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout.attached import Span, attach_flat, attach_reduce, attach_spans, reduce_of
 from cai_mesh.layout.chunk import FlatChunk, moved
+from cai_mesh.layout.record import Slice, attach, record_of, reduce_of
 
 
 @dataclass
@@ -101,24 +101,26 @@ class FlatUnit:
     def _shard_parameters(
         self, originals: Sequence[nn.Parameter], shard_axes: frozenset[str]
     ) -> list[nn.Parameter]:
-        held = {part.slot.name: part for part in self.chunk.overlaps(self.low, self.high)}
+        overlaps = {part.slot.name: part for part in self.chunk.overlaps(self.low, self.high)}
         kept, self.ranges = [], list[tuple[int, int]]()
         for slot, original in zip(self.chunk.slots, originals, strict=True):
-            part = held.get(slot.name)
-            low, high, start = (part.low, part.high, part.start) if part else (0, 0, 0)
+            found = overlaps.get(slot.name)
+            low, high, start = (found.low, found.high, found.start) if found else (0, 0, 0)
             self.ranges.append((start, start + high - low))
             param = nn.Parameter(self.shard[start : start + high - low], requires_grad=original.requires_grad)
-            attach_flat(param, slot.layout, (low, high))
-            spec = reduce_of(original)
-            attach_reduce(param, spec)
-            axes = slot.layout.sharded_axes | shard_axes
-            attach_spans(param, [Span(0, high - low, axes, spec.owner)])
-            _keep_name(original, param)
+            held = record_of(original)
+            axes, owner = slot.layout.sharded_axes | shard_axes, reduce_of(original).owner
+            part = Slice(None, slot.layout, (low, high), 0, axes, owner)
+            attach(param, name=held.name, reduce=held.reduce, slices=(part,))
             kept.append(param)
         return kept
 
     def check_rows(self) -> None:
-        """Raise `LayoutError` where a kept parameter is no longer part of the shard: the model has been moved."""
+        """Raise `LayoutError` where a kept parameter is no longer part of the shard, or of the model."""
+        for site in self._sites:
+            held = site.module._parameters.get(site.attribute)
+            if held is not self.kept[site.index] and held is not self.used[site.index]:
+                raise moved(self.chunk.names[site.index])
         # (a shard whose values are elsewhere is one value seen again and again, of no stride)
         first, size = self.shard.data_ptr(), self.shard.element_size() * self.shard.stride(0)
         with torch._C.DisableTorchFunctionSubclass():  # addresses do not wait for values
@@ -187,17 +189,8 @@ class FlatUnit:
 
 def _whole_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
     param = nn.Parameter(view, requires_grad=original.requires_grad)
-    layout = getattr(original, "cai_layout", None)
-    if layout is not None:
-        param.cai_layout = layout  # type: ignore[attr-defined]
-    attach_reduce(param, reduce_of(original))
-    _keep_name(original, param)
+    param.cai_record = record_of(original)  # type: ignore[attr-defined]
     return param
-
-
-def _keep_name(original: nn.Parameter, param: nn.Parameter) -> None:
-    if getattr(original, "cai_name", None):
-        param.cai_name = original.cai_name  # type: ignore[attr-defined]
 
 
 def _sites(root: nn.Module, params: Sequence[nn.Parameter]) -> list[_Site]:

@@ -1,7 +1,7 @@
 """Which part of which global parameter a tensor of a param group holds: bookkeeping without arithmetic.
 
 A param group may hold whole tensors, tensor-parallel parts (a `Layout` attached), DTensors, flat shards of many
-parameters (stages 0 to 2, `cai_slices`) and rows of one parameter (stage 3, `cai_flat`). All become `Part`s.
+parameters (stages 0 to 2) and shards of one (stage 3). All become `Part`s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import Box, BoxedTensor, Layout, Piece, layout_of, reduce_of
+from cai_mesh.layout import Box, BoxedTensor, Layout, Piece, layout_of, record_of, reduce_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,17 +82,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def parts_of(param: torch.Tensor) -> list[Part]:
     """The parts that a tensor of a param group holds, in an order that is the same on all ranks."""
-    slices = getattr(param, "cai_slices", None)
+    slices = record_of(param).slices
     if slices is not None:
         return [_ranged(s.name, s.layout, s.axes, s.owner, s.start, s.range) for s in slices]
-    owner = reduce_of(param).owner
-    flat = getattr(param, "cai_flat", None)
-    if flat is None:
-        layout = layout_of(param)
-        return [Part(None, layout, layout.sharded_axes, owner)]
-    spans = getattr(param, "cai_spans", ())
-    axes = flat.layout.sharded_axes.union(*(span.axes for span in spans))
-    return [_ranged(None, flat.layout, axes, owner, 0, flat.range)]
+    layout = layout_of(param)
+    return [Part(None, layout, layout.sharded_axes, reduce_of(param).owner)]
 
 
 def _ranged(
