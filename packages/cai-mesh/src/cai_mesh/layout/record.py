@@ -102,7 +102,7 @@ def attach(tensor: torch.Tensor, layout: Layout | None = None, **changes: Any) -
 
 
 def attach_to(module: nn.Module, local: str, layout: Layout | None = None, **changes: Any) -> Record:
-    """Attach something to the parameter that `module` holds under the name `local`, in the module's records; see `attach`.
+    """Attach something to the parameter that `module` holds as `local`, in the module's records; see `attach`.
 
     A parameter that several modules hold is attached to in each of them.
     """
