@@ -1,4 +1,4 @@
-"""The public doors: arguments checked, the form chosen."""
+"""Public entry points: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def attention(
 ) -> torch.Tensor:
     """`softmax(scale * q @ k.T + mask) @ v` by the fastest form there is here; `explain_attention` says which.
 
-    torch's scaled_dot_product_attention is the workhorse, with cuDNN before flash from Hopper on. torch's flash
-    operator is called with a window, and the Triton kernel of this package takes soft caps and float32 windows.
+    torch's scaled_dot_product_attention is used wherever it can be, with cuDNN before flash from Hopper on. torch's
+    flash operator is called with a window, and the Triton kernel of this package takes soft caps and float32 windows.
 
     Args:
         q: [B, N, Sq, H], float32, bfloat16, float16 or float64, any strides.
