@@ -306,8 +306,8 @@ def test_the_ops_are_clean_for_the_compiler():
     (q, k, v), _ = tensors(1, 2, 1, 6, 6, 16)
     starts = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)
     packed = [t[0].detach().requires_grad_() for t in (q, k, v)]
-    opts = triton.options(scale=0.5, causal=True)
-    torch.library.opcheck(triton.attention, (*packed, None, None, None, starts, starts, [6, 6], opts))
+    options = triton.Options(0.5, causal=True, longest_query=6, longest_key=6).arguments()
+    torch.library.opcheck(triton.attention_forward, (*packed, None, None, None, starts, starts), options)
     for form in (
         {},
         {"window": 2, "causal": True},

@@ -17,6 +17,7 @@ from cai_kernels import (
     cross_entropy_parts,
 )
 from cai_kernels.cross_entropy import reference
+from cai_kernels.cross_entropy.options import LOGIT_SUM
 from cai_kernels.testing import assert_no_less_exact, results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -264,10 +265,12 @@ def test_the_ops_are_clean_for_the_compiler():
     x = logits.clone().requires_grad_()
     torch.library.opcheck(triton.cross_entropy, (x, target, -100, triton.MEAN, 0.1, 1e-3, 0.0, False))
     torch.library.opcheck(triton.cross_entropy, (x, target, -100, triton.NONE, 0.0, 0.0, 5.0, False))
-    torch.library.opcheck(triton.cross_entropy_scan, (logits, target, 0, -100, 0.0, 1))
-    stats, dloss = triton.cross_entropy_scan(logits, target, 0, -100, 0.0, 1), torch.ones(4).to(DEVICE)
-    arguments = (dloss, logits, target, stats, torch.empty_like(logits), 0, 0.0, 0.0, 0.0, 0.0)
-    torch.library.opcheck(triton.cross_entropy_gradient_, arguments)
+    scan = {"first": 0, "ignore_index": -100, "softcap": 0.0, "statistic": LOGIT_SUM}
+    torch.library.opcheck(triton.cross_entropy_scan, (logits, target), scan)
+    stats, dloss = triton.cross_entropy_scan(logits, target, **scan), torch.ones(4).to(DEVICE)
+    options = {"first": 0, "vocabulary": 32, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0}
+    arguments = (dloss, logits, target, stats, torch.empty_like(logits))
+    torch.library.opcheck(triton.cross_entropy_gradient_, arguments, options)
 
     def step(a):
         return cross_entropy(a * 1, target, backend="triton", inplace_backward=True, softcap=5.0) * 2

@@ -75,8 +75,8 @@ def test_product_of_blocks(shape, square):
     m, n, k = shape
     a = reference.cast(random(m, k), BLOCK, TYPES[0], False)
     b = reference.cast(random(n, k, seed=1), square, TYPES[0], False)
-    want = reference.widen(*a[:2]).double() @ reference.widen(*b[:2]).double().t()
-    got = triton.block_matmul(*a[:2], *b[:2], torch.float32)
+    want = reference.widen(a.matrix, a.scale).double() @ reference.widen(b.matrix, b.scale).double().t()
+    got = triton.block_matmul(a.matrix, a.scale, b.matrix, b.scale, torch.float32)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 + CUT * want.abs().max().item())
 
 
@@ -181,7 +181,7 @@ def test_the_weight_is_cast_once_a_step(monkeypatch):
     stepped = torch.nn.Parameter(torch.zeros(1))
     torch.optim.SGD([stepped], lr=0.1).step()
     fresh = cache.get(one, TENSOR, False)
-    assert fresh is not cast and not torch.equal(fresh[1], cast[1])
+    assert fresh is not cast and not torch.equal(fresh.scale, cast.scale)
     assert cache.get(one, TENSOR, False) is fresh
     cache.clear()
     assert cache.get(one, TENSOR, False) is not fresh
@@ -209,9 +209,9 @@ def test_only_what_is_wanted_is_computed(monkeypatch):
         fp8_linear(x.clone().requires_grad_(x_needs), weight.clone().requires_grad_(w_needs)).sum().backward()
         assert len(products) == count
     products.clear()
-    _, kept, _ = quantized.fp8_linear(
-        x, weight, None, function._cast_weight(weight, 0, False), 0, False, True, False
-    )
+    options = {"scaling": TENSOR, "triton": False, "fast": True, "keep_x": False}
+    cast = function._cast_weight(weight, TENSOR, triton=False)
+    _, kept, _ = quantized.fp8_linear(x, weight, None, *cast, **options)
     assert len(products) == 1 and not kept.numel()
 
 
@@ -251,17 +251,9 @@ def test_the_ops_are_clean_for_the_compiler(scaling):
         "test_faketensor",
     )  # test_schema compares float8, which torch cannot
     torch.library.opcheck(quantized.fp8_cast, (x, kind, TYPES[0], True, True), test_utils=tests)
-    arguments = (
-        x.clone().requires_grad_(),
-        weight.clone().requires_grad_(),
-        None,
-        list(cast),
-        kind,
-        True,
-        True,
-        True,
-    )
-    torch.library.opcheck(quantized.fp8_linear, arguments, test_utils=tests)
+    options = {"scaling": kind, "triton": True, "fast": True, "keep_x": True}
+    arguments = (x.clone().requires_grad_(), weight.clone().requires_grad_(), None, *cast)
+    torch.library.opcheck(quantized.fp8_linear, arguments, options, test_utils=tests)
 
     def step(a, b):
         return fp8_linear(a, b, scaling=scaling, backend="triton", weight_cache=WeightCache()) * 2

@@ -141,12 +141,12 @@ def test_reference_gradients():
 
 
 def test_the_ops_are_clean_for_the_compiler():
-    from cai_kernels.grouped_matmul import triton, workhorse
+    from cai_kernels.grouped_matmul import torch_kernel, triton
 
     x, weight, _, offsets = tensors([4, 0, 9], 2, 16, 24, torch.bfloat16)
     other = weight.transpose(1, 2).contiguous().transpose(1, 2)
     for held in (weight, other):
-        for op in (triton.grouped_matmul, workhorse.grouped_matmul):
+        for op in (triton.grouped_matmul, torch_kernel.grouped_matmul):
             torch.library.opcheck(op, (x.clone().requires_grad_(), held.detach().requires_grad_(), offsets))
     for backend in ("triton", "torch", "reference"):
         whole = lambda x, w, backend=backend: grouped_matmul(x * 2, w, offsets, backend=backend)  # noqa: E731

@@ -15,7 +15,10 @@ from cai_kernels import (
     linear_cross_entropy_weight_grad,
     linear_log_probs,
 )
-from cai_kernels.linear_cross_entropy import chunked, reference
+from cai_kernels.cross_entropy.options import ENTROPY, LOGIT_SUM, PLAIN, LossOptions
+from cai_kernels.linear_cross_entropy import autograd, chunked, reference
+from cai_kernels.linear_cross_entropy.inputs import chunk_rows
+from cai_kernels.linear_cross_entropy.options import Execution, Needed
 from cai_kernels.testing import assert_no_less_exact, results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,30 +228,36 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "products"), [(0, 1), (chunked.X, 2), (chunked.W, 2), (chunked.X | chunked.W, 3)]
+    ("needed", "products"),
+    [(Needed(), 1), (Needed(x=True), 2), (Needed(weight=True), 2), (Needed(x=True, weight=True), 3)],
 )
-def test_memory_is_bounded_and_only_what_is_wanted_is_computed(wanted, products):
+def test_memory_is_bounded_and_only_what_is_needed_is_computed(needed, products):
     x, weight, target = inputs(64, 8, 500)
-    arguments = (x, weight, None, target, -100)
-    how = [4, 0, 0, 0, 0, 0]
+    tensors = (x, weight, None, target)
+    loss = LossOptions(-100).arguments()
+    scan = {"statistic": PLAIN, "chunk_rows": 4, "triton": False, "sum_dtype": torch.float32}
+    execution = Execution(4, triton=False, sum_dtype=torch.float32, grad_dtype=torch.float32).arguments()
+    fused = {"mean": True, "logits_in_gradient": False, "compiling": False}
     with Largest() as seen:
-        chunked._linear_loss_fused(*arguments, True, [0.0, 0.0, 0.0], wanted, how)
+        chunked._linear_loss_fused(*tensors, **loss, **needed.arguments(), **execution, **fused)
     assert seen.products == 16 * products
     assert seen.largest <= max(500 * 8, 4 * 500) < 64 * 500
-    stats = chunked._linear_scan(*arguments, [0.0, 0.0, 0.0], 0, how)[3]
+    *_, stats = chunked._linear_scan(*tensors, **loss, **scan, grad_dtype=torch.float32)
     upstream = torch.ones(2, 64, device=DEVICE)
     with Largest() as seen:
-        inner = ([x, weight], target, stats, upstream, -100, [0.0, 0.0, 0.0], 0, wanted, how)
-        chunked._linear_scan_backward(*inner)
+        chunked._linear_scan_backward(*tensors, stats, upstream, **loss, **scan, **needed.arguments())
     assert seen.products == 16 * products and seen.largest <= 500 * 8
 
 
-def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
-    from cai_kernels.linear_cross_entropy import autograd
-
+def test_no_gradient_is_computed_where_none_is_needed(monkeypatch):
     seen = []
-    plainly = autograd.linear_loss_fused
-    monkeypatch.setattr(autograd, "linear_loss_fused", lambda *a: seen.append(a[7]) or plainly(*a))
+    fused = autograd.linear_loss_fused
+
+    def recorded(*tensors, **options):
+        seen.append(Needed(options["need_x"], options["need_weight"], options["need_bias"]))
+        return fused(*tensors, **options)
+
+    monkeypatch.setattr(autograd, "linear_loss_fused", recorded)
     x, weight, target = inputs()
     linear_cross_entropy(x, weight, target)
     with torch.no_grad():
@@ -256,16 +265,16 @@ def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
     assert not seen
     loss = linear_cross_entropy(x, weight, target)
     loss.backward()
-    assert seen == [chunked.X] and x.grad is not None and weight.grad is None
+    assert seen == [Needed(x=True)] and x.grad is not None and weight.grad is None
 
 
 def test_chunks_are_even_and_within_the_limit():
-    assert chunked.chunk_rows(8192, 128256, 2, 512 << 20) == 2048
-    assert chunked.chunk_rows(100, 128256, 2, 512 << 20) == 100
-    assert chunked.chunk_rows(0, 10, 2, 1) == 1 and chunked.chunk_rows(9, 10, 2, 1) == 1
-    assert chunked.chunk_rows(2500, 32000, 2, 64 << 20) == 896
+    assert chunk_rows(8192, 128256, 2, 512 << 20) == 2048
+    assert chunk_rows(100, 128256, 2, 512 << 20) == 100
+    assert chunk_rows(0, 10, 2, 1) == 1 and chunk_rows(9, 10, 2, 1) == 1
+    assert chunk_rows(2500, 32000, 2, 64 << 20) == 896
     for tokens in (5000, 9000, 16384):
-        rows = chunked.chunk_rows(tokens, 32000, 2, 64 << 20)
+        rows = chunk_rows(tokens, 32000, 2, 64 << 20)
         assert rows * 64000 <= 64 << 20 and -(-tokens // rows) == -(-tokens // 1024)
 
 
@@ -366,18 +375,21 @@ def test_the_same_run_twice_is_the_same():
 
 
 def test_the_ops_are_clean_for_the_compiler():
-    from cai_kernels.linear_cross_entropy import autograd
-
     x, weight, target = inputs()
     a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    numbers, how = [0.1, 0.0, 0.0], [4, 1, 0, 0, 1, 0]
-    fused = (a, w, None, target, -100, True, numbers, 3, how)
-    torch.library.opcheck(autograd.linear_loss_fused, fused)
-    torch.library.opcheck(autograd.linear_scan, (a, w, None, target, -100, [0.0, 0.0, 0.0], 2, how))
+    smooth, needed = LossOptions(-100, label_smoothing=0.1).arguments(), Needed(x=True, weight=True)
+    execution = Execution(4, triton=True, sum_dtype=torch.float32, grad_dtype=torch.float32).arguments()
+    fused = {"mean": True, "logits_in_gradient": False, "compiling": True}
+    options = {**smooth, **needed.arguments(), **execution, **fused}
+    torch.library.opcheck(autograd.linear_loss_fused, (a, w, None, target), options)
+    options = {**LossOptions(-100).arguments(), "statistic": ENTROPY, **execution}
+    torch.library.opcheck(autograd.linear_scan, (a, w, None, target), options)
     stats, upstream = torch.ones(4, 11, device=DEVICE), torch.ones(2, 11, device=DEVICE)
-    out = torch.zeros_like(weight)
-    added = ([x, weight], target, stats, upstream, out, -100, numbers, 1, how)
-    torch.library.opcheck(chunked.linear_add_weight_grad, added)
+    options = {**smooth, "statistic": LOGIT_SUM, "chunk_rows": 4, "triton": True}
+    added = (x, weight, None, target, stats, upstream, torch.zeros_like(weight))
+    torch.library.opcheck(chunked.linear_add_weight_grad, added, options)
+    options = {**options, "sum_dtype": torch.float32, **needed.arguments()}
+    torch.library.opcheck(chunked.linear_scan_backward, (x, weight, None, target, stats, upstream), options)
 
     for backward in ("fused", "split"):
 

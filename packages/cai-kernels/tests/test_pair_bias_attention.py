@@ -150,8 +150,8 @@ def test_the_ops_are_clean_for_the_compiler():
     inputs, mask, _ = tensors((1, 2, 1, 6, 16), torch.float32)
     q, k, v, bias, gate = (t.detach().requires_grad_() for t in inputs)
     q4, k4, v4, gate4, mask2 = (t.detach().flatten(0, 1).requires_grad_() for t in (q, k, v, gate, mask))
-    args = (q4, k4, v4, bias, mask2.detach(), gate4, None, None, [0, 0], triton.options(scale=0.5))
-    torch.library.opcheck(triton.attention, args)
+    arguments = (q4, k4, v4, bias, mask2.detach(), gate4, None, None)
+    torch.library.opcheck(triton.attention_forward, arguments, triton.Options(0.5).arguments())
     for backend in ("triton", "reference"):
         whole = lambda q, backend=backend: pair_bias_attention(  # noqa: E731
             q * 2, k, v, bias, mask, gate, backend=backend

@@ -222,8 +222,9 @@ def test_the_op_is_clean_for_the_compiler():
 
     logits = torch.stack([row_of(60)] * 2)
     seed = torch.tensor(3, device=DEVICE)
-    plain = (None, None, None, None, None, [0.7, 5.0, 0.9, 0.1, 1.0])
-    torch.library.opcheck(triton.sample, (logits, None, seed, *plain))
+    values = {"temperature_value": 0.7, "top_k_value": 5.0, "top_p_value": 0.9, "min_p_value": 0.1}
+    values["repetition_penalty_value"] = 1.0
+    torch.library.opcheck(triton.sample, (logits, None, seed, *[None] * 5), values)
     for backend in BACKENDS:
 
         def step(x, seed, backend=backend):

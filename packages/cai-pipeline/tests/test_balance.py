@@ -27,9 +27,9 @@ def test_no_other_division_has_a_faster_slowest_stage(
 
     best = min(map(slowest, itertools.combinations(range(1, len(layers)), stages - 1)))
     found = balance_layers(layers, stages, first=first, last=last)
-    assert [i for owned in found for i in owned] == list(range(len(layers)))
+    assert [i for stage in found for i in stage] == list(range(len(layers)))
     assert all(found)
-    assert slowest(tuple(owned.start for owned in found[1:])) == pytest.approx(best)
+    assert slowest(tuple(stage.start for stage in found[1:])) == pytest.approx(best)
 
 
 def test_a_heavy_head_takes_layers_away() -> None:

@@ -87,7 +87,7 @@ def test_receives_in_another_order_than_sends_are_named(
 
 
 def test_two_ranks_that_both_send_first_deadlock() -> None:
-    """1F1B whose batch is torn apart: each rank's send waits for the receive behind the other's send."""
+    """1F1B whose batch of transfers is split: each rank's send waits for the receive behind the other's send."""
     lowered = [
         from_text(
             "0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RESHARD 0UNSHARD 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE"
@@ -102,7 +102,7 @@ def test_two_ranks_that_both_send_first_deadlock() -> None:
 
 
 def test_one_rank_may_hold_neighbouring_stages() -> None:
-    """The shape of a later schedule: three stages on two ranks, the middle two in memory."""
+    """Three stages on two ranks: the two on one rank exchange nothing."""
     compute = [from_text("0F0 0B0"), from_text("1F0 2F0 2B0 1B0")]
     lowered = lower(compute)
     assert not any(action.kind in TRANSFERS and action.stage == 2 for action in lowered[1])

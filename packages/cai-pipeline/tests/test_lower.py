@@ -15,14 +15,14 @@ def test_a_lowered_program_in_full() -> None:
     ]
 
 
-def test_a_send_and_a_receive_of_one_neighbour_meet() -> None:
+def test_a_send_and_a_receive_of_one_neighbour_form_a_batch() -> None:
     lowered = lower(program("1f1b", 2, 2))
     held = holders(lowered)
     together = [[to_text(batch) for batch in batches(actions, held) if len(batch) > 1] for actions in lowered]
     assert together == [["0SEND_F1 0RECV_B0"], ["1SEND_B0 1RECV_F1"]]
 
 
-def test_transfers_of_different_neighbours_stay_apart() -> None:
+def test_transfers_of_different_neighbours_form_no_batch() -> None:
     actions = from_text("1SEND_F0 1RECV_F1")
     assert batches(actions, {0: 0, 1: 1, 2: 2}) == [(action,) for action in actions]
 

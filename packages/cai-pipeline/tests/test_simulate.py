@@ -37,6 +37,6 @@ def test_a_slow_stage_sets_the_pace() -> None:
     assert simulate(program("1f1b", 3, 4), slow_middle).makespan == 1 + 4 * 6.0 + 1
 
 
-def test_a_circle_is_refused() -> None:
+def test_actions_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(PlanError, match="0B0"):
         simulate([from_text("0B0 0F0")])

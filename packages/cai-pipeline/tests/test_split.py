@@ -13,22 +13,22 @@ from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.layout import attach, canonical_name, reduce_of
 from cai_mesh.testing import assert_names_kept, run_ranks
 from cai_pipeline import split
-from cai_pipeline.anatomy import layers_of
 from cai_pipeline.balance import balance_layers
-from cai_pipeline.miniature import miniature
-from cai_pipeline.proof import chain, gradients, prove
-from cai_pipeline.stage import run_stage
-from cai_pipeline.surgery import cut, tied_parameters
+from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.small_model import small_model
+from cai_pipeline.stage import Placeholder, run_stage
+from cai_pipeline.structure import find_layers
+from cai_pipeline.verify_split import chain, gradients, verify_split
 
 
 def parts_of(whole: Any, count: int) -> list[Any]:
-    anatomy = prove(miniature(whole))
-    owned = balance_layers([1.0] * len(whole.get_submodule(anatomy.layers)), count)
+    structure = verify_split(small_model(whole))
+    stage_layers = balance_layers([1.0] * len(whole.get_submodule(structure.layers)), count)
     parts = []
     for index in range(count):
         part = copy.deepcopy(whole)
-        tied = tied_parameters(part, anatomy, owned)
-        cut(part, anatomy, owned, index, tied)
+        tied = tied_parameters(part, structure, stage_layers)
+        partition(part, structure, stage_layers, index, tied)
         for name, parameter in tied.items():
             attach(parameter, name=name)
         parts.append(part)
@@ -70,14 +70,14 @@ def test_names_are_kept_and_every_parameter_has_one_owner(family: str) -> None:
     assert {name for name, _ in whole.named_parameters()} <= set(held)
 
 
-def test_a_layer_keeps_its_index_and_an_absent_one_its_attributes() -> None:
+def test_a_layer_keeps_its_index_and_a_placeholder_its_attributes() -> None:
     parts = parts_of(build(config_of("gemma3", 6)), 3)
     names = [name for name, _ in parts[1].named_parameters()]
     assert {name.split(".")[2] for name in names} == {"2", "3"}
-    absent = parts[1].model.layers[5]
-    assert absent.cai_absent
-    assert not list(absent.parameters())
-    assert absent.hidden_size == 32
+    placeholder = parts[1].model.layers[5]
+    assert isinstance(placeholder, Placeholder)
+    assert not list(placeholder.parameters())
+    assert placeholder.hidden_size == 32
 
 
 def test_a_stage_refuses_to_run_alone() -> None:
@@ -100,7 +100,7 @@ def test_skipped_layers_are_noticed() -> None:
 
 
 class LeakyLlama(hf.LlamaForCausalLM):
-    """A model whose output uses the embeddings past the layers, which a pipeline cannot hand over."""
+    """A model whose head also reads the embeddings, which the last stage does not have."""
 
     def forward(self, input_ids: Any, labels: Any = None, use_cache: bool = False, **kwargs: Any) -> Any:
         hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
@@ -121,30 +121,30 @@ def test_a_model_that_leaks_around_its_layers_is_refused() -> None:
     with torch.device("meta"):
         model = LeakyLlama(config_of("llama", 4))
     with pytest.raises(PlanError, match="Leaky"):
-        prove(miniature(model))
+        verify_split(small_model(model))
 
 
 def test_a_parameter_beside_the_layers_is_refused() -> None:
     with torch.device("meta"):
         model = MixingLlama(config_of("llama", 4))
     with pytest.raises(PlanError, match="beside its layers"):
-        prove(miniature(model))
+        verify_split(small_model(model))
 
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(PlanError, match="Linear"):
-        miniature(torch.nn.Linear(2, 2))
+        small_model(torch.nn.Linear(2, 2))
     with torch.device("meta"):
         t5 = hf.T5ForConditionalGeneration(hf.T5Config(num_layers=2, d_model=8, d_ff=8, d_kv=4, num_heads=2))
     with pytest.raises(PlanError):
-        layers_of(t5)
+        find_layers(t5)
 
 
-def test_the_trial_leaves_random_numbers_alone() -> None:
+def test_verifying_leaves_the_random_state_alone() -> None:
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config_of("llama", 3))
     before = torch.get_rng_state()
-    prove(miniature(model))
+    verify_split(small_model(model))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -182,7 +182,7 @@ def test_tied_embeddings_stay_on_both_ends() -> None:
     assert "lm_head.weight" not in ranks[0]["names"]
 
 
-def test_the_head_weighs_in() -> None:
+def test_the_balance_counts_the_head() -> None:
     ranks = run_ranks(2, split_on_ranks, "llama", 13, (2,))
     assert [each["layers"] for each in ranks] == [range(7), range(7, 13)]
     assert not ranks[0]["tied"]

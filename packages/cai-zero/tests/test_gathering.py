@@ -70,19 +70,19 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def everyone(model):
-    """Whole parameters, from every rank's rows."""
+def full_parameters(model):
+    """Full parameters, from the shards of all ranks."""
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     return {n: b.to_full(dist.group.WORLD) for n, b in boxed.items()}
 
 
-def twin(routes, micro=1):
+def trained_in_one_process(routes, micro=1):
     """Parameters after training in one process; `routes[step][rank]` are the blocks used."""
     model = build()
     optimizer = adam(model)
-    for step, ways in enumerate(routes):
+    for step, rank_routes in enumerate(routes):
         for part in range(micro):
-            for rank, route in enumerate(ways):
+            for rank, route in enumerate(rank_routes):
                 (loss_of(model, route, step + 100 * part, rank) / WORLD / micro).backward()
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -92,12 +92,12 @@ def twin(routes, micro=1):
 
 
 def check(got, routes, micro=1):
-    expected = twin(routes, micro)
+    expected = trained_in_one_process(routes, micro)
     for final in got:
         assert_same_as_one_device(final, expected, tolerance=1e-9)
 
 
-# -- what is counted -----------------------------------------------------------------------------------------------
+# -- a log of gathers and collectives ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -191,11 +191,11 @@ ROUTES = {
 def train(routes, gather=None):
     model, rank = shard_module(build(), mesh(), gather=gather), dist.get_rank()
     optimizer = adam(model)
-    for step, ways in enumerate(routes):
-        loss_of(model, ways[rank], step, rank).backward()
+    for step, rank_routes in enumerate(routes):
+        loss_of(model, rank_routes[rank], step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return everyone(model)
+    return full_parameters(model)
 
 
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
@@ -204,7 +204,7 @@ def test_ranks_that_skip_blocks_train_as_one_process(routes):
 
 
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"prefetch_bytes": 10**6}], ids=str)
-def test_they_do_with_every_option(options):
+def test_ranks_that_skip_blocks_train_as_one_process_with_every_option(options):
     routes = ROUTES["skips-at-once"]
     check(on_ranks(train, routes, Gather(**options)), routes)
 
@@ -238,18 +238,18 @@ EXPERTS = [[(), (0, 2)], [(), ()], [(1,), ()], [(0, 1, 2), (1,)]]
 def train_experts(routes):
     model, rank = shard_module(build_experts(), mesh()), dist.get_rank()
     optimizer = adam(model)
-    for step, ways in enumerate(routes):
-        loss_of_experts(model, ways[rank], step, rank).backward()
+    for step, rank_routes in enumerate(routes):
+        loss_of_experts(model, rank_routes[rank], step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return everyone(model)
+    return full_parameters(model)
 
 
 def test_a_rank_may_use_no_expert():
     model = build_experts()
     optimizer = adam(model)
-    for step, ways in enumerate(EXPERTS):
-        for rank, route in enumerate(ways):
+    for step, rank_routes in enumerate(EXPERTS):
+        for rank, route in enumerate(rank_routes):
             (loss_of_experts(model, route, step, rank) / WORLD).backward()
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -264,7 +264,7 @@ def test_a_rank_may_use_no_expert():
 
 
 def passes(route, gather):
-    """Events of each forward and backward of three steps without an optimizer, and what is whole after them."""
+    """Events of every forward and backward of three steps without an optimizer; the units still gathered after them."""
     model, found = shard_module(build(), mesh(), gather=gather), []
     units = sharding_of(model)._units
     with logged(model) as log:
@@ -311,7 +311,7 @@ def test_kept_whole_until_backward_units_are_gathered_once():
             assert whole == []
 
 
-def furthest_ahead(events):
+def largest_prefetch(events):
     """Largest number of blocks gathered and not yet used, the one about to be used among them."""
     ahead, most = 0, 0
     for event in events:
@@ -330,7 +330,7 @@ def test_prefetch_bytes_bound_what_is_gathered_ahead(blocks, expected):
     ((found, sizes),) = {str(r): r for r in on_ranks(passes, (0, 1, 2, 3), gather)}.values()
     assert sizes["layers.0"] == nbytes
     for forward, _, _ in found:
-        assert furthest_ahead(forward) == expected
+        assert largest_prefetch(forward) == expected
 
 
 def _block_bytes():
@@ -383,21 +383,21 @@ def accumulate(stage, routes):
     else:
         optimizer = sharded = shard_optimizer(adam(model), mesh(), model=model, stage=stage)
     inside, outside = [], []
-    for step, ways in enumerate(routes):
+    for step, rank_routes in enumerate(routes):
         for part in range(3):
-            silent = part < 2
-            with no_sync(sharded) if silent else contextlib.nullcontext():
-                loss = loss_of(model, ways[rank], step + 100 * part, rank) / 3
+            unsynced = part < 2
+            with no_sync(sharded) if unsynced else contextlib.nullcontext():
+                loss = loss_of(model, rank_routes[rank], step + 100 * part, rank) / 3
                 with collectives() as found:
                     loss.backward()
-            (inside if silent else outside).append([name for name in found if name != "all_gather"])
+            (inside if unsynced else outside).append([name for name in found if name != "all_gather"])
         optimizer.step()
         optimizer.zero_grad()
-    return everyone_of(model, stage), inside, outside
+    return full_parameters_of(model, stage), inside, outside
 
 
-def everyone_of(model, stage):
-    return everyone(model) if stage == 3 else {n: p.detach() for n, p in model.named_parameters()}
+def full_parameters_of(model, stage):
+    return full_parameters(model) if stage == 3 else {n: p.detach() for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -407,12 +407,12 @@ def test_no_sync_communicates_no_gradient_and_equals_accumulation(stage):
     check([final for final, _, _ in found], routes, micro=3)
     reduction = "reduce_scatter" if stage else "all_reduce"
     for _, inside, outside in found:
-        # the first backward of stage 3 agrees on an order; after it a silent one says nothing
+        # the first backward of stage 3 agrees on an order; after it a backward in no_sync communicates nothing
         assert all(set(names) <= {"all_gather_object"} for names in inside[:1]) and not any(inside[1:])
         assert all(reduction in names for names in outside)
 
 
-def ended_silently(stage):
+def finish_after_no_sync(stage):
     """A last backward under `no_sync` is reduced by `finish`."""
     model, rank = build(), dist.get_rank()
     if stage == 3:
@@ -424,18 +424,18 @@ def ended_silently(stage):
         loss_of(model, (0, 2), 0, rank).backward()
     sharded.finish()
     optimizer.step()
-    return everyone_of(model, stage)
+    return full_parameters_of(model, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_finish_reduces_what_no_sync_left(stage):
-    check(on_ranks(ended_silently, stage), [[(0, 2)] * 2])
+    check(on_ranks(finish_after_no_sync, stage), [[(0, 2)] * 2])
 
 
 # -- models on the meta device -------------------------------------------------------------------------------------
 
 
-def meta(values):
+def train_from_meta(values):
     with torch.device("meta"):
         model = Net().double()
     seen = []
@@ -447,18 +447,18 @@ def meta(values):
 
     shard_module(model, mesh(), materialize=materialize, device="cpu")
     optimizer, rank = adam(model), dist.get_rank()
-    start = everyone(model)
+    start = full_parameters(model)
     loss_of(model, (0, 1, 2, 3), 0, rank).backward()
     optimizer.step()
-    return start, everyone(model), seen
+    return start, full_parameters(model), seen
 
 
 def test_a_meta_model_is_materialized():
     values = {n: p.detach() for n, p in build().named_parameters()}
-    for start, final, seen in on_ranks(meta, values):
+    for start, final, seen in on_ranks(train_from_meta, values):
         assert sorted(seen) == sorted((n, tuple(v.shape)) for n, v in values.items())
         assert_same_as_one_device(start, values, tolerance=1e-15)
-        assert_same_as_one_device(final, twin([[(0, 1, 2, 3)] * 2]), tolerance=1e-9)
+        assert_same_as_one_device(final, trained_in_one_process([[(0, 1, 2, 3)] * 2]), tolerance=1e-9)
 
 
 def meta_without_values(values):
@@ -492,12 +492,12 @@ def test_a_meta_model_must_be_told_its_device():
 # -- the gather after a step ---------------------------------------------------------------------------------------
 
 
-def overlapped(stage, routes):
+def train_with_overlap_gather(stage, routes):
     model, rank = build(), dist.get_rank()
     optimizer = shard_optimizer(adam(model), mesh(), model=model, stage=stage, overlap_gather=True)
     seen = []
-    for step, ways in enumerate(routes):
-        loss_of(model, ways[rank], step, rank).backward()
+    for step, rank_routes in enumerate(routes):
+        loss_of(model, rank_routes[rank], step, rank).backward()
         optimizer.step()
         waiting = [chunk.gathering is not None for chunk in optimizer._chunks]
         if step == len(routes) - 1:
@@ -507,9 +507,9 @@ def overlapped(stage, routes):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_overlapped_gathers_train_alike_and_state_dict_waits(stage):
+def test_overlap_gather_trains_the_same_and_state_dict_waits(stage):
     routes = ROUTES["skips-later"]
-    found = on_ranks(overlapped, stage, routes)
+    found = on_ranks(train_with_overlap_gather, stage, routes)
     assert all(waiting for _, waiting in found)
     check([seen for seen, _ in found], routes)
 
@@ -523,7 +523,7 @@ def after_a_step():
         log.take()
         optimizer.step()
         stepped = gathers(log.take())
-        kept = everyone(model)
+        kept = full_parameters(model)
         before = float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
         forward = gathers(log.take())
         optimizer.step()
@@ -532,10 +532,10 @@ def after_a_step():
                 p.mul_(0.5)
         log.take()
         after = float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
-        return stepped, forward, before, after, kept, gathers(log.take()), everyone(model)
+        return stepped, forward, before, after, kept, gathers(log.take()), full_parameters(model)
 
 
-def test_a_step_gathers_what_comes_next_and_never_stale():
+def test_a_step_prefetches_for_the_next_forward_but_nothing_stale():
     for stepped, forward, before, after, kept, again, loaded in on_ranks(after_a_step):
         assert stepped == ["", "layers.0"]
         assert forward == names(1, 2, 3)
@@ -548,8 +548,8 @@ def test_a_step_gathers_what_comes_next_and_never_stale():
         assert before != pytest.approx(after, rel=1e-3)
 
 
-def by_hand():
-    """What a schedule leaves whole over a step: whole or not after it, and the next loss."""
+def train_by_actions():
+    """Which units are gathered after a step that a schedule drives, the parameters, and the loss after it."""
     model, rank = shard_module(build(), mesh(), driver="actions"), dist.get_rank()
     sharding, optimizer = sharding_of(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     sharding.unshard(model).wait()
@@ -558,13 +558,13 @@ def by_hand():
     sharding.finish()
     optimizer.step()
     whole = [unit.whole for unit in sharding._units.values()]
-    kept = everyone(model)
+    kept = full_parameters(model)
     sharding.unshard(model).wait()
     return whole, kept, float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
 
 
 def test_a_fused_step_leaves_nothing_whole_that_actions_unsharded():
-    for whole, kept, loss in on_ranks(by_hand):
+    for whole, kept, loss in on_ranks(train_by_actions):
         assert not any(whole)
         model = build()
         model.load_state_dict(kept)
@@ -575,31 +575,31 @@ def test_a_fused_step_leaves_nothing_whole_that_actions_unsharded():
 # -- large layers outside blocks -----------------------------------------------------------------------------------
 
 
-def alone(routes, limit):
+def train_with_large_units(routes, limit):
     kept, finding.ALONE_ELEMENTS = finding.ALONE_ELEMENTS, limit
     try:
         model, rank = shard_module(build(), mesh()), dist.get_rank()
         held = [n for n, m in model.named_modules() if m in sharding_of(model)._units]
         optimizer = adam(model)
         with logged(model) as log:
-            for step, ways in enumerate(routes):
+            for step, rank_routes in enumerate(routes):
                 events = []
-                loss = loss_of(model, ways[rank], step, rank)
+                loss = loss_of(model, rank_routes[rank], step, rank)
                 events += log.take()
                 loss.backward()
                 log.take()
                 optimizer.step()
                 optimizer.zero_grad()
-        return everyone(model), held, events
+        return full_parameters(model), held, events
     finally:
         finding.ALONE_ELEMENTS = kept
 
 
 def test_large_layers_are_units_of_their_own():
     routes = ROUTES["skips-later"]
-    found = on_ranks(alone, routes, 50)
+    found = on_ranks(train_with_large_units, routes, 50)
     check([final for final, _, _ in found], routes)
     for _, held, _ in found:
         assert sorted(held) == sorted(["", "embed", "head", *names(0, 1, 2, 3)])
-    found = on_ranks(alone, routes[:1], 10**6)
+    found = on_ranks(train_with_large_units, routes[:1], 10**6)
     assert all("embed" not in held and "head" not in held for _, held, _ in found)

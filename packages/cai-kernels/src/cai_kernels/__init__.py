@@ -21,7 +21,7 @@ from cai_kernels.cross_entropy import (
 from cai_kernels.dropout_add import dropout_add
 from cai_kernels.embedding import embedding
 from cai_kernels.errors import KernelError
-from cai_kernels.fp8_linear import Fp8Linear, WeightCache, fp8_linear
+from cai_kernels.fp8_linear import Fp8Linear, WeightCache, convert_to_fp8, fp8_linear
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
 from cai_kernels.global_norm import global_norm
@@ -73,6 +73,7 @@ __all__ = [
     "attention_backward",
     "attention_with_lse",
     "choose",
+    "convert_to_fp8",
     "cross_entropy",
     "cross_entropy_from_parts",
     "cross_entropy_gradient",

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cai_kernels.launch import lapped, power_of_2
-from cai_kernels.tiles import wait_for_last
+from cai_kernels.launch import pdl_options, power_of_2
+from cai_kernels.tiles import wait_for_previous
 
 ROWS = 512  # all that a persistent launch left on a GPU, read at once: what it takes is the time of one such read
 COLUMNS = 16  # at least: 64 bytes, two sectors a row
@@ -34,10 +34,8 @@ def _sums(partial_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _column_sums(
-    partials, outs, rows, columns, LAPPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    wait_for_last(LAPPED)
+def _column_sums(partials, outs, rows, columns, PDL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    wait_for_previous(PDL)
     for i in tl.static_range(len(partials)):
         if tl.program_id(1) == i:
             _sums(partials[i], outs[i], rows, columns, ROWS, COLUMNS)
@@ -45,7 +43,7 @@ def _column_sums(
 
 def column_sums_into(partials: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
     """Fill each of `outs` [D] with the sums over rows of one of `partials` [P, D], in one launch."""
-    rows, columns = partials[0].shape
+    device, (rows, columns) = partials[0].device, partials[0].shape
     if rows == 0 or columns == 0:
         for out in outs:
             out.zero_()
@@ -54,7 +52,7 @@ def column_sums_into(partials: Sequence[torch.Tensor], outs: Sequence[torch.Tens
     block = min(VALUES // each, max(power_of_2(triton.cdiv(columns, PROGRAMS)), COLUMNS))
     warps = min(max(each * block // 512, 4), 16)
     launch = _column_sums[(triton.cdiv(columns, block), len(outs))]  # pyright: ignore[reportIndexIssue]
-    options = {"ROWS": each, "COLUMNS": block, "num_warps": warps, **lapped(partials[0].device)}
+    options = {"ROWS": each, "COLUMNS": block, "num_warps": warps, **pdl_options(device)}
     launch(tuple(partials), tuple(outs), rows, columns, **options)
 
 

@@ -33,13 +33,20 @@ def waves(device: torch.device, each: int = 1) -> int:
     return each * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def lapped(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose programs start while the kernel before ends, and wait for it (`tiles.wait_for_last`):
-    programmatic dependent launch, of NVIDIA's GPUs from Hopper on."""
+def uses_pdl(device: torch.device) -> bool:
+    """Whether launches use programmatic dependent launch (PDL), which NVIDIA GPUs have from Hopper on.
+
+    With PDL the programs of a kernel may start while the previous kernel ends. The previous kernel allows it
+    (`tiles.launch_dependents`), and the kernel waits for it before it reads its results (`tiles.wait_for_previous`).
+    """
     if os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None:
-        return {"LAPPED": False}
-    able = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
-    return {"LAPPED": True, "launch_pdl": True} if able else {"LAPPED": False}
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Options of the launch of a kernel that may start before the previous kernel has ended."""
+    return {"PDL": True, "launch_pdl": True} if uses_pdl(device) else {"PDL": False}
 
 
 def dot_precision(dtype: torch.dtype) -> str:

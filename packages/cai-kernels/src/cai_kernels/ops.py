@@ -31,13 +31,15 @@ def define(
             an operator that only writes into its arguments.
         name: by default the name of `run`.
         mutates: names of the arguments `run` writes into.
-        save: `(ctx, inputs, output)`, keeps what backward needs.
-        backward: `(ctx, *gradients)`, returns a gradient or None for every argument. Calls operators, not kernels.
+        save: `(ctx, inputs, output)`, or `(ctx, inputs, keyword_only_inputs, output)` if `run` has keyword-only
+            arguments; keeps what backward needs.
+        backward: `(ctx, *gradients)`, returns a gradient or None for every positional argument. Calls operators, not
+            kernels.
     """
     name = name or run.__name__.lstrip("_")
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=mutates))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cai_kernels::{name}", fake or (lambda *_: None), lib=_LIBRARY)
+    torch.library.register_fake(f"cai_kernels::{name}", fake or (lambda *_, **__: None), lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"cai_kernels::{name}", backward, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.cai_kernels, name).default

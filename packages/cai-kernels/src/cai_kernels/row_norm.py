@@ -10,21 +10,28 @@ KIND is "llama" (RMS, rounded to x's dtype before the weight), "gemma" (RMS, wei
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from cai_kernels import row_pieces
 from cai_kernels.column_sums import column_sums_into
-from cai_kernels.launch import lapped, power_of_2, shared_memory, waves
+from cai_kernels.launch import power_of_2, shared_memory, uses_pdl, waves
 from cai_kernels.rows import as_rows
-from cai_kernels.tiles import next_may_launch
-
-# Is the gradient of x wanted, and in which dtypes are those of weight and bias, if they are?
-Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
+from cai_kernels.tiles import launch_dependents
 
 NARROW = 16384  # columns of a row that one program holds in registers
 WIDE_BLOCK = 8192
+
+
+class Needed(NamedTuple):
+    """Whether the gradient of x is needed, and the dtypes of those of weight and bias, None if not needed."""
+
+    x: bool
+    weight_dtype: torch.dtype | None = None
+    bias_dtype: torch.dtype | None = None
 
 
 @triton.jit
@@ -145,7 +152,7 @@ def _backward(
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
-    LAPPED: tl.constexpr,
+    PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -189,7 +196,7 @@ def _backward(
                 dx += _read(dsum_ptr + row[:, None] * dsum_stride + at, inside, EVEN)
             dx = dx.to(dx_ptr.dtype.element_ty)
             _store(dx_ptr + row[:, None] * columns + at, dx, inside, EVEN)
-    next_may_launch(LAPPED)
+    launch_dependents(PDL)
     at = tl.arange(0, BLOCK)
     if dw_ptr is not None:
         tl.store(dw_ptr + program * columns + at, tl.sum(dw, 0), mask=at < columns)
@@ -316,14 +323,14 @@ def backward(
     statistics: tuple[torch.Tensor | None, torch.Tensor],
     dsum: torch.Tensor | None,
     kind: str,
-    wanted: Wanted,
+    needed: Needed,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x [..., D] (plus `dsum`), weight and bias [D]; the ones not `wanted` are empty.
+    """Gradients of x [..., D] (plus `dsum`), weight and bias [D]; the ones not `needed` are empty.
 
     `x` is what was normalized, `statistics` its (mean, reciprocal deviation) [T] in float32. Gradients of weight and
     bias are summed in float32.
     """
-    dx, dw, db = empty_gradients(x, wanted)
+    dx, dw, db = empty_gradients(x, needed)
     if x.numel() == 0:
         return dx, dw.zero_(), db.zero_()
     dy, x, columns = as_rows(dy), as_rows(x), x.shape[-1]
@@ -331,7 +338,7 @@ def backward(
     # Float32 rows of that length, with one more tensor or sum, no longer fit into the registers.
     full = columns > NARROW // 2 and x.dtype == torch.float32 and (more is not None or kind == "layer")
     by_parts = _backward_in_blocks if columns > NARROW or full else _backward_in_registers
-    sums = by_parts(dy, x, weight, statistics, more, kind, dx, wanted)
+    sums = by_parts(dy, x, weight, statistics, more, kind, dx, needed)
     both = [(partial, out) for partial, out in zip(sums, (dw, db), strict=True) if partial is not None]
     for alike in (both,) if len({partial.shape for partial, _ in both}) < 2 else ([pair] for pair in both):
         if alike:
@@ -360,7 +367,7 @@ def _in_pieces(kind: str, block: int, even: bool) -> bool:
     return block in (NARROW, NARROW // 4) or (2 * block == NARROW and (kind == "layer" or not even))
 
 
-def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
+def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, needed):
     rows, columns = x.shape
     each, block, warps = _tile(rows, columns, 2048)
     even = block == columns and rows % each == 0
@@ -368,23 +375,24 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     held = each * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
     resident, registers, ahead = _residency(kind, even, block, warps, held, shared_memory(x.device))
     programs = min(triton.cdiv(rows, each), waves(x.device, resident))
-    keep = [dtype is not None for dtype in wanted[1:]]
+    need_weight, need_bias = needed.weight_dtype is not None, needed.bias_dtype is not None
+    keep = [need_weight, need_bias]
     apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
-    if _in_pieces(kind, block, even) and wanted[0] and row_pieces.takes(dy, x, dsum):
+    if _in_pieces(kind, block, even) and needed.x and row_pieces.takes(dy, x, dsum):
         # Widened by a conversion, not by bits, float16 leaves no registers for a second sum.
-        together = [keep[0], keep[1] and (x.dtype == torch.bfloat16 or block < NARROW)]
+        together = [need_weight, need_bias and (x.dtype == torch.bfloat16 or block < NARROW)]
         sums = row_pieces.backward(dy, x, weight, statistics, dsum, kind, dx, together)
         left = [k and not t for k, t in zip(keep, together, strict=True)]
         others = _over_rows(dy, x, statistics, kind, left)
         return [a if b is None else b for a, b in zip(sums, others, strict=True)]
     partial = [x.new_empty(programs, columns, dtype=torch.float32) if k and not apart else None for k in keep]
-    if wanted[0] or not apart:
-        outputs = (dx if wanted[0] else None, *partial)
+    if needed.x or not apart:
+        outputs = (dx if needed.x else None, *partial)
         shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
         launch = _backward[(programs,)]  # pyright: ignore[reportIndexIssue]
         sizes = {
             "STAGES": 1 + ahead,
-            "LAPPED": lapped(x.device)["LAPPED"],
+            "PDL": uses_pdl(x.device),
             "ROWS": each,
             "BLOCK": block,
             "num_warps": warps,
@@ -394,25 +402,27 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, wanted):
     return _over_rows(dy, x, statistics, kind, keep) if apart else partial
 
 
-def _backward_in_blocks(dy, x, weight, statistics, dsum, kind, dx, wanted):
+def _backward_in_blocks(dy, x, weight, statistics, dsum, kind, dx, needed):
     rows, columns = x.shape
     strides = (dy.stride(0), x.stride(0))
-    if wanted[0]:
+    if needed.x:
         launch = _backward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
         shape = (columns, *strides, 0 if dsum is None else dsum.stride(0))
         inputs = (dy, x, weight, *statistics, dsum)
         launch(inputs, dx, shape, KIND=kind, BLOCK=WIDE_BLOCK, num_warps=16)
-    return _over_rows(dy, x, statistics, kind, [dtype is not None for dtype in wanted[1:]])
+    return _over_rows(
+        dy, x, statistics, kind, [needed.weight_dtype is not None, needed.bias_dtype is not None]
+    )
 
 
-def _over_rows(dy, x, statistics, kind, wanted):
+def _over_rows(dy, x, statistics, kind, needed):
     """Partial sums over rows of weight and bias gradients, in a launch over blocks of columns."""
-    if not any(wanted):
+    if not any(needed):
         return [None, None]
     rows, columns = x.shape
     blocks = triton.cdiv(columns, 256)
     programs = min(triton.cdiv(rows, 16), max(waves(x.device, 4) // blocks, 1))
-    partial = [x.new_empty(programs, columns, dtype=torch.float32) if w else None for w in wanted]
+    partial = [x.new_empty(programs, columns, dtype=torch.float32) if need else None for need in needed]
     shape = (rows, columns, dy.stride(0), x.stride(0))
     launch = _parameters_wide[(blocks, programs)]  # pyright: ignore[reportIndexIssue]
     launch((dy, x, *statistics), tuple(partial), shape, KIND=kind, ROWS=16, BLOCK=256, num_warps=4)
@@ -436,8 +446,9 @@ def empty(
     return y, total, mean, x.new_empty(rows, dtype=torch.float32)
 
 
-def empty_gradients(x: torch.Tensor, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_gradients(x: torch.Tensor, needed: Needed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `backward` returns, unfilled."""
-    dx = x.new_empty(x.shape if wanted[0] else 0)
-    dw, db = (x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype) for dtype in wanted[1:])
+    dtypes = (needed.weight_dtype, needed.bias_dtype)
+    dx = x.new_empty(x.shape if needed.x else 0)
+    dw, db = (x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype) for dtype in dtypes)
     return dx, dw, db

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cai_kernels.launch import lapped, power_of_2, shared_memory, waves
-from cai_kernels.tiles import again, next_may_launch
+from cai_kernels.launch import power_of_2, shared_memory, uses_pdl, waves
+from cai_kernels.tiles import again, launch_dependents
 
 PIECE = 2048
 WARPS = 8
@@ -138,7 +138,7 @@ def _row_sums(
 @triton.jit
 def _backward_pieces(
     inputs, outputs, shape, KIND: tl.constexpr, KEPT: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, LAPPED: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dsum_ptr = inputs
     dx_ptr, dw_ptr, db_ptr = outputs
@@ -175,7 +175,7 @@ def _backward_pieces(
                 ).to(tl.float32)
             dx = dx.to(dx_ptr.dtype.element_ty)
             _store(dx_ptr + row * columns, dx, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
-    next_may_launch(LAPPED)
+    launch_dependents(PDL)
     for i in tl.static_range(PIECES):
         if dw_ptr is not None:
             _store(dw_ptr + program * columns, dw[i], i * PIECE, columns, EVEN or i < PIECES - 1, PIECE)
@@ -203,7 +203,7 @@ def _aligned(*rows: torch.Tensor | None) -> bool:
 
 def forward(inputs, outputs, eps: float, kind: str) -> None:
     """Fill `outputs` (y, sum, mean, rstd) of rows `inputs` (x, residual, weight, bias)."""
-    x, residual = inputs[:2]
+    x, residual, _, _ = inputs
     rows, columns = x.shape
     short = columns <= 4 * PIECE
     piece, warps = (PIECE // 2, WARPS // 2) if short else (PIECE, WARPS)
@@ -261,18 +261,19 @@ def backward(
     dsum: torch.Tensor | None,
     kind: str,
     dx: torch.Tensor,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> list[torch.Tensor | None]:
-    """Fill dx [T, D] and return partial sums [programs, D] in float32 of the `wanted` of weight and bias, else None."""
+    """Fill dx [T, D] and return partial sums [programs, D] in float32 of weight and bias, None where not `needed`."""
     rows, columns = x.shape
-    how = plan(x, 2 if dsum is None else 3, sum(wanted))
-    programs = min(rows, waves(x.device, how.resident))
-    partial = [x.new_empty(programs, columns, dtype=torch.float32) if w else None for w in wanted]
+    chosen = plan(x, 2 if dsum is None else 3, sum(needed))
+    programs = min(rows, waves(x.device, chosen.resident))
+    partial = [x.new_empty(programs, columns, dtype=torch.float32) if need else None for need in needed]
     launch = _backward_pieces[(programs,)]  # pyright: ignore[reportIndexIssue]
     shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
     launch(
-        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, KEPT=how.kept, STAGES=how.stages,
-        EVEN=columns % how.piece == 0, PIECES=triton.cdiv(columns, how.piece), PIECE=how.piece, num_warps=how.warps,
-        LAPPED=lapped(x.device)["LAPPED"], maxnreg=min(REGISTERS, 65536 // (32 * how.warps * how.resident)),
+        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, KEPT=chosen.kept, STAGES=chosen.stages,
+        EVEN=columns % chosen.piece == 0, PIECES=triton.cdiv(columns, chosen.piece), PIECE=chosen.piece,
+        num_warps=chosen.warps, PDL=uses_pdl(x.device),
+        maxnreg=min(REGISTERS, 65536 // (32 * chosen.warps * chosen.resident)),
     )  # fmt: skip
     return partial

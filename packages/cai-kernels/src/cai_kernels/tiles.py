@@ -21,16 +21,16 @@ def again(value):
 
 
 @triton.jit
-def next_may_launch(LAPPED: tl.constexpr):
-    """A kernel launched by `launch.lapped` may take the place of this one's programs as they end."""
-    if LAPPED:
+def launch_dependents(PDL: tl.constexpr):
+    """Allow the next kernel, launched with `launch.pdl_options`, to start as programs of this one end."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_last(LAPPED: tl.constexpr):
-    """Until the kernel before this one is done; first of all in a kernel launched by `launch.lapped`."""
-    if LAPPED:
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the previous kernel; comes first in a kernel launched with `launch.pdl_options`."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
 

@@ -15,7 +15,7 @@ def product(columns: int) -> None:
     a = reference.empty_cast(t, reference.BLOCK, torch.float8_e4m3fn, False)
     for scaling in (reference.BLOCK, reference.SQUARE):
         b = reference.empty_cast(t, scaling, torch.float8_e4m3fn, False)
-        triton.block_matmul(a[0], a[1], b[0], b[1], torch.bfloat16)
+        triton.block_matmul(a.matrix, a.scale, b.matrix, b.scale, torch.bfloat16)
 
 
 CASES = [lambda scaling=scaling: case(scaling) for scaling in ("tensor", "row", "block")]

@@ -1,7 +1,8 @@
 import torch
 
 from cai_kernels import linear_cross_entropy, linear_log_probs
-from cai_kernels.linear_cross_entropy import kept
+from cai_kernels.cross_entropy.options import LossOptions
+from cai_kernels.linear_cross_entropy.slice_plan import plan_slices
 
 
 def case(dtype: torch.dtype, columns: int, **options) -> None:
@@ -18,15 +19,16 @@ def log_probs(columns: int) -> None:
     (values[0] + values[1]).sum().backward()
 
 
-def all_kept(vocabulary: int, numbers: list[float]) -> None:
+def in_slices(vocabulary: int, **options: float) -> None:
     from cai_kernels.linear_cross_entropy import triton
 
     tokens, width = 64, 32
-    plan = kept.plan(tokens, vocabulary, width)
+    plan = plan_slices(tokens, vocabulary, width)
     gradient = torch.empty(vocabulary, width, dtype=torch.bfloat16)
-    rest = torch.empty(tokens, vocabulary - plan.slices * plan.columns, dtype=torch.bfloat16)
-    of_rows = torch.zeros(tokens, dtype=torch.int64), torch.ones(()), torch.empty(2, tokens)
-    triton.loss_and_gradient_kept(gradient, rest, plan, of_rows, -100, numbers)
+    buffer = torch.empty(tokens, vocabulary - plan.slices * plan.columns, dtype=torch.bfloat16)
+    target, out = torch.zeros(tokens, dtype=torch.int64), torch.empty(2, tokens)
+    loss = LossOptions(-100, **options)
+    triton.loss_and_gradient_sliced(gradient, buffer, plan, target, torch.ones(()), out, loss)
 
 
 CASES = [
@@ -41,6 +43,6 @@ CASES = [
     )
 ] + [
     lambda: log_probs(128256),
-    lambda: all_kept(128256, [0.0] * 3),
-    lambda: all_kept(151936, [0.1, 1e-4, 30.0]),
+    lambda: in_slices(128256),
+    lambda: in_slices(151936, label_smoothing=0.1, z_loss=1e-4, softcap=30.0),
 ]

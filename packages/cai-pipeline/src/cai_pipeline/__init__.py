@@ -1,4 +1,4 @@
-"""Pipeline parallelism: split a model over stages, and perform schedules that are lists of actions."""
+"""Pipeline parallelism: split a model into stages, and run schedules that are lists of actions."""
 
 from __future__ import annotations
 

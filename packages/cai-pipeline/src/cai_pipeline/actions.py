@@ -1,8 +1,7 @@
-"""What a rank does in one step, as data: an `Action` is one word, a `Program` one list of words per rank.
+"""What each rank does in a training step, as data: a `Program` is one list of `Action` per rank.
 
-A stage is counted over the whole model (0 holds the embeddings), not over the chunks of one rank, so a rank
-that holds several chunks simply has actions of several stages. Which rank holds a stage is read from the
-program.
+Stages are numbered over the whole model (stage 0 holds the embeddings). A rank that holds several chunks has actions
+of several stages. A stage is on the rank that has its actions.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cai_mesh.errors import PlanError
 
 
 class Kind(Enum):
-    """The verb of an action; the value is how it is written."""
+    """What an action does; the value is its text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -40,13 +39,12 @@ _TEXT = re.compile(r"(\d+)(" + "|".join(sorted((k.value for k in Kind), key=len,
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One word of a program.
+    """One action of a rank.
 
     Args:
         kind: what is done.
-        stage: the stage it is done for: a send leaves this stage, a receive arrives at it.
-        microbatch: the microbatch, or None for UNSHARD, RESHARD and REDUCE, which concern the stage's
-            parameters.
+        stage: the stage it is done for; of a send the sending stage, of a receive the receiving one.
+        microbatch: the microbatch; None for UNSHARD, RESHARD and REDUCE, which act on the stage's parameters.
     """
 
     kind: Kind
@@ -58,7 +56,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what `str` wrote, e.g. `1F0` or `2UNSHARD`. Raises PlanError for anything else."""
+        """The inverse of `str`, e.g. of `1F0` or `2UNSHARD`. Raises PlanError for any other text."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise PlanError("not an action", got=repr(text), expected="stage, kind, microbatch, such as 1F0")
@@ -70,7 +68,7 @@ class Action:
 
     @property
     def partner(self) -> Action:
-        """The action at the other end of a transfer: of `1SEND_F0` it is `2RECV_F0`, and back.
+        """The action at the other end of a transfer: `2RECV_F0` for `1SEND_F0`, and the reverse.
 
         Raises PlanError when the action is not a transfer.
         """
@@ -92,23 +90,23 @@ Program = list[list[Action]]
 
 
 def to_text(actions: Iterable[Action]) -> str:
-    """A rank's actions on one line, parsed back by `from_text`."""
+    """A rank's actions on one line; `from_text` is the inverse."""
     return " ".join(map(str, actions))
 
 
 def from_text(text: str) -> list[Action]:
-    """The actions of a line written by `to_text`. Raises PlanError at the first word that is not one."""
+    """The actions of a line from `to_text`. Raises PlanError at the first word that is not an action."""
     return [Action.parse(word) for word in text.split()]
 
 
 def holders(program: Sequence[Sequence[Action]]) -> dict[int, int]:
-    """Which rank holds each stage: stage -> rank. Raises PlanError when two ranks act for one stage."""
+    """The rank of each stage, as stage -> rank. Raises PlanError when two ranks have actions of one stage."""
     held: dict[int, int] = {}
     for rank, actions in enumerate(program):
         for action in actions:
             if held.setdefault(action.stage, rank) != rank:
                 raise PlanError(
-                    f"action {action} of rank {rank} is of a stage that rank {held[action.stage]} holds",
+                    f"action {action} of rank {rank} is for a stage that rank {held[action.stage]} holds",
                     expected="every stage on exactly one rank",
                 )
     return held

@@ -1,4 +1,4 @@
-"""Which layers go to which stage: contiguous runs whose slowest one is as fast as can be."""
+"""Which layers go to which stage: contiguous layers, with the cost of the costliest stage minimal."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from cai_mesh.errors import PlanError
 
 LOOKUP_COST = 0.125
-"""Cost of one embedding parameter, where 1 is that of a parameter in a matrix product: a lookup computes nothing,
-but its gradient and its update pass through memory."""
+"""Cost of one embedding parameter; a parameter of a matrix product costs 1. A lookup computes nothing, but its
+gradient and its update still read and write memory."""
 
 
 def balance_layers(
     costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Divide layers into contiguous stages so that the costliest stage costs least.
+    """Divide layers into contiguous stages so that the cost of the costliest stage is minimal.
 
     Args:
         costs: cost of each layer, in any unit, not negative.
         stages: number of stages; each gets at least one layer.
-        first: what the first stage carries beside its layers (embeddings).
-        last: what the last stage carries beside its layers (final norm and head).
+        first: cost of what the first stage has besides its layers (embeddings).
+        last: cost of what the last stage has besides its layers (final norm and head).
 
     Returns:
         the layers of each stage. Among equally good divisions, the one with the smallest sum of squared costs.
@@ -36,8 +36,8 @@ def balance_layers(
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        behind = stages - 1 - stage
-        ends = range(stage + 1, layers - behind + 1) if behind else (layers,)
+        remaining = stages - 1 - stage
+        ends = range(stage + 1, layers - remaining + 1) if remaining else (layers,)
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in ends:
             options = []
@@ -52,7 +52,7 @@ def balance_layers(
 
 
 def explicit_layers(counts: Sequence[int], layers: int, stages: int) -> list[range]:
-    """The stages that hold `counts` layers each, in order. Raises PlanError when that is no division of them."""
+    """Stages of `counts` layers each, in order. Raises PlanError when `counts` does not fit `layers` and `stages`."""
     if len(counts) != stages or sum(counts) != layers or min(counts, default=0) < 1:
         raise PlanError(
             "the given balance does not divide the layers over the stages",
@@ -63,7 +63,7 @@ def explicit_layers(counts: Sequence[int], layers: int, stages: int) -> list[ran
 
 
 def check_enough_layers(layers: int, stages: int) -> None:
-    """Raise PlanError when some stage would stay without a layer."""
+    """Raise PlanError when some stage would have no layer."""
     if layers < stages:
         raise PlanError(
             "the model has fewer layers than there are pipeline stages",

@@ -1,11 +1,10 @@
-"""Proof that a lowered program is right: what it must contain, in which order, and that it cannot deadlock.
+"""Check a lowered program: that it has the right actions in the right order, and that it cannot deadlock.
 
-`check` either returns what the program needs (live activations per stage) or raises PlanError naming the
-action at fault. It looks at each rank alone first (counts, local order, sharding), then at each pair of ranks
-(sends and receives in the same order, since a wire has no labels), and last runs all ranks under the
-strictest reading of the executor: a batch of transfers blocks its rank until each partner has been reached,
-and a transfer forward is preceded by the exchange of its shape, which blocks in the same way. Whatever ends
-well under that also ends well when sends run beside compute.
+`check` returns what the program needs (live activations per stage), or raises PlanError that names the wrong action.
+It checks each rank alone (counts, local order, sharding), then each pair of ranks (sends and receives in the same
+order, since messages have no tags). Then it runs the transfers of all ranks under the strictest assumptions: a batch
+of transfers blocks its rank until every partner is reached, and so does the exchange of shapes before a forward
+transfer. A program that ends under these assumptions also ends when sends overlap compute.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ class Report:
     """What a correct program needs.
 
     Args:
-        peak_live: for each stage, the most microbatches whose activations it holds at one time.
+        peak_live: for each stage, the largest number of microbatches whose activations it holds at one time.
     """
 
     peak_live: tuple[int, ...]
 
 
 def check(program: Program, microbatches: int, *, backward: bool = True) -> Report:
-    """Prove a lowered program.
+    """Check a lowered program.
 
     Args:
         program: each rank's actions, after `lower`.
         microbatches: microbatches per step.
-        backward: whether each microbatch is also to be taken backward (False for evaluation).
+        backward: whether each microbatch also needs a backward (False for evaluation).
 
     Raises:
-        PlanError: naming the first action, in rank order, that is missing, repeated, too early, or in a
-            deadlock.
+        PlanError: names the first action, in rank order, that is missing, repeated, too early or in a deadlock.
     """
     held = holders(program)
     stages = len(held)
@@ -50,8 +48,8 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
     peaks: dict[int, int] = {}
     for rank, actions in enumerate(program):
         peaks |= _check_rank(rank, actions, held, backward)
-    _check_wires(program, held)
-    _check_progress(program, held)
+    _check_message_order(program, held)
+    _check_deadlock(program, held)
     return Report(tuple(peaks.get(stage, 0) for stage in range(stages)))
 
 
@@ -81,14 +79,14 @@ def _check_counts(program: Program, held: Mapping[int, int], microbatches: int, 
         if action.kind in SHARDING and action.kind is not Kind.REDUCE:
             continue
         if found[action] != count:
-            why = "is missing" if not found[action] else f"stands there {found[action]} times"
+            why = "is missing" if not found[action] else f"occurs {found[action]} times"
             raise _refuse(action, held[action.stage], why)
 
 
 def _check_rank(
     rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool
 ) -> dict[int, int]:
-    """Check one rank's order; return its stages' peaks of live activations."""
+    """Check one rank's order; return the peak of live activations of each of its stages."""
     done: set[Action] = set()
     unsharded: set[int] = set()
     left = Counter(action.stage for action in actions if action.kind in COMPUTE)
@@ -108,11 +106,11 @@ def _check_rank(
             live[stage] -= 1 if action.kind is Kind.BACKWARD else 0
         elif action.kind is Kind.UNSHARD:
             if stage in unsharded:
-                raise _refuse(action, rank, "finds the stage already unsharded", position)
+                raise _refuse(action, rank, "comes when the stage is already unsharded", position)
             unsharded.add(stage)
         elif action.kind is Kind.RESHARD:
             if stage not in unsharded:
-                raise _refuse(action, rank, "finds the stage not unsharded", position)
+                raise _refuse(action, rank, "comes when the stage is not unsharded", position)
             unsharded.remove(stage)
         elif action.kind is Kind.REDUCE and left[stage]:
             raise _refuse(action, rank, "comes before the stage's last backward", position)
@@ -123,7 +121,7 @@ def _check_rank(
 
 
 def _prerequisites(action: Action, held: Mapping[int, int]) -> list[Action]:
-    """What the same rank must have done before `action`."""
+    """The actions that the same rank must do before `action`."""
     stage, m, last = action.stage, action.microbatch, len(held) - 1
     needs: list[Action] = []
     if action.kind is Kind.FORWARD and stage > 0:
@@ -143,8 +141,8 @@ def _prerequisites(action: Action, held: Mapping[int, int]) -> list[Action]:
     return needs
 
 
-def _check_wires(program: Program, held: Mapping[int, int]) -> None:
-    """Between two ranks, the k-th send must be the k-th receive."""
+def _check_message_order(program: Program, held: Mapping[int, int]) -> None:
+    """Between two ranks, the k-th send must match the k-th receive."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(program):
@@ -153,15 +151,15 @@ def _check_wires(program: Program, held: Mapping[int, int]) -> None:
                 sent.setdefault((rank, held[action.partner.stage]), []).append(action)
             elif action.kind in RECEIVES:
                 received.setdefault((held[action.partner.stage], rank), []).append(action)
-    for wire, sends in sent.items():
-        for send, receive in zip(sends, received[wire], strict=True):
+    for ranks, sends in sent.items():
+        for send, receive in zip(sends, received[ranks], strict=True):
             if send.partner != receive:
-                why = f"gets what {send} (rank {wire[0]}) sends then; sends and receives differ in order"
-                raise _refuse(receive, wire[1], why)
+                why = f"would receive what {send} (rank {ranks[0]}) sends; sends and receives differ in order"
+                raise _refuse(receive, ranks[1], why)
 
 
 class _Rank:
-    """A rank under blocking transfers: where it is, and which partners it still waits for."""
+    """A rank in the run with blocking transfers: where it is, and which transfers it waits for."""
 
     def __init__(self, actions: Sequence[Action], held: Mapping[int, int]):
         self.phases: list[tuple[Action, list[tuple[str, Action]]]] = []
@@ -176,11 +174,10 @@ class _Rank:
         self.waiting: set[tuple[str, Action]] = set()
 
 
-def _check_progress(program: Program, held: Mapping[int, int]) -> None:
-    """Run all ranks' transfers with blocking semantics; raise when they stop before the end.
+def _check_deadlock(program: Program, held: Mapping[int, int]) -> None:
+    """Run all ranks' transfers as if they were blocking; raise when some never end.
 
-    Compute never waits for anything but earlier actions of its own rank, so only transfers can hold a rank
-    up.
+    Compute only waits for earlier actions of its own rank, so only transfers can block a rank.
     """
     ranks = [_Rank(actions, held) for actions in program]
     posted: dict[tuple[str, Action], int] = {}

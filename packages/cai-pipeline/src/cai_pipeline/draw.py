@@ -1,4 +1,4 @@
-"""A timeline as a picture: `svg` for a page, `text` for a terminal. Strings only, no plotting library."""
+"""Draw a timeline: `svg` for a page, `text` for a terminal. Both return strings; no plotting library is needed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _box(span: Span, scale: float) -> str:
 def text(timeline: Timeline, *, width: int = 100) -> str:
     """The chart as one line per rank, at most `width` characters each.
 
-    A forward is drawn as its microbatch's last digit, a backward as a letter (a for microbatch 0), idle time
-    as a dot. Time is rounded to columns, so very short actions of a long step can fall between them.
+    A forward is drawn as its microbatch's last digit, a backward as a letter (a for microbatch 0), idle time as a dot.
+    Time is rounded to columns, so a very short action may not be drawn.
     """
     columns = max(width - 5, 1)
     scale = columns / timeline.makespan if timeline.makespan else 1.0

@@ -1,4 +1,4 @@
-"""Performs one rank's actions: the only place where a schedule meets tensors."""
+"""Executes one rank's actions. Only this file applies a schedule to tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cai_pipeline.check import check
 from cai_pipeline.lower import batches, lower
 from cai_pipeline.schedules import forward_only, program
 from cai_pipeline.stage import Stage, run_stage
-from cai_pipeline.transfer import Arrival, Meta, Wire
+from cai_pipeline.transfer import P2PCommunicator, PendingReceive, TensorMeta
 
 Inputs = Mapping[str, Any]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -38,10 +38,10 @@ class PipelineRunner:
         schedule: name in SCHEDULES.
         microbatches: microbatches per step.
         loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
-            microbatches, so any division is its own.
-        grad_sync: combines gradients over data ranks: it is deferred for all but the last backward, and finished
-            at the end of a step.
-        sharding: shards parameters; obeys the schedule's UNSHARD, RESHARD and REDUCE when its driver is "actions".
+            microbatches, so `loss_fn` does any averaging.
+        grad_sync: combines gradients over data ranks; deferred in all backwards but the last, and finished at the
+            end of a step.
+        sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for this mesh.
@@ -79,8 +79,8 @@ class PipelineRunner:
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
-        self.wire = Wire(self.group, self.device, self._peers()) if self.group is not None else None
-        self.metas: dict[Boundary, Meta] = {}
+        self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
+        self.metas: dict[Boundary, TensorMeta] = {}
 
     def _peers(self) -> set[int]:
         held = holders(self.program)
@@ -101,27 +101,27 @@ class PipelineRunner:
         """
         if len(microbatches) != self.microbatches:
             raise PlanError("wrong number of microbatches", got=len(microbatches), expected=self.microbatches)
-        work = _Work(self, microbatches, _targets(microbatches, targets), training=True)
-        work.perform(self.program)
+        state = _StepState(self, microbatches, _targets(microbatches, targets), training=True)
+        state.perform(self.program)
         if self.grad_sync is not None:
             self.grad_sync.finish()
-        return self._shared(work.loss)
+        return self._on_all_stages(state.loss)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
-        """The loss of any number of microbatches, forward only; result as of `step`. The model's mode is yours."""
-        work = _Work(self, microbatches, _targets(microbatches, targets), training=False)
-        work.perform(lower(forward_only(self.stages, len(microbatches))))
-        return self._shared(work.loss)
+        """The loss of any number of microbatches, forward only, returned as by `step`. Keeps the train or eval mode."""
+        state = _StepState(self, microbatches, _targets(microbatches, targets), training=False)
+        state.perform(lower(forward_only(self.stages, len(microbatches))))
+        return self._on_all_stages(state.loss)
 
     @torch.no_grad()
     def forward(self, microbatch: Inputs) -> Any:
         """What the model returns for one microbatch, on the last stage; None on the others."""
-        work = _Work(self, [microbatch], None, training=False)
-        work.perform(lower(forward_only(self.stages, 1)))
-        return work.output
+        state = _StepState(self, [microbatch], None, training=False)
+        state.perform(lower(forward_only(self.stages, 1)))
+        return state.output
 
-    def _shared(self, loss: torch.Tensor) -> torch.Tensor:
+    def _on_all_stages(self, loss: torch.Tensor) -> torch.Tensor:
         broadcast(loss, self.stages - 1, self.group).wait()
         return loss
 
@@ -135,15 +135,15 @@ def _targets(microbatches: Sequence[Inputs], targets: Sequence[Any]) -> Sequence
 
 
 @dataclass
-class _Live:
-    """What a backward needs of its forward: the leaf that was received, and the graph's end without its tensor."""
+class _SavedForward:
+    """What the backward of a microbatch needs: the received tensor, and the graph of the output without its memory."""
 
     received: torch.Tensor | None
-    end: torch.Tensor | GradientEdge | None
+    root: torch.Tensor | GradientEdge | None
 
 
-class _Work:
-    """The state of one step: what has arrived, what is to be sent, what awaits its backward."""
+class _StepState:
+    """The state of one step: tensors received, tensors to send, and forwards that wait for their backward."""
 
     def __init__(
         self,
@@ -160,12 +160,12 @@ class _Work:
         self.signatures = [_signature(each, runner.device) for each in inputs]
         self.loss = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.output: Any = None
-        self.arrivals: dict[Action, Arrival] = {}
+        self.receiving: dict[Action, PendingReceive] = {}
         self.outgoing: dict[Action, torch.Tensor] = {}
-        self.live: dict[tuple[int, int | None], _Live] = {}
+        self.saved: dict[tuple[int, int | None], _SavedForward] = {}
         self.unsharding: CommHandle | None = None
         self.backwards_left = len(inputs)
-        self.do: dict[Kind, Callable[[Action], None]] = {
+        self.perform_action: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.UNSHARD: self._unshard,
@@ -180,44 +180,45 @@ class _Work:
             if batch[0].kind in TRANSFERS:
                 self._transfer(batch, held[batch[0].partner.stage])
             else:
-                self.do[batch[0].kind](batch[0])
-        if self.runner.wire is not None:
-            self.runner.wire.finish()
+                self.perform_action[batch[0].kind](batch[0])
+        if self.runner.p2p is not None:
+            self.runner.p2p.finish()
 
     def _forward(self, action: Action) -> None:
         self._wait_unsharded()
         runner, m = self.runner, action.microbatch
         assert m is not None
-        received = self._arrived(Kind.RECV_F, action)
+        received = self._received(Kind.RECV_F, action)
         if received is not None and self.training:
             received.requires_grad_()
         result = run_stage(runner.model, received, self.inputs[m])
         if not Stage.of(runner.model).is_last:
             self.outgoing[Action(Kind.SEND_F, action.stage, m)] = result
-            end = get_gradient_edge(result) if result.requires_grad else None
+            root = get_gradient_edge(result) if result.requires_grad else None
         elif self.targets is None:
-            self.output, end = result, None
+            self.output, root = result, None
         else:
-            end = runner.loss_fn(result, self.targets[m])
-            if end.numel() != 1:
-                raise PlanError("loss_fn must return a scalar", got=f"a tensor of shape {tuple(end.shape)}")
-            self.loss += end.detach().to(self.loss.device, torch.float64).reshape(())
+            root = runner.loss_fn(result, self.targets[m])
+            if root.numel() != 1:
+                raise PlanError("loss_fn must return a scalar", got=f"a tensor of shape {tuple(root.shape)}")
+            self.loss += root.detach().to(self.loss.device, torch.float64).reshape(())
         if self.training:
-            self.live[action.stage, m] = _Live(received, end)
+            self.saved[action.stage, m] = _SavedForward(received, root)
 
     def _backward(self, action: Action) -> None:
         self._wait_unsharded()
-        live = self.live.pop((action.stage, action.microbatch))
-        gradient = self._arrived(Kind.RECV_B, action)
+        saved = self.saved.pop((action.stage, action.microbatch))
+        gradient = self._received(Kind.RECV_B, action)
         self.backwards_left -= 1
         sync = self.runner.grad_sync
         with sync.defer() if sync is not None and self.backwards_left else nullcontext():
-            if live.end is not None:
-                torch.autograd.backward((live.end,), (gradient,))
-        if live.received is not None:
-            found = live.received.grad
-            found = torch.zeros_like(live.received) if found is None else found
-            self.outgoing[Action(Kind.SEND_B, action.stage, action.microbatch)] = found
+            if saved.root is not None:
+                torch.autograd.backward((saved.root,), (gradient,))
+        if saved.received is not None:
+            gradient_to_send = saved.received.grad
+            if gradient_to_send is None:
+                gradient_to_send = torch.zeros_like(saved.received)
+            self.outgoing[Action(Kind.SEND_B, action.stage, action.microbatch)] = gradient_to_send
 
     def _unshard(self, action: Action) -> None:
         if self.runner.sharding is not None:
@@ -236,32 +237,32 @@ class _Work:
         if self.runner.sharding is not None:
             self.runner.sharding.reduce(self.runner.model)
 
-    def _arrived(self, kind: Kind, action: Action) -> torch.Tensor | None:
-        arrival = self.arrivals.pop(Action(kind, action.stage, action.microbatch), None)
-        return None if arrival is None else arrival.take()
+    def _received(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        pending = self.receiving.pop(Action(kind, action.stage, action.microbatch), None)
+        return None if pending is None else pending.wait()
 
     def _transfer(self, batch: tuple[Action, ...], peer: int) -> None:
-        wire, metas = self.runner.wire, self.runner.metas
-        assert wire is not None
+        p2p, metas = self.runner.p2p, self.runner.metas
+        assert p2p is not None
         send = next((action for action in batch if action.kind in SENDS), None)
         receive = next((action for action in batch if action.kind in RECEIVES), None)
         tensor = self.outgoing.pop(send).detach().contiguous() if send is not None else None
-        announced = self._announcement(send, tensor)
+        meta_to_send = self._meta_to_send(send, tensor)
         unknown = receive is not None and self._boundary(receive) not in metas
-        if announced is not None or unknown:
-            told = wire.exchange_meta(peer, announced, unknown)
-            if receive is not None and told is not None:
-                metas[self._boundary(receive)] = told
+        if meta_to_send is not None or unknown:
+            received_meta = p2p.exchange_meta(peer, meta_to_send, unknown)
+            if receive is not None and received_meta is not None:
+                metas[self._boundary(receive)] = received_meta
         expected = metas[self._boundary(receive)] if receive is not None else None
-        arrival = wire.exchange(peer, tensor, expected)
-        if receive is not None and arrival is not None:
-            self.arrivals[receive] = arrival
+        pending = p2p.exchange(peer, tensor, expected)
+        if receive is not None and pending is not None:
+            self.receiving[receive] = pending
 
-    def _announcement(self, send: Action | None, tensor: torch.Tensor | None) -> Meta | None:
-        """What to tell the receiver ahead of a tensor, or None when it knows."""
+    def _meta_to_send(self, send: Action | None, tensor: torch.Tensor | None) -> TensorMeta | None:
+        """The shape and dtype to send before the tensor, or None when the receiver knows them."""
         if send is None or tensor is None:
             return None
-        metas, boundary, meta = self.runner.metas, self._boundary(send), Meta.of(tensor)
+        metas, boundary, meta = self.runner.metas, self._boundary(send), TensorMeta.of(tensor)
         if boundary not in metas:
             metas[boundary] = meta
             return meta
@@ -276,13 +277,13 @@ class _Work:
         return None
 
     def _boundary(self, transfer: Action) -> Boundary:
-        """What decides a transfer's shape: the stage in front of the boundary and the shapes of the inputs."""
+        """What a transfer's shape depends on: the stage before the boundary, and the shapes of the model's inputs."""
         assert transfer.microbatch is not None
-        front = transfer.stage - (transfer.kind in (Kind.RECV_F, Kind.SEND_B))
-        return front, self.signatures[transfer.microbatch]
+        stage_before = transfer.stage - (transfer.kind in (Kind.RECV_F, Kind.SEND_B))
+        return stage_before, self.signatures[transfer.microbatch]
 
 
 def _signature(inputs: Inputs, device: torch.device) -> tuple[Any, ...]:
-    """What ranks with the same inputs agree on and what decides the shape and dtype of activations."""
+    """What the shape and dtype of activations depend on; equal on all ranks, as their inputs are."""
     tensors = ((k, tuple(v.shape), v.dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor))
     return (torch.is_autocast_enabled(device.type), *sorted(tensors, key=lambda entry: entry[0]))

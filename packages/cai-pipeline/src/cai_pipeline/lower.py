@@ -1,7 +1,7 @@
-"""From a schedule's compute actions to everything a rank does: transfers, and the sharding of parameters.
+"""Add to a schedule's compute actions all others: transfers, and the sharding of parameters.
 
-Also says which neighbouring transfers are started together (`batches`), which the executor performs and the
-checker proves, so both mean the same thing.
+`batches` says which transfers are started together. The executor and the checker both use it, so what is checked is
+what is executed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from cai_pipeline.actions import SENDS, TRANSFERS, Action, Kind, Program, holder
 
 
 def add_transfers(program: Program) -> Program:
-    """Insert a receive before each compute whose input is on another rank, a send after each whose output is.
+    """Insert a receive before each action with input from another rank, and a send after each with output to one.
 
-    Stages next to each other on one rank hand over in memory and get no transfer.
+    Neighbouring stages on one rank need no transfer.
     Raises PlanError for actions that are not compute.
     """
     held = holders(program)
@@ -45,8 +45,7 @@ _DIRECTION = {Kind.FORWARD: (1, Kind.RECV_F, Kind.SEND_F), Kind.BACKWARD: (-1, K
 
 
 def add_sharding(program: Program) -> Program:
-    """Insert UNSHARD before a stage's first action, RESHARD after its last, then REDUCE if it has
-    backwards.
+    """Insert UNSHARD before a stage's first action and RESHARD after its last, then REDUCE if it has backwards.
 
     The last send comes before RESHARD and REDUCE, since another rank waits for it.
     """
@@ -57,7 +56,7 @@ def add_sharding(program: Program) -> Program:
         for position, action in enumerate(actions):
             first.setdefault(action.stage, position)
             last[action.stage] = position
-        learns = {action.stage for action in actions if action.kind is Kind.BACKWARD}
+        has_backward = {action.stage for action in actions if action.kind is Kind.BACKWARD}
         out: list[Action] = []
         for position, action in enumerate(actions):
             if first[action.stage] == position:
@@ -65,23 +64,23 @@ def add_sharding(program: Program) -> Program:
             out.append(action)
             if last[action.stage] == position:
                 out.append(Action(Kind.RESHARD, action.stage))
-                if action.stage in learns:
+                if action.stage in has_backward:
                     out.append(Action(Kind.REDUCE, action.stage))
         lowered.append(out)
     return lowered
 
 
 def lower(program: Program) -> Program:
-    """A compute program with its transfers and its sharding actions."""
+    """A compute program with transfers and sharding actions added."""
     return add_sharding(add_transfers(program))
 
 
 def batches(actions: Sequence[Action], held: Mapping[int, int]) -> list[tuple[Action, ...]]:
-    """Group a rank's actions into what is started together.
+    """Group a rank's actions into batches that are started together.
 
-    A send and a receive that stand next to each other and go to the same neighbour form one batch: two ranks
-    that each want to send first would otherwise wait for each other. A batch has at most one send and one
-    receive, so the order on the wire is the order in the list. Everything else stands alone.
+    An adjacent send and receive with the same neighbour form one batch; otherwise two ranks that both send first
+    would wait for each other. A batch has at most one send and one receive, so messages keep the order of the list.
+    Every other action is a batch of its own.
 
     Args:
         actions: one rank's lowered actions.
@@ -90,14 +89,14 @@ def batches(actions: Sequence[Action], held: Mapping[int, int]) -> list[tuple[Ac
     grouped: list[tuple[Action, ...]] = []
     for action in actions:
         before = grouped[-1] if grouped else ()
-        if len(before) == 1 and _meet(before[0], action, held):
+        if len(before) == 1 and _can_batch(before[0], action, held):
             grouped[-1] = (before[0], action)
         else:
             grouped.append((action,))
     return grouped
 
 
-def _meet(a: Action, b: Action, held: Mapping[int, int]) -> bool:
+def _can_batch(a: Action, b: Action, held: Mapping[int, int]) -> bool:
     if a.kind not in TRANSFERS or b.kind not in TRANSFERS:
         return False
     if (a.kind in SENDS) == (b.kind in SENDS):

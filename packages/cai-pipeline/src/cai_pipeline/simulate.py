@@ -1,4 +1,4 @@
-"""What a program costs in time: durations in, a timeline and its bubble out. No tensors and no processes."""
+"""The time of a program: a timeline and its bubble, from the durations of actions. No tensors, no processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cai_mesh.errors import PlanError
 from cai_pipeline.actions import COMPUTE, Action, Kind, Program, holders
 
 UNIT_DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
-"""A backward takes twice as long as a forward, near the truth for matrix products without recompute."""
+"""A backward takes twice as long as a forward, as matrix products do without recompute."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One compute action in time: [start, end) in the units of the durations, on a pipeline rank."""
+    """The time of one compute action on a pipeline rank: [start, end), in the units of the durations."""
 
     rank: int
     action: Action
@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute of a step.
+    """The compute actions of a step, with their times.
 
     Args:
         ranks: number of pipeline ranks.
@@ -43,7 +43,7 @@ class Timeline:
     def bubble(self) -> float:
         """The share of rank-time in which nothing is computed, 0 to 1.
 
-        With equal stages, GPipe and 1F1B both come to (p - 1) / (m + p - 1).
+        With equal stages it is (p - 1) / (m + p - 1) for both GPipe and 1F1B.
         """
         total = self.ranks * self.makespan
         return 1.0 - sum(span.end - span.start for span in self.spans) / total if total else 0.0
@@ -55,7 +55,7 @@ def simulate(
     *,
     transfer: float = 0.0,
 ) -> Timeline:
-    """Time a program, lowered or not, with transfers that run beside compute.
+    """The timeline of a program, lowered or not, with transfers that overlap compute.
 
     Args:
         program: each rank's actions; only compute takes time.
@@ -63,7 +63,7 @@ def simulate(
         transfer: time from the end of a compute action until its output is on another rank.
 
     Raises:
-        PlanError: the actions wait for each other in a circle, or for one that is not in the program.
+        PlanError: actions wait for each other, or for one that is not in the program.
     """
     held = holders(program)
     cost = durations if callable(durations) else lambda action: durations[action.kind]
@@ -72,9 +72,9 @@ def simulate(
     clock = [0.0] * len(queues)
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in queues]
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for rank, queue in enumerate(queues):
             while position[rank] < len(queue):
                 action = queue[position[rank]]
@@ -85,7 +85,7 @@ def simulate(
                 ends[action] = clock[rank] = start + cost(action)
                 spans[rank].append(Span(rank, action, start, ends[action]))
                 position[rank] += 1
-                moved = True
+                progress = True
     for rank, queue in enumerate(queues):
         if position[rank] < len(queue):
             raise PlanError(
@@ -97,7 +97,7 @@ def simulate(
 def _start(
     action: Action, rank: int, held: Mapping[int, int], ends: Mapping[Action, float], transfer: float
 ) -> float | None:
-    """The earliest start by data alone, or None while an input is not there."""
+    """When the inputs of an action are there, or None while one is missing."""
     stage, m = action.stage, action.microbatch
     inputs = []
     if action.kind is Kind.FORWARD:

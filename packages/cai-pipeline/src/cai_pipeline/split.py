@@ -1,4 +1,4 @@
-"""Turn a whole model into one stage of a pipeline, in place and without changing a name."""
+"""Turn a whole model into one stage of a pipeline, in place, with all parameter names kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh, axis_names
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach_to, reduce_of, sites
-from cai_pipeline.anatomy import Anatomy, layers_of
 from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
-from cai_pipeline.miniature import miniature
-from cai_pipeline.proof import prove
+from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.small_model import small_model
 from cai_pipeline.stage import Stage
-from cai_pipeline.surgery import cut, tied_parameters
+from cai_pipeline.structure import ModelStructure, find_layers
+from cai_pipeline.verify_split import verify_split
 
 Balance = Literal["auto"] | Sequence[int]
 
@@ -30,20 +30,21 @@ def split(
     chunks: int = 1,
     balance: Balance = "auto",
 ) -> Any:
-    """Keep of a transformers causal LM the stage of this rank; the other parts become empty stand-ins.
+    """Keep this rank's stage of a transformers causal LM; placeholders without parameters replace the rest.
 
-    Call it on all ranks, on the whole model (best on the meta device), before any other transform. Before the model
-    is touched, a small instance of its class and config is split, chained and compared with itself unsplit: logits,
-    loss and all gradients. Parameters that the first and the last stage share (tied embeddings) stay on both, with
-    the first as owner; their `ReduceSpec.tied` is the group of the two holders.
+    Call it on all ranks, on the whole model (best on the meta device), before any other transform. First a small
+    model of the same class and config is split, its stages are run one after the other, and logits, loss and all
+    gradients are compared with those of the unsplit model; only then is `model` changed. Parameters that the first
+    and the last stage share (tied embeddings) stay on both, with the first as owner; their `ReduceSpec.tied` is the
+    group of these two ranks.
 
     Args:
         model: a causal LM of transformers >= 5; may be on the meta device.
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         stages: number of stages; the pp degree, which is also the default.
         chunks: stages per rank, 1.
-        balance: "auto" for stages of equal cost, counting parameters, where an embedding's count an eighth; or the
-            number of layers of each stage.
+        balance: "auto" for stages of equal cost, where cost is the number of parameters and those of an embedding
+            count an eighth; or the number of layers of each stage.
 
     Returns:
         `model`, with its `Stage` at `model.cai_stage`.
@@ -60,14 +61,14 @@ def split(
     if count == 1:
         model.cai_stage = Stage(0, 1, range(0))  # type: ignore[assignment]
         return model
-    twin = miniature(model)
-    layers = len(model.get_submodule(layers_of(model)))  # type: ignore[arg-type]
+    small = small_model(model)
+    layers = len(model.get_submodule(find_layers(model)))  # type: ignore[arg-type]
     check_enough_layers(layers, count)
-    anatomy = prove(twin)
-    owned = _divide(model, anatomy, count, balance)
-    tied = tied_parameters(model, anatomy, owned)
-    group = _holders_group(mesh) if tied else None
-    cut(model, anatomy, owned, index, tied)
+    structure = verify_split(small)
+    stage_layers = _assign_layers(model, structure, count, balance)
+    tied = tied_parameters(model, structure, stage_layers)
+    group = _tied_group(mesh) if tied else None
+    partition(model, structure, stage_layers, index, tied)
     for name, parameter in tied.items():
         if index not in (0, count - 1):
             continue
@@ -89,34 +90,34 @@ def _check_request(model: nn.Module, count: int, stages: int | None, chunks: int
         raise PlanError("the model is split already", got=model.cai_stage)
 
 
-def _divide(model: nn.Module, anatomy: Anatomy, count: int, balance: Balance) -> list[range]:
+def _assign_layers(model: nn.Module, structure: ModelStructure, count: int, balance: Balance) -> list[range]:
     def size(name: str) -> float:
         return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
 
-    stack = model.get_submodule(anatomy.layers)
-    costs = [size(f"{anatomy.layers}.{name}") for name, _ in stack.named_children()]
+    stack = model.get_submodule(structure.layers)
+    costs = [size(f"{structure.layers}.{name}") for name, _ in stack.named_children()]
     if isinstance(balance, str):
         if balance != "auto":
             raise PlanError(
                 "unknown balance", got=repr(balance), expected="'auto' or the layers of each stage"
             )
-        first = LOOKUP_COST * sum(map(size, anatomy.before))
-        return balance_layers(costs, count, first=first, last=sum(map(size, anatomy.after)))
+        first = LOOKUP_COST * sum(map(size, structure.before))
+        return balance_layers(costs, count, first=first, last=sum(map(size, structure.after)))
     return explicit_layers(balance, len(costs), count)
 
 
-def _holders_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
+def _tied_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
     """The group of the first and last rank along pp; None on the ranks in between.
 
-    All ranks create the groups of all lines along pp, in the same order.
+    Every rank creates the groups of all pipelines in the mesh, in the same order, as `new_group` requires.
     """
     if mesh.degree("pp") == 2:
         return mesh.group("pp")
     place = axis_names(mesh).index(*mesh.leaves("pp"))
-    lines = mesh.dense.mesh.movedim(place, -1).reshape(-1, mesh.degree("pp")).tolist()
+    pipelines = mesh.dense.mesh.movedim(place, -1).reshape(-1, mesh.degree("pp")).tolist()
     own: dist.ProcessGroup | None = None
-    for line in lines:
-        created = dist.new_group([line[0], line[-1]])
-        if dist.get_rank() in line and isinstance(created, dist.ProcessGroup):
+    for ranks in pipelines:
+        created = dist.new_group([ranks[0], ranks[-1]])
+        if dist.get_rank() in ranks and isinstance(created, dist.ProcessGroup):
             own = created
     return own

@@ -1,10 +1,10 @@
-"""One stage of a split model: what stands in for the parts it lacks, and how it is run.
+"""One stage of a split model: the placeholders for the parts on other stages, and how a stage is run.
 
-A stage is the whole model with its absent parts replaced, so the model's own forward still builds masks and rotary
-tables, loops over all layers and keeps every name. Two of the stand-ins are taps: the absent layer just before the
-stage's own returns the tensor received from the stage before, whatever it is given, and the absent layer just
-behind them keeps what it is given, which is what the stage hands over. Nothing computed before the first tap or
-after the second reaches a result.
+A stage is the whole model with the parts of other stages replaced by placeholders. The model's own forward still
+builds masks and rotary tables, loops over all layers and keeps every name. Two placeholder layers connect the stage
+to its neighbours. The one just before the stage's own layers returns the tensor received from the previous stage and
+ignores its input. The one just after them stores its input, which is the output of the stage. Nothing computed
+before the first or after the second changes a result.
 """
 
 from __future__ import annotations
@@ -12,36 +12,39 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
 
+Role = Literal["input", "output", "pass"]
+"""What a placeholder layer does with the hidden states."""
+
 
 @dataclass
-class Tap:
-    """Where a stage's input enters its forward and its output leaves it.
+class StageIO:
+    """The input and output of a stage during one forward.
 
     Args:
         running: whether `run_stage` is in the model's forward; both tensors are None otherwise.
-        entered: whether the received tensor has taken its place in this forward.
-        received: output of the stage before, [B, S, D].
-        handed_over: output of the stage, [B, S, D].
+        received_used: whether a layer has read `received` in this forward.
+        received: output of the previous stage, [B, S, D].
+        to_send: output of this stage, [B, S, D]; stays None on the last one.
     """
 
     running: bool = False
-    entered: bool = False
+    received_used: bool = False
     received: torch.Tensor | None = None
-    handed_over: torch.Tensor | None = None
+    to_send: torch.Tensor | None = None
 
-    def take(self) -> torch.Tensor:
+    def require_received(self) -> torch.Tensor:
         """The received tensor. Raises PlanError when the stage was called without one."""
         self.require_running()
         if self.received is None:
             raise PlanError(
-                "a pipeline stage behind the first was run without the output of the stage before"
+                "a pipeline stage after the first was run without the output of the previous stage"
             )
         return self.received
 
@@ -57,7 +60,7 @@ class Tap:
 
 @dataclass
 class Stage:
-    """Which part of the model a split model is; found at `model.cai_stage`.
+    """Which part of the whole model a split model is; stored at `model.cai_stage`.
 
     Args:
         index: stage number, 0 <= index < count.
@@ -68,7 +71,7 @@ class Stage:
     index: int
     count: int
     layers: range
-    tap: Tap = field(default_factory=Tap, repr=False)
+    io: StageIO = field(default_factory=StageIO, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -80,18 +83,16 @@ class Stage:
 
     @staticmethod
     def of(model: nn.Module) -> Stage:
-        """The stage that `split` made of `model`; an unsplit model is the only stage of one."""
+        """The stage that `split` made of `model`; an unsplit model is stage 0 of 1."""
         return getattr(model, "cai_stage", None) or Stage(0, 1, range(0))
 
 
-class Absent(nn.Module):
-    """A module that another stage owns. It has the plain attributes of the one it replaces, and no parameters."""
+class Placeholder(nn.Module):
+    """Stands for a module of another stage: the same plain attributes, no parameters."""
 
-    cai_absent = True
-
-    def __init__(self, replaced: nn.Module, tap: Tap):
+    def __init__(self, replaced: nn.Module, io: StageIO):
         super().__init__()
-        self.tap = tap
+        self.io = io
         self.replaced = type(replaced).__name__
         for name, value in vars(replaced).items():
             taken = name.startswith("_") or name in self.__dict__ or name == "forward"
@@ -102,48 +103,49 @@ class Absent(nn.Module):
         return self.replaced
 
 
-class AbsentLayer(Absent):
-    """A decoder layer of another stage: hands its hidden states on, or is one of the two taps.
+class PlaceholderLayer(Placeholder):
+    """A decoder layer of another stage: returns its hidden states, or connects the stage to a neighbour.
 
     Args:
         outputs: length of the tuple the real layer returns, or None when it returns a tensor.
-        place: "enter" for the layer before the stage's own, "leave" for the one behind them, else "pass".
+        role: "input" for the layer just before the stage's own: it returns the received tensor. "output" for the
+            layer just after them: it stores its hidden states as the stage's output. "pass" for all others.
     """
 
-    def __init__(self, replaced: nn.Module, tap: Tap, outputs: int | None, place: str):
-        super().__init__(replaced, tap)
+    def __init__(self, replaced: nn.Module, io: StageIO, outputs: int | None, role: Role):
+        super().__init__(replaced, io)
         self.outputs = outputs
-        self.place = place
+        self.role = role
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if self.place == "enter":
-            hidden = self.tap.take()
-            self.tap.entered = True
-        elif self.place == "leave":
-            self.tap.require_running()
-            self.tap.handed_over = hidden
+        if self.role == "input":
+            hidden = self.io.require_received()
+            self.io.received_used = True
+        elif self.role == "output":
+            self.io.require_running()
+            self.io.to_send = hidden
             hidden = hidden.detach()
         return hidden if self.outputs is None else (hidden,) + (None,) * (self.outputs - 1)
 
 
-class AbsentEmbedding(Absent):
-    """An embedding of another stage: zeros of the right shape, without memory, for code that reads the shape."""
+class PlaceholderEmbedding(Placeholder):
+    """An embedding of another stage: returns zeros of the right shape, which take no memory."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        return self.tap.take().new_zeros(()).expand(*ids.shape, self.embedding_dim)
+        return self.io.require_received().new_zeros(()).expand(*ids.shape, self.embedding_dim)
 
 
-class AbsentProjection(Absent):
-    """A linear layer of another stage ahead of the decoder: zeros with the last dim it would give."""
+class PlaceholderLinear(Placeholder):
+    """A linear layer of another stage before the decoder layers: returns zeros of the right shape."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
 
 
-class AbsentPassThrough(Absent):
-    """A norm or head of another stage: returns what it is given."""
+class PlaceholderPassThrough(Placeholder):
+    """A norm or head of another stage: returns its input."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return x
@@ -154,15 +156,15 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
 
     Args:
         model: a model that `split` returned, or an unsplit one.
-        received: output of the stage before, [B, S, D]; None on the first stage.
+        received: output of the previous stage, [B, S, D]; None on the first stage.
         inputs: keyword arguments of the whole model (input_ids, attention_mask, ...); every stage gets the same.
             `use_cache` defaults to False, and `labels` reach only the last stage.
 
     Returns:
-        the hidden states to hand over, [B, S, D], or on the last stage what the model returns.
+        the hidden states to send to the next stage, [B, S, D]; on the last stage what the model returns.
 
     Raises:
-        PlanError: the model's forward left out the layer at which this stage's input enters or its output leaves.
+        PlanError: the model's forward skipped the layer that reads this stage's input or stores its output.
     """
     stage = Stage.of(model)
     arguments = dict(inputs)
@@ -170,17 +172,17 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
         arguments.setdefault("use_cache", False)
     if not stage.is_last:
         arguments.pop("labels", None)
-    tap = stage.tap
-    tap.running, tap.entered, tap.received = True, stage.is_first, received
+    io = stage.io
+    io.running, io.received_used, io.received = True, stage.is_first, received
     try:
         output = model(**arguments)
-        entered, handed_over = tap.entered, tap.handed_over
+        received_used, to_send = io.received_used, io.to_send
     finally:
-        tap.running, tap.received, tap.handed_over = False, None, None
-    if not entered or (handed_over is None and not stage.is_last):
+        io.running, io.received, io.to_send = False, None, None
+    if not received_used or (to_send is None and not stage.is_last):
         raise PlanError(
             f"the forward of {type(model).__name__} skipped a layer next to those of stage {stage.index}",
             cause="an option that leaves out layers, such as layerdrop",
             fix="turn it off when training in a pipeline",
         )
-    return output if stage.is_last else handed_over
+    return output if stage.is_last else to_send

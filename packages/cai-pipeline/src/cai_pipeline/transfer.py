@@ -1,7 +1,7 @@
 """Tensors between neighbouring stages, point to point over the pp group.
 
-The order of calls on both ends is that of a checked program, so no message carries a label. On the wire a forward
-transfer whose shape the receiver cannot know yet is preceded by its shape and dtype.
+Both ends make their calls in the order of a checked program, so messages need no tags. The first forward transfer of
+a new shape is preceded by a message with its shape and dtype.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from cai_mesh.errors import PlanError
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
 SENDS_IN_FLIGHT = 2
-"""Sends that may run beside compute; one more waits for the oldest, which bounds what they keep alive."""
+"""Sends that may overlap compute. One more waits for the oldest, which limits the memory that sends keep alive."""
 
 
 @dataclass(frozen=True)
-class Meta:
-    """Shape and dtype of a tensor that crosses a stage boundary."""
+class TensorMeta:
+    """Shape and dtype of a tensor that is sent between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Meta:
-        """Of a tensor. Raises PlanError when it cannot be sent."""
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The shape and dtype of `tensor`. Raises PlanError when it cannot be sent."""
         if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
             raise PlanError(
-                "a pipeline stage handed over something that cannot be sent",
+                "the output of a pipeline stage cannot be sent",
                 got=f"{tensor.dtype} of {tensor.dim()} dims",
                 expected=f"a floating-point tensor of at most {MAX_DIMS} dims",
             )
@@ -46,30 +46,31 @@ class Meta:
         return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding], device=device)
 
     @classmethod
-    def decode(cls, encoded: torch.Tensor) -> Meta:
+    def decode(cls, encoded: torch.Tensor) -> TensorMeta:
         """What `encode` wrote."""
         code, dims, *sizes = encoded.tolist()
         return cls(tuple(sizes[:dims]), DTYPES[code])
 
 
 @dataclass
-class Arrival:
-    """A tensor on its way in; `take` returns it once it may be used."""
+class PendingReceive:
+    """A tensor that is being received."""
 
     tensor: torch.Tensor
     works: Sequence[dist.Work]
 
-    def take(self) -> torch.Tensor:
+    def wait(self) -> torch.Tensor:
+        """Wait for the tensor and return it."""
         for work in self.works:
             work.wait()
         return self.tensor
 
 
-class Wire:
-    """One rank's end of all transfers of a pipeline.
+class P2PCommunicator:
+    """Sends and receives tensors between this rank and its neighbours in the pipeline.
 
     Args:
-        group: the pp group. All of its ranks create their Wire at the same time.
+        group: the pp group; all its ranks create their communicator at the same time.
         device: where the tensors live.
         peers: the ranks in the group that this one exchanges tensors with.
     """
@@ -78,42 +79,44 @@ class Wire:
         self.group = group
         self.device = device
         self._sending: deque[tuple[Sequence[dist.Work], torch.Tensor]] = deque()
-        self._greet(sorted(peers))
+        self._open_connections(sorted(peers))
 
-    def _greet(self, peers: Sequence[int]) -> None:
+    def _open_connections(self, peers: Sequence[int]) -> None:
         """Open the connections to all peers, in both directions.
 
-        NCCL opens a connection on its first use and holds the host until the peer gets there. In a batch of a send
-        and a receive, the send would then wait for the peer's later answer, and both ranks for ever.
+        NCCL opens a connection on its first use and blocks the host until the peer uses it too. In a batch of a send
+        and a receive, each rank could block on a connection that the peer opens only later: a deadlock.
         """
         out, into = ([(torch.zeros(1, device=self.device), peer) for peer in peers] for _ in range(2))
         for work in start_exchange(self.group, sends=out, receives=into):
             work.wait()
 
-    def exchange_meta(self, peer: int, send: Meta | None, receive: bool) -> Meta | None:
-        """Send and receive a Meta, both at once when both are asked for; waits for the peer.
+    def exchange_meta(self, peer: int, send: TensorMeta | None, receive: bool) -> TensorMeta | None:
+        """Send a TensorMeta, receive one, or both at once; waits for the peer.
 
         Args:
             peer: rank in the pp group.
-            send: what to send, if anything.
+            send: what to send, or None.
             receive: whether the peer sends one.
         """
         incoming = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device) if receive else None
         works = self._start(peer, send.encode(self.device) if send else None, incoming)
         for work in works:
             work.wait()
-        return Meta.decode(incoming) if incoming is not None else None
+        return TensorMeta.decode(incoming) if incoming is not None else None
 
-    def exchange(self, peer: int, send: torch.Tensor | None, receive: Meta | None) -> Arrival | None:
-        """Start sending and receiving a tensor, both at once when both are asked for; does not wait.
+    def exchange(
+        self, peer: int, send: torch.Tensor | None, receive: TensorMeta | None
+    ) -> PendingReceive | None:
+        """Start sending a tensor, receiving one, or both at once; does not wait.
 
         Args:
             peer: rank in the pp group.
-            send: contiguous tensor; must not change until `finish`.
-            receive: what to expect, if anything.
+            send: contiguous tensor, or None; must not change until `finish`.
+            receive: shape and dtype of the tensor to receive, or None.
 
         Returns:
-            the tensor to come, if one was asked for.
+            the tensor being received, or None.
         """
         incoming = torch.empty(receive.shape, dtype=receive.dtype, device=self.device) if receive else None
         works = self._start(peer, send, incoming)
@@ -121,7 +124,7 @@ class Wire:
         if send is not None:
             self._sending.append((works[:1] if separate else works, send))
             self._wait_until(SENDS_IN_FLIGHT)
-        return Arrival(incoming, works[-1:] if separate else works) if incoming is not None else None
+        return PendingReceive(incoming, works[-1:] if separate else works) if incoming is not None else None
 
     def finish(self) -> None:
         """Wait for all sends."""

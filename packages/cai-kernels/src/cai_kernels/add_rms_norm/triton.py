@@ -30,12 +30,13 @@ def _add_rms_norm_backward(
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     casting: str,
-    sum_wanted: bool,
+    need_sum: bool,
     weight_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of x and residual alike [..., D], and of weight [D]; one not wanted is empty."""
-    wanted = (sum_wanted, weight_dtype, None)
-    return row_norm.backward(dy, total, weight, (None, rstd), dsum, casting, wanted)[:2]
+    """Gradient of x and residual alike [..., D], and of weight [D]; one not needed is empty."""
+    needed = row_norm.Needed(need_sum, weight_dtype)
+    dtotal, dw, _ = row_norm.backward(dy, total, weight, (None, rstd), dsum, casting, needed)
+    return dtotal, dw
 
 
 def _empty_gradients(
@@ -45,16 +46,18 @@ def _empty_gradients(
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     casting: str,
-    sum_wanted: bool,
+    need_sum: bool,
     weight_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return row_norm.empty_gradients(total, (sum_wanted, weight_dtype, None))[:2]
+    dtotal, dw, _ = row_norm.empty_gradients(total, row_norm.Needed(need_sum, weight_dtype))
+    return dtotal, dw
 
 
 def _save(ctx, inputs, output) -> None:
     _, _, weight, _, ctx.casting = inputs
-    ctx.save_for_backward(output[1], weight, output[2])
-    ctx.mark_non_differentiable(output[2])
+    _, total, rstd = output
+    ctx.save_for_backward(total, weight, rstd)
+    ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
 
 

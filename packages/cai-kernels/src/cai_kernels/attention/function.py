@@ -1,4 +1,4 @@
-"""The public doors: arguments checked, the form chosen."""
+"""Public entry points: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def attention(
 ) -> torch.Tensor:
     """`softmax(scale * q @ k.T + mask) @ v` by the fastest form there is here; `explain_attention` says which.
 
-    torch's scaled_dot_product_attention is the workhorse, with cuDNN before flash from Hopper on. torch's flash
-    operator is called with a window, and the Triton kernel of this package takes soft caps and float32 windows.
+    torch's scaled_dot_product_attention is used wherever it can be, with cuDNN before flash from Hopper on. torch's
+    flash operator is called with a window, and the Triton kernel of this package takes soft caps and float32 windows.
 
     Args:
         q: [B, N, Sq, H], float32, bfloat16, float16 or float64, any strides.
@@ -68,8 +68,8 @@ def attention(
     if name == "triton":
         from cai_kernels.attention import triton
 
-        opts = triton.options(scale=scale, causal=causal, window=window, softcap=softcap)
-        return triton.attention(q, k, v, None, None, None, None, None, [0, 0], opts)[0]
+        options = triton.Options(scale, causal, window=window or 0, softcap=softcap or 0.0)
+        return triton.attention(q, k, v, options)[0]
     if name == "flash_window":
         return _flash_window(q, k, v, question, scale)
     return _torchs(q, k, v, question, scale, name)
@@ -154,9 +154,10 @@ def varlen_attention(
 
     if q.shape[-1] > triton.MAX_HEAD:
         raise KernelError("head dim is too large for Triton", got=q.shape[-1], expected=triton.MAX_HEAD)
-    opts = triton.options(scale=scale, causal=causal, window=window)
+    options = triton.Options(scale, causal, window=window or 0, longest_query=longest, longest_key=longest)
     heads_first = (t.transpose(0, 1) for t in (q, k, v))
-    out = triton.attention(*heads_first, None, None, None, *starts, [longest, longest], opts)[0]
+    query_starts, key_starts = starts
+    out, _ = triton.attention(*heads_first, options, query_starts=query_starts, key_starts=key_starts)
     return out.transpose(0, 1)
 
 
@@ -261,11 +262,11 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -
     """Shapes of k and v beside q: [B, N, S, H] with four dims, [T, N, H] with three."""
     for name, tensor in (("k", k), ("v", v)):
         require(name, tensor, dtypes=(q.dtype,), like=q)
-    heads = [t.shape[1] if t.dim() == dims else 0 for t in (q, k, v)]
+    heads, key_heads, value_heads = (t.shape[1] if t.dim() == dims else 0 for t in (q, k, v))
     fits = (
-        min(heads) > 0
-        and heads[1] == heads[2]
-        and heads[0] % heads[1] == 0
+        min(heads, key_heads, value_heads) > 0
+        and key_heads == value_heads
+        and heads % key_heads == 0
         and k.shape[:-1] == v.shape[:-1]
         and k.shape[-1] == q.shape[-1]
         and (dims == 3 or k.shape[0] == q.shape[0])

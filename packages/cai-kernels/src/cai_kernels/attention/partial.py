@@ -52,8 +52,7 @@ def attention_with_lse(
     if form == "triton":
         from cai_kernels.attention import triton
 
-        opts = triton.options(scale=scale, causal=causal)
-        return triton.attention(q, k, v, None, None, None, None, None, [0, 0], opts)
+        return triton.attention(q, k, v, triton.Options(scale, causal))
     if form == "cudnn":
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
         return out, lse.view(q.shape[:-1])
@@ -94,14 +93,17 @@ def attention_backward(
     scale, lse = q.shape[-1] ** -0.5 if scale is None else scale, lse.contiguous()
     form = _form(q, k, v, backend)
     if form == "reference":
-        return _reference_backward(dout, (q, k, v), out, lse, causal=causal, scale=scale)
+        return _reference_backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
     if form == "triton":
         from cai_kernels.attention import triton
 
-        opts, inputs = triton.options(scale=scale, causal=causal), [q, k, v, None, None, None, None, None]
-        needs = [True, True, True, False, False]
+        options, needed = triton.Options(scale, causal), triton.Needed(q=True, k=True, v=True)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        return triton.attention_backward(dout, None, out, lse, inputs, [0, 0], opts, needs)[:3]
+        inputs = triton.Operands(q, k, v, bias=None, mask=None, gate=None, query_starts=None, key_starts=None)
+        dq, dk, dv, _, _ = triton.attention_backward(
+            dout, None, out, lse, *inputs, **options.arguments(), **needed.arguments()
+        )
+        return dq, dk, dv
     sizes = (q.shape[2], k.shape[2], 0.0, causal)
     if form in ("cudnn", "flash"):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only with dropout
@@ -184,17 +186,18 @@ def _gather(gradient: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _reference_backward(
     dout: torch.Tensor,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype = inputs[0].dtype
+    dtype, heads, key_heads = q.dtype, q.shape[1], k.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    heads = inputs[1].shape[1]
-    q, k, v = (_expand(t.to(wide), inputs[0].shape[1]) for t in inputs)
+    q, k, v = (_expand(t.to(wide), heads) for t in (q, k, v))
     scores = q @ k.transpose(-1, -2) * scale
     seen = reference.visible(q.shape[2], k.shape[2], causal=causal, window=None, device=q.device)
     if seen is not None:
@@ -202,5 +205,5 @@ def _reference_backward(
     p = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
     dout = dout.to(wide)
     ds = p * (dout @ v.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True)) * scale
-    dk, dv = (_gather(g, heads).to(dtype) for g in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
+    dk, dv = (_gather(g, key_heads).to(dtype) for g in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
     return (ds @ k).to(dtype), dk, dv

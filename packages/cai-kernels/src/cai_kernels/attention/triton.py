@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,15 +17,70 @@ from cai_kernels.ops import define
 MAX_HEAD = 256
 
 
-def options(
-    *, scale: float, causal: bool = False, window: int | None = None, softcap: float | None = None
-) -> list[float]:
-    """What the operators take beside tensors, as one list: scale, causal, window (0: none), softcap (0: none)."""
-    return [scale, float(causal), float(window or 0), float(softcap or 0.0)]
+@dataclass(frozen=True)
+class Options:
+    """What the operators take besides tensors.
+
+    Args:
+        scale: factor on the scores.
+        causal: a query sees keys up to its own position.
+        window: how many keys a query sees, 0 for all.
+        softcap: cap of the scores, 0 for none.
+        longest_query: the longest sequence of a packed q; not read otherwise.
+        longest_key: the longest sequence of packed k and v; not read otherwise.
+    """
+
+    scale: float
+    causal: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    longest_query: int = 0
+    longest_key: int = 0
+
+    def arguments(self) -> dict[str, float]:
+        """The fields as keyword arguments of an operator."""
+        return {
+            "scale": self.scale,
+            "causal": self.causal,
+            "window": self.window,
+            "softcap": self.softcap,
+            "longest_query": self.longest_query,
+            "longest_key": self.longest_key,
+        }
+
+    def flags(self) -> Flags:
+        """What is compiled in."""
+        return Flags(self.causal, self.window, self.softcap)
 
 
-def _flags(opts: Sequence[float]) -> Flags:
-    return Flags(bool(opts[1]), int(opts[2]), float(opts[3]))
+class Needed(NamedTuple):
+    """Which inputs need a gradient."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool = False
+    gate: bool = False
+
+    def arguments(self) -> dict[str, bool]:
+        """The fields as keyword arguments of an operator."""
+        return {
+            "need_q": self.q,
+            "need_k": self.k,
+            "need_v": self.v,
+            "need_bias": self.bias,
+            "need_gate": self.gate,
+        }
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs; one that is not needed has no elements."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor
+    gate: torch.Tensor
 
 
 def blocks(head: int, dtype: torch.dtype, kind: str, busy: bool = False) -> tuple[Blocks, int, int]:
@@ -53,8 +109,8 @@ def blocks(head: int, dtype: torch.dtype, kind: str, busy: bool = False) -> tupl
     return Blocks(32, 32, wide, head), 4, 1
 
 
-def _busy(given: Operands, opts: Sequence[float]) -> bool:
-    return given.bias is not None or opts[3] != 0.0
+def _busy(given: Operands, options: Options) -> bool:
+    return given.bias is not None or options.softcap != 0.0
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
@@ -69,21 +125,40 @@ def _last_contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _operands(*given: torch.Tensor | None) -> Operands:
-    q, k, v, bias, mask, gate, query_starts, key_starts = given
-    whole = [None if t is None else t.contiguous() for t in (bias, mask, query_starts, key_starts)]
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    query_starts: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
+) -> Operands:
+    """The operands with the strides that the kernels can read."""
     return Operands(
-        _last_contiguous(q), _last_contiguous(k), _last_contiguous(v),
-        whole[0], whole[1], _last_contiguous(gate), whole[2], whole[3],
-    )  # fmt: skip
+        q=_last_contiguous(q),
+        k=_last_contiguous(k),
+        v=_last_contiguous(v),
+        bias=_contiguous(bias),
+        mask=_contiguous(mask),
+        gate=_last_contiguous(gate),
+        query_starts=_contiguous(query_starts),
+        key_starts=_contiguous(key_starts),
+    )
 
 
-def _sizes(given: Operands, longest: Sequence[int]) -> tuple[Sizes, int]:
+def _sizes(given: Operands, options: Options) -> tuple[Sizes, int]:
     """The kernels' sizes, and how many sequences there are."""
     q, k = given.q, given.k
     heads, group = q.shape[-3], q.shape[-3] // k.shape[-3]
     if given.query_starts is not None:
-        return Sizes(longest[0], longest[1], heads, group, 1, 0, q.shape[1]), given.query_starts.shape[0] - 1
+        sizes = Sizes(options.longest_query, options.longest_key, heads, group, 1, 0, q.shape[1])
+        return sizes, given.query_starts.shape[0] - 1
     rows = 1 if given.bias is None else q.shape[0] // given.bias.shape[0]
     queries = q.shape[2]
     return Sizes(queries, k.shape[2], heads, group, rows, heads * queries, queries), q.shape[0]
@@ -98,21 +173,27 @@ def _attention_triton(
     gate: torch.Tensor | None,
     query_starts: torch.Tensor | None,
     key_starts: torch.Tensor | None,
-    longest: Sequence[int],
-    opts: Sequence[float],
+    *,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    longest_query: int,
+    longest_key: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [Z, N, Sq] or [N, T] in float32); see `kernels.Operands`. longest: of packed q and k."""
+    """(out like q, lse [Z, N, Sq] or [N, T] in float32); see `kernels.Operands` and `Options`."""
+    options = Options(scale, causal, window, softcap, longest_query, longest_key)
     given = _operands(q, k, v, bias, mask, gate, query_starts, key_starts)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    sizes, batch = _sizes(given, longest)
+    sizes, batch = _sizes(given, options)
     if out.numel() == 0 or batch == 0:
         return out, lse
-    tiles, warps, stages = blocks(q.shape[-1], q.dtype, "forward", _busy(given, opts))
+    tiles, warps, stages = blocks(q.shape[-1], q.dtype, "forward", _busy(given, options))
     launch = forward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
     strides = Strides(*(_strides(t) for t in (given.q, given.k, given.v, given.gate, out)))
     launch(
-        given, out, lse, sizes, strides, opts[0],
-        FLAGS=_flags(opts), BLOCKS=tiles, PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        given, out, lse, sizes, strides, options.scale,
+        FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -122,61 +203,81 @@ def _attention_triton_backward(
     dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    inputs: Sequence[torch.Tensor | None],
-    longest: Sequence[int],
-    opts: Sequence[float],
-    needs: Sequence[bool],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    query_starts: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    longest_query: int,
+    longest_key: int,
+    need_q: bool,
+    need_k: bool,
+    need_v: bool,
+    need_bias: bool,
+    need_gate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v, bias and gate; `needs` says of which (the others come empty)."""
-    given = _operands(*inputs)
-    results = _empty_gradients(dout, dlse, out, lse, inputs, longest, opts, needs)
-    sizes, batch = _sizes(given, longest)
+    """Gradients of q, k, v, bias and gate; those that are not needed come empty."""
+    options = Options(scale, causal, window, softcap, longest_query, longest_key)
+    needed = Needed(need_q, need_k, need_v, need_bias, need_gate)
+    given = _operands(q, k, v, bias, mask, gate, query_starts, key_starts)
+    results = _new_gradients(dout, q, k, v, bias, needed)
+    sizes, batch = _sizes(given, options)
     if out.numel() == 0 or batch == 0 or given.k.numel() == 0:
-        dq, dk, dv, dbias = (result.zero_() for result in results[:4])
-        return dq, dk, dv, dbias, torch.zeros_like(out) if needs[4] else results[4]
+        for gradient in results:
+            gradient.zero_()
+        return tuple(results._replace(gate=torch.zeros_like(out)) if needed.gate else results)
     dattention = torch.empty_like(out) if given.gate is not None else dout
-    gated = torch.empty_like(out) if given.gate is not None else results[4]
+    dgate = torch.empty_like(out) if given.gate is not None else results.gate
     delta = torch.empty_like(lse)
-    prepared = gradients.Prepared(out, dout, dlse, delta, dattention, gated)
+    prepared = gradients.Prepared(out, dout, dlse, delta, dattention, dgate)
     strides = Strides(*(_strides(t) for t in (given.q, given.k, given.v, given.gate, out)))
-    tiles, warps, _ = blocks(q_head := out.shape[-1], out.dtype, "queries")
+    tiles, warps, _ = blocks(head := out.shape[-1], out.dtype, "queries")
     launch = gradients.prepare[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
     launch(given, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
     upstream = gradients.Upstream(dattention, lse, delta)
     strides = strides._replace(out=_strides(dattention))
-    _launch_gradients(given, upstream, results, (sizes, batch, q_head), strides, opts, needs)
-    dq, dk, dv, dbias = results[:4]
-    return dq, dk, dv, dbias, gated if needs[4] else results[4]
+    _launch_gradients(given, upstream, results, sizes, batch, head, strides, options, needed)
+    return tuple(results._replace(gate=dgate) if needed.gate else results)
 
 
 def _launch_gradients(
     given: Operands,
     upstream: gradients.Upstream,
-    results: Sequence[torch.Tensor],
-    shape: tuple[Sizes, int, int],
+    results: Gradients,
+    sizes: Sizes,
+    batch: int,
+    head: int,
     strides: Strides,
-    opts: Sequence[float],
-    needs: Sequence[bool],
+    options: Options,
+    needed: Needed,
 ) -> None:
-    (sizes, batch, head), dtype = shape, upstream.dout.dtype
-    fixed = {"FLAGS": _flags(opts), "PRECISION": dot_precision(dtype)}
-    dq, dk, dv, dbias, _ = results
-    if needs[0]:
+    dtype = upstream.dout.dtype
+    fixed = {"FLAGS": options.flags(), "PRECISION": dot_precision(dtype)}
+    dq, dk, dv, dbias = results.q, results.k, results.v, results.bias
+    if needed.q:
         tiles, warps, stages = blocks(head, dtype, "queries")
         launch = gradients.queries_backward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
         launch(
-            given, upstream, dq, sizes, strides, _strides(dq), opts[0],
+            given, upstream, dq, sizes, strides, _strides(dq), options.scale,
             BLOCKS=tiles, num_warps=warps, num_stages=stages, **fixed,
         )  # fmt: skip
-    if needs[1] or needs[2]:
-        tiles, warps, stages = blocks(head, dtype, "keys", _busy(given, opts))
+    if needed.k or needed.v:
+        tiles, warps, stages = blocks(head, dtype, "keys", _busy(given, options))
         heads = sizes.heads // sizes.group
         launch = gradients.keys_backward[(triton.cdiv(sizes.keys, tiles.keys), batch * heads)]  # pyright: ignore[reportIndexIssue]
         launch(
-            given, upstream, (dk, dv), sizes, strides, (_strides(dk), _strides(dv)), opts[0],
+            given, upstream, (dk, dv), sizes, strides, (_strides(dk), _strides(dv)), options.scale,
             BLOCKS=tiles, num_warps=warps, num_stages=stages, **fixed,
         )  # fmt: skip
-    if needs[3]:
+    if needed.bias:
         tiles, warps, stages = blocks(head, dtype, "bias")
         across = triton.cdiv(sizes.queries, tiles.queries) * triton.cdiv(sizes.keys, tiles.keys)
         entries = batch // sizes.rows
@@ -186,50 +287,96 @@ def _launch_gradients(
         partial = dbias if parts == 1 else dbias.new_empty(parts, dbias.numel(), dtype=torch.float32)
         launch = gradients.bias_backward[(across, sizes.heads, entries * parts)]  # pyright: ignore[reportIndexIssue]
         launch(
-            given, upstream, partial, sizes, strides, opts[0], parts,
+            given, upstream, partial, sizes, strides, options.scale, parts,
             BLOCKS=tiles, num_warps=warps, num_stages=stages, **fixed,
         )  # fmt: skip
         if parts > 1:
             column_sums_into((partial,), (dbias.view(-1),))
 
 
-def _empty(q, k, v, bias, mask, gate, query_starts, key_starts, longest, opts):
+def _empty(q, k, v, bias, mask, gate, query_starts, key_starts, **_):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _empty_gradients(dout, dlse, out, lse, inputs, longest, opts, needs):
-    q, k, v, bias, _, gate, _, _ = inputs
-    keys = needs[1] or needs[2]
-    wanted = ((q, needs[0]), (k, keys), (v, keys), (bias, needs[3]), (gate, False))
-    results = [torch.empty_like(t) if need else dout.new_empty(0) for t, need in wanted]
-    if needs[3]:
-        results[3] = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    return tuple(results)
+def _new_gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    needed: Needed,
+) -> Gradients:
+    """Memory for the gradients, but that of the gate, which comes with the delta of softmax."""
+    dq, dk, dv, dbias, dgate = (dout.new_empty(0) for _ in range(5))
+    if needed.q:
+        dq = torch.empty_like(q)
+    if needed.k or needed.v:
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+    if needed.bias and bias is not None:
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    return Gradients(dq, dk, dv, dbias, dgate)
 
 
-def _fake_gradients(dout, dlse, out, lse, inputs, longest, opts, needs):
-    results = _empty_gradients(dout, dlse, out, lse, inputs, longest, opts, needs)
-    return (*results[:4], torch.empty_like(out)) if needs[4] else results
+def _empty_gradients(
+    dout,
+    dlse,
+    out,
+    lse,
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    gate,
+    query_starts,
+    key_starts,
+    *,
+    need_q,
+    need_k,
+    need_v,
+    need_bias,
+    need_gate,
+    **_,
+):
+    needed = Needed(need_q, need_k, need_v, need_bias, need_gate)
+    results = _new_gradients(dout, q, k, v, bias, needed)
+    return tuple(results._replace(gate=torch.empty_like(out)) if need_gate else results)
 
 
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.longest, ctx.opts = inputs
-    ctx.save_for_backward(*tensors, *output)
+def _save(ctx, inputs, keyword_only_inputs, output) -> None:
+    ctx.options = keyword_only_inputs
+    ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
-    *tensors, out, lse = ctx.saved_tensors
-    need = ctx.needs_input_grad
+    *inputs, out, lse = ctx.saved_tensors
+    need_q, need_k, need_v, need_bias, _, need_gate, _, _ = ctx.needs_input_grad
     if dout is None and dlse is None:
-        return (None,) * 10
+        return (None,) * len(inputs)
     dout = torch.zeros_like(out) if dout is None else _last_contiguous(dout)
     dlse = None if dlse is None else dlse.contiguous()
-    needs = [need[0], need[1], need[2], need[3], need[5]]
-    found = attention_backward(dout, dlse, out, lse, tensors, ctx.longest, ctx.opts, needs)
-    dq, dk, dv, dbias, dgate = (g if n else None for g, n in zip(found, needs, strict=True))
-    return dq, dk, dv, dbias, None, dgate, None, None, None, None
+    needed = Needed(need_q, need_k, need_v, need_bias, need_gate)
+    found = attention_backward(dout, dlse, out, lse, *inputs, **ctx.options, **needed.arguments())
+    dq, dk, dv, dbias, dgate = (g if need else None for g, need in zip(found, needed, strict=True))
+    return dq, dk, dv, dbias, None, dgate, None, None
 
 
-attention_backward = define(_attention_triton_backward, _fake_gradients)
-attention = define(_attention_triton, _empty, save=_save, backward=_differentiate)
+attention_backward = define(_attention_triton_backward, _empty_gradients)
+attention_forward = define(_attention_triton, _empty, save=_save, backward=_differentiate)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    query_starts: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, log-sum-exp); differentiable in q, k, v, bias and gate. See `kernels.Operands` for the shapes."""
+    return attention_forward(q, k, v, bias, mask, gate, query_starts, key_starts, **options.arguments())

@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cai_kernels.cross_entropy.options import ENTROPY, LOGIT_SUM, PLAIN
 from cai_kernels.tiles import exp
-
-PLAIN, LOGIT_SUM, ENTROPY = 0, 1, 2  # what a scan keeps beside maximum and sum of exponentials
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _PLAIN, _LOGIT_SUM, _ENTROPY = tl.constexpr(PLAIN), tl.constexpr(LOGIT_SUM), tl.constexpr(ENTROPY)

@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend chosen."""
+"""Public entry point: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -89,15 +89,21 @@ def cross_entropy(
     check_options(reduction, label_smoothing, z_loss, softcap)
     if form == "reference":
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
-        options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
-        loss, z = reference.cross_entropy(rows, flat, *options)
+        loss, z = reference.cross_entropy(
+            rows, flat, ignore_index, reduction, label_smoothing, z_loss, softcap
+        )
     else:
         from cai_kernels.cross_entropy import triton
 
-        numbers = (label_smoothing, z_loss, softcap or 0.0)
-        inplace = inplace_backward and not torch.compiler.is_compiling()
         loss, z, _, _ = triton.cross_entropy(
-            rows_of(logits), target.contiguous(), ignore_index, REDUCTIONS.index(reduction), *numbers, inplace
+            rows_of(logits),
+            target.contiguous(),
+            ignore_index=ignore_index,
+            reduction=REDUCTIONS.index(reduction),
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap or 0.0,
+            inplace=inplace_backward and not torch.compiler.is_compiling(),
         )
     if reduction == "none":
         loss, z = loss.view(target.shape), z.view(target.shape)

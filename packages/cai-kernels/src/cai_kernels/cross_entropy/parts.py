@@ -9,6 +9,7 @@ import torch
 from cai_kernels.backend import Backend, choose, require
 from cai_kernels.cross_entropy import reference
 from cai_kernels.cross_entropy.function import DTYPES, check_options, check_target, rows_of
+from cai_kernels.cross_entropy.options import LOGIT_SUM, PLAIN, LossOptions
 from cai_kernels.errors import KernelError
 
 
@@ -57,13 +58,18 @@ def cross_entropy_parts(
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
         found = reference.parts(rows, flat, vocab_start, ignore_index, softcap)
         if not logit_sum:
-            found = (*found[:3], torch.zeros_like(found[3]))
+            maximum, sum_exp, target_logit, sums = found
+            found = (maximum, sum_exp, target_logit, torch.zeros_like(sums))
     else:
         from cai_kernels.cross_entropy import triton
 
-        aux = triton.LOGIT_SUM if logit_sum else triton.PLAIN
         stats = triton.cross_entropy_scan(
-            rows_of(logits), target.contiguous(), vocab_start, ignore_index, softcap or 0.0, aux
+            rows_of(logits),
+            target.contiguous(),
+            first=vocab_start,
+            ignore_index=ignore_index,
+            softcap=softcap or 0.0,
+            statistic=LOGIT_SUM if logit_sum else PLAIN,
         )
         found = stats.unbind(0)
     return CrossEntropyParts(*(part.view(target.shape) for part in found))
@@ -146,17 +152,20 @@ def cross_entropy_gradient(
         logits, target, {"dloss": dloss, "parts.maximum": parts.maximum, "parts.sum_exp": parts.sum_exp}
     )
     _check_out(logits, out)
-    vocab = vocab or (0, logits.shape[-1])
+    first, vocabulary = vocab or (0, logits.shape[-1])
     logits = logits.detach()
     if form == "reference":
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
         stats = (parts.maximum.reshape(-1), parts.sum_exp.reshape(-1))
-        options = (label_smoothing, z_loss, softcap)
-        gradient = reference.gradient(rows, flat, stats, dloss.reshape(-1), vocab, options).view(logits.shape)
+        loss = LossOptions(-1, label_smoothing, z_loss, softcap or 0.0)
+        gradient = reference.gradient(
+            rows, flat, stats, dloss.reshape(-1), loss, first=first, vocabulary=vocabulary
+        ).view(logits.shape)
         return gradient if out is None else out.detach().copy_(gradient)
     from cai_kernels.cross_entropy import triton
 
-    stats = torch.stack([part.reshape(-1).float() for part in (*parts[:2], *parts[:2])])
+    maximum, sum_exp = (part.reshape(-1).float() for part in (parts.maximum, parts.sum_exp))
+    stats = torch.stack((maximum, sum_exp, maximum, sum_exp))  # the last two are not used
     rows = rows_of(logits)
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out.detach()
     triton.cross_entropy_gradient_(
@@ -165,7 +174,10 @@ def cross_entropy_gradient(
         target.contiguous(),
         stats,
         rows_of(result),
-        vocab[0],
-        *(label_smoothing, label_smoothing / vocab[1], z_loss, softcap or 0.0),
+        first=first,
+        vocabulary=vocabulary,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap or 0.0,
     )
     return result.view(logits.shape)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from cai_kernels.cross_entropy.options import LossOptions
+
 
 def widen(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Logits in float32 (float64 stays), capped to `softcap * tanh(logits / softcap)` if one is given."""
@@ -61,17 +63,27 @@ def gradient(
     target: torch.Tensor,
     stats: tuple[torch.Tensor, torch.Tensor],
     dloss: torch.Tensor,
-    vocab: tuple[int, int],
-    options: tuple[float, float, float | None],
+    loss: LossOptions,
+    *,
+    first: int = 0,
+    vocabulary: int | None = None,
     entropy: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The gradient of logits [rows, columns] that begin at vocab[0] of a vocabulary of vocab[1].
+    """The gradient of logits [rows, columns].
 
-    stats: (maximum, sum of exponentials) of the whole vocabulary; dloss [rows]; options (label smoothing, z-loss,
-    softcap); entropy, if the rows' entropies have gradients too: (those, sums of exp(x - maximum) * (x - maximum)).
-    Rows without an upstream gradient get zeros whatever they hold.
+    Args:
+        logits: the columns `first` and following of the vocabulary.
+        target: [rows], of the whole vocabulary.
+        stats: (maximum, sum of exponentials) of every row over the whole vocabulary.
+        dloss: [rows]. A row without an upstream gradient gets zeros, whatever its logits; `loss.ignore_index` is not
+            read.
+        loss: options of the loss.
+        first: class of the first column.
+        vocabulary: its size, by default the number of columns.
+        entropy: if the entropies have gradients too: (these, sums of exp(x - maximum) * (x - maximum)).
     """
-    (first, size), (smoothing, z_loss, softcap) = vocab, options
+    size, smoothing, z_loss = vocabulary or logits.shape[-1], loss.label_smoothing, loss.z_loss
+    softcap = loss.softcap
     wide = widen(logits, softcap)
     maximum, total = (s[:, None] for s in stats)
     dloss = dloss.to(wide.dtype)[:, None]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from cai_kernels.cross_entropy.device import (
-    ENTROPY,
-    LOGIT_SUM,
-    PLAIN,
     capped,
     load_target,
     place_of,
@@ -18,6 +17,7 @@ from cai_kernels.cross_entropy.device import (
     scan_row,
     slopes,
 )
+from cai_kernels.cross_entropy.options import ENTROPY, PLAIN, LossOptions
 from cai_kernels.launch import power_of_2
 from cai_kernels.ops import define
 
@@ -132,7 +132,8 @@ def _gradient(
     dloss_ptr, dloss_stride, scale_ptr, dentropy_ptr = upstream
     rows, columns, x_shape, dx_shape = shapes
     first, ignored = scalars
-    CAP: tl.constexpr = terms[3] is not None
+    _, _, _, softcap = terms
+    CAP: tl.constexpr = softcap is not None
     tiles = tl.cdiv(columns, BLOCK)
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
@@ -175,45 +176,86 @@ def _scan_sizes(logits: torch.Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Upstream:
+    """The gradients that arrive at rows.
+
+    Args:
+        dloss: of the losses, [rows] or a scalar.
+        scale: factor on `dloss`, or None for 1.
+        dentropy: of the entropies, [rows], or None.
+    """
+
+    dloss: torch.Tensor
+    scale: torch.Tensor | None = None
+    dentropy: torch.Tensor | None = None
+
+
+def terms_of(loss: LossOptions, vocabulary: int) -> tuple[float, float, float | None, float | None]:
+    """The terms of a loss as the kernels take them, see `device.slopes`."""
+    smoothing = loss.label_smoothing
+    return smoothing, smoothing / vocabulary, loss.z_loss or None, loss.softcap or None
+
+
 def scan(
-    logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, softcap: float, aux: int
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    first: int,
+    ignore_index: int,
+    softcap: float,
+    statistic: int,
 ) -> torch.Tensor:
     """Logits [rows, columns] or [outer, inner, columns], columns contiguous, target [rows] -> stats [4, rows] float32.
 
-    A softcap of 0 is none. Rows whose target is `ignored` are not read.
+    A softcap of 0 is none. Rows whose target is `ignore_index` are not read. `first`: class of the first column.
     """
     rows = target.numel()
     stats = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        scalars = (softcap or None, first, ignored)
+        scalars = (softcap or None, first, ignore_index)
         launch = _scan[(rows,)]  # pyright: ignore[reportIndexIssue]
         sizes = _scan_sizes(logits)
         shapes = (rows, logits.shape[-1], _shape(logits))
-        launch(logits, target, stats, shapes, scalars, AUX=aux, **sizes)
+        launch(logits, target, stats, shapes, scalars, AUX=statistic, **sizes)
     return stats
 
 
 def write_gradient(
-    upstream: tuple,
+    upstream: Upstream,
     logits: torch.Tensor,
     target: torch.Tensor,
     stats: torch.Tensor,
     out: torch.Tensor,
-    scalars: tuple[int, int],
-    options: tuple[float, float, float, float],
-    aux: int = PLAIN,
+    loss: LossOptions,
+    *,
+    first: int = 0,
+    vocabulary: int | None = None,
+    statistic: int = PLAIN,
 ) -> None:
-    """Write the gradient of the logits to `out`, which may be the logits; see the kernel for the tuples."""
+    """Write the gradient of the logits to `out`, which may be the logits.
+
+    `first`: class of the first column. `vocabulary`: its size, by default the number of columns.
+    """
     rows, columns = target.numel(), logits.shape[-1]
     if not rows:
         return
     block = min(power_of_2(columns), 4096)
     launch = _gradient[(rows * triton.cdiv(columns, block),)]  # pyright: ignore[reportIndexIssue]
     shapes = (rows, columns, _shape(logits), _shape(out))
-    terms = (*options[:2], options[2] or None, options[3] or None)
-    warps = max(min(block // 512, 8), 1)
+    dloss = upstream.dloss
     launch(
-        upstream, logits, target, stats, out, shapes, scalars, terms, AUX=aux, BLOCK=block, num_warps=warps
+        (dloss, 1 if dloss.dim() else 0, upstream.scale, upstream.dentropy),
+        logits,
+        target,
+        stats,
+        out,
+        shapes,
+        (first, loss.ignore_index),
+        terms_of(loss, vocabulary or columns),
+        AUX=statistic,
+        BLOCK=block,
+        num_warps=max(min(block // 512, 8), 1),
     )
 
 
@@ -229,8 +271,8 @@ def _cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, z-loss, stats [4, rows], factor of a mean); losses are [rows] or scalars."""
     rows, columns = target.numel(), logits.shape[-1]
-    aux = LOGIT_SUM if label_smoothing else PLAIN
-    stats = scan(logits, target, 0, ignore_index, softcap, aux)
+    statistic = LossOptions(ignore_index, label_smoothing).statistic
+    stats = scan(logits, target, first=0, ignore_index=ignore_index, softcap=softcap, statistic=statistic)
     loss = torch.empty((rows,) if reduction == NONE else (), dtype=torch.float32, device=logits.device)
     z = torch.empty_like(loss)
     scale = torch.empty((), dtype=torch.float32, device=logits.device)
@@ -280,9 +322,8 @@ def _cross_entropy_backward(
 ) -> torch.Tensor:
     """The gradient of the logits, contiguous. dloss is [rows] or a scalar, float32."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    options = (label_smoothing, label_smoothing / logits.shape[-1], z_loss, softcap)
-    upstream = (dloss, 1 if dloss.dim() else 0, scale, None)
-    write_gradient(upstream, logits, target, stats, out, (0, ignore_index), options)
+    loss = LossOptions(ignore_index, label_smoothing, z_loss, softcap)
+    write_gradient(Upstream(dloss, scale), logits, target, stats, out, loss)
     return out
 
 
@@ -306,7 +347,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(logits, target, stats, scale)
     ctx.mark_non_differentiable(z, stats, scale)
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.inplace = (ignore_index, label_smoothing, z_loss, softcap), inplace
+    ctx.loss, ctx.inplace = LossOptions(ignore_index, label_smoothing, z_loss, softcap), inplace
 
 
 def _differentiate(ctx, dloss, _z, _stats, _scale):
@@ -316,12 +357,9 @@ def _differentiate(ctx, dloss, _z, _stats, _scale):
     logits, target, stats, scale = ctx.saved_tensors
     dloss = dloss.contiguous()
     if not ctx.inplace:
-        return cross_entropy_backward(dloss, logits, target, stats, scale, *ctx.options), *others
-    ignore_index, label_smoothing, z_loss, softcap = ctx.options
-    options = (label_smoothing, label_smoothing / logits.shape[-1], z_loss, softcap)
+        return cross_entropy_backward(dloss, logits, target, stats, scale, **ctx.loss.arguments()), *others
     out = logits.detach()
-    upstream = (dloss, 1 if dloss.dim() else 0, scale, None)
-    write_gradient(upstream, out, target, stats, out, (0, ignore_index), options)
+    write_gradient(Upstream(dloss, scale), out, target, stats, out, ctx.loss)
     torch.autograd.graph.increment_version(logits)  # a second backward is then torch's own error
     return out, *others
 
@@ -331,14 +369,18 @@ cross_entropy = define(_cross_entropy, _empty, save=_save, backward=_differentia
 
 
 def _cross_entropy_scan(
-    logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, softcap: float, aux: int
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    first: int,
+    ignore_index: int,
+    softcap: float,
+    statistic: int,
 ) -> torch.Tensor:
-    return scan(logits, target, first, ignored, softcap, aux)
+    return scan(logits, target, first=first, ignore_index=ignore_index, softcap=softcap, statistic=statistic)
 
 
-def _empty_stats(
-    logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, softcap: float, aux: int
-) -> torch.Tensor:
+def _empty_stats(logits: torch.Tensor, target: torch.Tensor, **_) -> torch.Tensor:
     return logits.new_empty((4, target.numel()), dtype=torch.float32)
 
 
@@ -348,21 +390,15 @@ def _cross_entropy_gradient_(
     target: torch.Tensor,
     stats: torch.Tensor,
     out: torch.Tensor,
+    *,
     first: int,
-    smoothing: float,
-    share: float,
+    vocabulary: int,
+    label_smoothing: float,
     z_loss: float,
     softcap: float,
 ) -> None:
-    write_gradient(
-        (dloss, 1, None, None),
-        logits,
-        target,
-        stats,
-        out,
-        (first, NEVER),
-        (smoothing, share, z_loss, softcap),
-    )
+    loss = LossOptions(NEVER, label_smoothing, z_loss, softcap)
+    write_gradient(Upstream(dloss), logits, target, stats, out, loss, first=first, vocabulary=vocabulary)
 
 
 cross_entropy_scan = define(_cross_entropy_scan, _empty_stats)

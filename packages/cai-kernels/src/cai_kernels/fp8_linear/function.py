@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend chosen, the weight's cast kept between calls."""
+"""Public entry point: checks arguments, chooses the backend, keeps the cast of the weight between calls."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cai_kernels.backend import Backend, capability, choose, require
 from cai_kernels.errors import KernelError
 from cai_kernels.fp8_linear import quantized
-from cai_kernels.fp8_linear.reference import BLOCK, ROW, TENSOR
+from cai_kernels.fp8_linear.reference import BLOCK, ROW, TENSOR, Cast
 
 Scaling = Literal["tensor", "row", "block"]
 SCALINGS = {"tensor": TENSOR, "row": ROW, "block": BLOCK}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-_step = [0]  # of all optimizers
+class _OptimizerSteps:
+    """The number of steps of all optimizers in this process."""
+
+    count = 0
 
 
 @functools.cache
-def _watch_steps() -> None:
-    """Count the steps of all optimizers, once for the process."""
+def _count_optimizer_steps() -> None:
+    """Start counting; only the first call has an effect."""
 
     def stepped(*_: object) -> None:
-        _step[0] += 1
+        _OptimizerSteps.count += 1
 
     register_optimizer_step_post_hook(stepped)
 
@@ -46,7 +49,7 @@ class WeightCache:
     def clear(self) -> None:
         """Forget the cast."""
         self._key: tuple[object, ...] | None = None
-        self._cast: list[torch.Tensor] = []
+        self._cast: Cast | None = None
 
     def __deepcopy__(self, memo: dict) -> WeightCache:
         return WeightCache()
@@ -54,20 +57,27 @@ class WeightCache:
     def __reduce__(self):
         return WeightCache, ()
 
-    def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> list[torch.Tensor]:
-        """The cast of weight [out, in] as `reference.cast` gives it, transposed too."""
-        _watch_steps()
+    def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> Cast:
+        """The cast of weight [out, in], and transposed."""
+        _count_optimizer_steps()
         here = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device)
-        key = (_step[0], *here, scaling, triton)
-        if key != self._key:
+        key = (_OptimizerSteps.count, *here, scaling, triton)
+        if self._cast is None or key != self._key:
             self._cast = _cast_weight(weight, scaling, triton)
             self._key = key
         return self._cast
 
 
-def _cast_weight(weight: torch.Tensor, scaling: int, triton: bool) -> list[torch.Tensor]:
-    numbers, how = quantized.NUMBERS, quantized.weight_scaling(scaling)
-    return list(quantized.fp8_cast(weight.detach().contiguous(), how, numbers, True, triton))
+def _cast_weight(weight: torch.Tensor, scaling: int, triton: bool) -> Cast:
+    return Cast(
+        *quantized.fp8_cast(
+            weight.detach().contiguous(),
+            quantized.weight_scaling(scaling),
+            quantized.NUMBERS,
+            transposed=True,
+            triton=triton,
+        )
+    )
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
@@ -148,9 +158,16 @@ def fp8_linear(
     else:
         cast = weight_cache.get(weight, kind, triton)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    keep = weight.requires_grad and torch.is_grad_enabled()
-    bias = None if bias is None else bias.to(x.dtype)
-    y, _, _ = quantized.fp8_linear(flat, weight, bias, cast, kind, triton, fast_accumulate, keep)
+    y, _, _ = quantized.fp8_linear(
+        flat,
+        weight,
+        None if bias is None else bias.to(x.dtype),
+        *cast,
+        scaling=kind,
+        triton=triton,
+        fast=fast_accumulate,
+        keep_x=weight.requires_grad and torch.is_grad_enabled(),
+    )
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -11,16 +11,16 @@ from cai_kernels.fp8_linear import reference
 from cai_kernels.fp8_linear.reference import BLOCK, ROW, SQUARE, TENSOR, Cast
 from cai_kernels.ops import define
 
-NUMBERS = torch.float8_e4m3fn  # of x and the weight
+NUMBERS = torch.float8_e4m3fn  # dtype of x and the weight
 
 
 def gradient_type(scaling: int) -> torch.dtype:
-    """One scale for a whole gradient needs the range of e5m2; finer scales spare it."""
+    """The dtype of gradients: with one scale for a whole gradient e5m2 for its range, with finer scales e4m3."""
     return torch.float8_e5m2 if scaling == TENSOR else NUMBERS
 
 
 def weight_scaling(scaling: int) -> int:
-    """How the weight is scaled: in squares where the others are in blocks."""
+    """How the weight is scaled: in squares of 128x128 where the other operands are scaled in blocks of 1x128."""
     return SQUARE if scaling == BLOCK else scaling
 
 
@@ -74,86 +74,97 @@ def _fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_cast: list[torch.Tensor],
+    weight_fp8: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_transposed: torch.Tensor,
+    weight_transposed_scale: torch.Tensor,
+    *,
     scaling: int,
     triton: bool,
     fast: bool,
-    keep: bool,
+    keep_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [T, in], weight [out, in] and its cast -> (y [T, out], xᵀ in float8 and its scales, if `keep`)."""
-    q, scale, turned, turned_scale = _cast(x, scaling, NUMBERS, keep, triton)
-    y = matmul(q, scale, weight_cast[0], weight_cast[1], x.dtype, scaling, triton, fast)
-    return y if bias is None else y.add_(bias), turned, turned_scale
+    """x [T, in], weight [out, in] and its cast -> (y [T, out], xᵀ in float8 and its scales, if `keep_x`)."""
+    q, scale, transposed, transposed_scale = _cast(x, scaling, NUMBERS, keep_x, triton)
+    y = matmul(q, scale, weight_fp8, weight_scale, x.dtype, scaling, triton, fast)
+    return y if bias is None else y.add_(bias), transposed, transposed_scale
 
 
 def _empty_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight_cast: list[torch.Tensor],
-    scaling: int,
-    triton: bool,
-    fast: bool,
-    keep: bool,
+    x: torch.Tensor, weight: torch.Tensor, *_tensors: torch.Tensor | None, scaling: int, keep_x: bool, **_
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, _, turned, turned_scale = reference.empty_cast(x, scaling, NUMBERS, keep)
-    return x.new_empty(x.shape[0], weight.shape[0]), turned, turned_scale
+    cast = reference.empty_cast(x, scaling, NUMBERS, keep_x)
+    return x.new_empty(x.shape[0], weight.shape[0]), cast.transposed, cast.transposed_scale
 
 
 def _fp8_linear_backward(
     dy: torch.Tensor,
-    x_cast: list[torch.Tensor],
-    weight_cast: list[torch.Tensor],
-    wanted: list[bool],
+    x_transposed: torch.Tensor,
+    x_transposed_scale: torch.Tensor,
+    weight_transposed: torch.Tensor,
+    weight_transposed_scale: torch.Tensor,
+    *,
+    need_x: bool,
+    need_weight: bool,
     scaling: int,
     triton: bool,
     fast: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and weight; one that is not wanted has no elements."""
-    q, scale, turned, turned_scale = _cast(dy, scaling, gradient_type(scaling), wanted[1], triton)
-    dx = dw = dy.new_empty(0)
-    if wanted[0]:
-        dx = matmul(q, scale, weight_cast[2], weight_cast[3], dy.dtype, scaling, triton, fast)
-    if wanted[1]:
-        dw = matmul(turned, turned_scale, x_cast[0], x_cast[1], dy.dtype, scaling, triton, fast)
-    return dx, dw if wanted[0] or wanted[1] else dy.new_empty(0)
+    """Gradients of x and weight; one that is not needed has no elements."""
+    dtype, cast = dy.dtype, _cast(dy, scaling, gradient_type(scaling), need_weight, triton)
+    q, scale, transposed, transposed_scale = cast
+    dx, dw = dy.new_empty(0), dy.new_empty(0)
+    if need_x:
+        dx = matmul(q, scale, weight_transposed, weight_transposed_scale, dtype, scaling, triton, fast)
+    if need_weight:
+        dw = matmul(
+            transposed, transposed_scale, x_transposed, x_transposed_scale, dtype, scaling, triton, fast
+        )
+    return dx, dw
 
 
 def _empty_backward(
     dy: torch.Tensor,
-    x_cast: list[torch.Tensor],
-    weight_cast: list[torch.Tensor],
-    wanted: list[bool],
-    scaling: int,
-    triton: bool,
-    fast: bool,
+    x_transposed: torch.Tensor,
+    x_transposed_scale: torch.Tensor,
+    weight_transposed: torch.Tensor,
+    weight_transposed_scale: torch.Tensor,
+    *,
+    need_x: bool,
+    need_weight: bool,
+    **_,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = weight_cast[2].shape[0]
-    dx = dy.new_empty((dy.shape[0], columns) if wanted[0] else (0,))
-    return dx, dy.new_empty((dy.shape[1], columns) if wanted[1] else (0,))
+    columns = weight_transposed.shape[0]
+    dx = dy.new_empty((dy.shape[0], columns) if need_x else (0,))
+    return dx, dy.new_empty((dy.shape[1], columns) if need_weight else (0,))
 
 
-def _save(ctx, inputs, output) -> None:
-    _, weight, _, weight_cast, scaling, triton, fast, _ = inputs
-    _, turned, turned_scale = output
-    ctx.save_for_backward(turned, turned_scale, *weight_cast)
-    ctx.mark_non_differentiable(turned, turned_scale)
+def _save(ctx, inputs, keyword_only_inputs, output) -> None:
+    _, weight, _, _, _, weight_transposed, weight_transposed_scale = inputs
+    _, x_transposed, x_transposed_scale = output
+    ctx.save_for_backward(x_transposed, x_transposed_scale, weight_transposed, weight_transposed_scale)
+    ctx.mark_non_differentiable(x_transposed, x_transposed_scale)
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.weight_dtype = (scaling, triton, fast), weight.dtype
+    ctx.options = {name: keyword_only_inputs[name] for name in ("scaling", "triton", "fast")}
+    ctx.weight_dtype = weight.dtype
 
 
 def _differentiate(ctx, dy, *_):
     if dy is None:
-        return None, None, None, [None] * 4, None, None, None, None
-    turned, turned_scale, *weight_cast = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        return (None,) * 7
+    need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
     dx = dw = None
-    if need_x or need_w:
-        dx, dw = fp8_linear_backward(dy, [turned, turned_scale], weight_cast, [need_x, need_w], *ctx.options)
-    db = dy.sum(0) if need_b else None
-    gradients = (dx if need_x else None, dw.to(ctx.weight_dtype) if need_w else None, db)
-    return *gradients, [None] * len(weight_cast), None, None, None, None
+    if need_x or need_weight:
+        dx, dw = fp8_linear_backward(
+            dy, *ctx.saved_tensors, need_x=need_x, need_weight=need_weight, **ctx.options
+        )
+    return (
+        dx if need_x else None,
+        dw.to(ctx.weight_dtype) if need_weight else None,
+        dy.sum(0) if need_bias else None,
+        *(None,) * 4,
+    )
 
 
 fp8_cast = define(_fp8_cast, _empty_cast)

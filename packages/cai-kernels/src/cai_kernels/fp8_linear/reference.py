@@ -6,12 +6,26 @@ saturates; products of the stored numbers are summed in float32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
 TENSOR, ROW, BLOCK, SQUARE = 0, 1, 2, 3  # one scale in all; a row; 1x128; 128x128
 SIDE = 128
-Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Cast(NamedTuple):
+    """A matrix [M, K] in FP8, and transposed [K, M rounded up to 16] in FP8, each with its scales.
+
+    Scales are float32: [1, 1] (TENSOR), [M, 1] (ROW), [M, K / 128] (BLOCK), [M / 128, K / 128] (SQUARE); likewise of
+    the transposed matrix. If only one form was asked for, `transposed` and its scales have no elements.
+    """
+
+    matrix: torch.Tensor
+    scale: torch.Tensor
+    transposed: torch.Tensor
+    transposed_scale: torch.Tensor
 
 
 def _tiles(t: torch.Tensor, scaling: int) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -39,25 +53,22 @@ def _cast(t: torch.Tensor, scaling: int, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) -> Cast:
-    """(t [M, K] in `dtype`, its scales, tᵀ [K, M rounded up to 16] in `dtype`, its scales).
-
-    Scales are float32: [1, 1] (TENSOR), [M, 1] (ROW), [M, K / 128] (BLOCK), [M / 128, K / 128] (SQUARE); likewise of
-    the transposed. Without `transposed` the last two have no elements.
-    """
+    """t [M, K] in `dtype`; with `transposed` also its transpose."""
     if not t.numel():
         return empty_cast(t, scaling, dtype, transposed)
     q, scale = _cast(t, scaling, dtype)
     if not transposed:
-        return q, scale, q.new_empty(0), scale.new_empty(0)
+        return Cast(q, scale, q.new_empty(0), scale.new_empty(0))
     turned, turned_scale = _cast(t.t().contiguous(), scaling, dtype)
     turned = F.pad(turned.view(torch.uint8), (0, -t.shape[0] % 16)).view(dtype)
-    return q, scale, turned, turned_scale
+    return Cast(q, scale, turned, turned_scale)
 
 
 def scale_shape(rows: int, columns: int, scaling: int) -> tuple[int, int]:
     """The shape of the scales of [rows, columns]."""
     across = -(-columns // SIDE)
-    return ((1, 1), (rows, 1), (rows, across), (-(-rows // SIDE), across))[scaling]
+    shapes = {TENSOR: (1, 1), ROW: (rows, 1), BLOCK: (rows, across), SQUARE: (-(-rows // SIDE), across)}
+    return shapes[scaling]
 
 
 def empty_cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) -> Cast:
@@ -66,9 +77,10 @@ def empty_cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bo
     q = t.new_empty((rows, columns), dtype=dtype)
     scale = t.new_ones(scale_shape(rows, columns, scaling), dtype=torch.float32)
     if not transposed:
-        return q, scale, q.new_empty(0), scale.new_empty(0)
+        return Cast(q, scale, q.new_empty(0), scale.new_empty(0))
     turned = t.new_empty((columns, rows + -rows % 16), dtype=dtype)
-    return q, scale, turned, t.new_ones(scale_shape(columns, rows, scaling), dtype=torch.float32)
+    turned_scale = t.new_ones(scale_shape(columns, rows, scaling), dtype=torch.float32)
+    return Cast(q, scale, turned, turned_scale)
 
 
 def widen(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,8 @@ def _largest(
 
 
 @triton.jit
-def _factors(largest, limits):
-    """(what numbers are multiplied by, the scale that undoes it)"""
-    limit = limits[0]
+def _factors(largest, limit):
+    """(the factor of the numbers, the scale that undoes it); `limit` is the largest number of the FP8 type."""
     known = tl.where(largest == 0.0, limit, largest)
     return tl.div_rn(limit + tl.zeros_like(known), known), tl.div_rn(known, limit + tl.zeros_like(known))
 
@@ -89,6 +88,10 @@ def _cast(
 ):
     """One tile a program; shape: (rows, columns, columns of the transposed); limits: (float8's largest, `one`)."""
     rows, columns, padded = shape
+    limit, one = limits
+    q_ptr, turned_ptr = q_ptrs
+    scale_ptr, turned_scale_ptr = scale_ptrs
+    row_largest_ptr, column_largest_ptr = largest_ptrs
     across = tl.cdiv(columns, SIZE)
     program = tl.program_id(0).to(tl.int64)
     block_row, block_column = program // across, program % across
@@ -97,43 +100,45 @@ def _cast(
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     t = tl.load(t_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if SCALING == _TENSOR:
-        factor, scale = _factors(tl.load(largest_ptrs[0]).to(tl.float32, bitcast=True), limits)
-        tl.store(scale_ptrs[0], scale, mask=program == 0)
+        factor, scale = _factors(tl.load(row_largest_ptr).to(tl.float32, bitcast=True), limit)
+        tl.store(scale_ptr, scale, mask=program == 0)
         if TURNED:
-            tl.store(scale_ptrs[1], scale, mask=program == 0)
+            tl.store(turned_scale_ptr, scale, mask=program == 0)
         q = t * factor
-        turned = t * (factor * limits[1])
+        turned = t * (factor * one)
     elif SCALING == _ROW:
-        bits = tl.load(largest_ptrs[0] + row, mask=row < rows, other=0)
-        factor, scale = _factors(bits.to(tl.float32, bitcast=True), limits)
-        tl.store(scale_ptrs[0] + row, scale, mask=row < tl.where(block_column == 0, rows, 0))
+        bits = tl.load(row_largest_ptr + row, mask=row < rows, other=0)
+        factor, scale = _factors(bits.to(tl.float32, bitcast=True), limit)
+        tl.store(scale_ptr + row, scale, mask=row < tl.where(block_column == 0, rows, 0))
         q = t * factor[:, None]
         turned = q
         if TURNED:
-            bits = tl.load(largest_ptrs[1] + column, mask=column < columns, other=0)
-            factor, scale = _factors(bits.to(tl.float32, bitcast=True), limits)
-            tl.store(scale_ptrs[1] + column, scale, mask=column < tl.where(block_row == 0, columns, 0))
+            bits = tl.load(column_largest_ptr + column, mask=column < columns, other=0)
+            factor, scale = _factors(bits.to(tl.float32, bitcast=True), limit)
+            tl.store(turned_scale_ptr + column, scale, mask=column < tl.where(block_row == 0, columns, 0))
             turned = t * factor[None, :]
     elif SCALING == _BLOCK:
-        factor, scale = _factors(tl.max(tl.abs(t), 1), limits)
-        tl.store(scale_ptrs[0] + row * across + block_column, scale, mask=row < rows)
+        factor, scale = _factors(tl.max(tl.abs(t), 1), limit)
+        tl.store(scale_ptr + row * across + block_column, scale, mask=row < rows)
         q = t * factor[:, None]
         turned = q
         if TURNED:
-            factor, scale = _factors(tl.max(tl.abs(t), 0), limits)
-            tl.store(scale_ptrs[1] + column * tl.cdiv(rows, SIZE) + block_row, scale, mask=column < columns)
+            factor, scale = _factors(tl.max(tl.abs(t), 0), limit)
+            tl.store(
+                turned_scale_ptr + column * tl.cdiv(rows, SIZE) + block_row, scale, mask=column < columns
+            )
             turned = t * factor[None, :]
     else:
-        factor, scale = _factors(tl.max(tl.max(tl.abs(t), 1), 0), limits)
-        tl.store(scale_ptrs[0] + block_row * across + block_column, scale)
+        factor, scale = _factors(tl.max(tl.max(tl.abs(t), 1), 0), limit)
+        tl.store(scale_ptr + block_row * across + block_column, scale)
         if TURNED:
-            tl.store(scale_ptrs[1] + block_column * tl.cdiv(rows, SIZE) + block_row, scale)
+            tl.store(turned_scale_ptr + block_column * tl.cdiv(rows, SIZE) + block_row, scale)
         q = t * factor
-        turned = t * (factor * limits[1])
-    place = q_ptrs[0] + row[:, None] * columns + column[None, :]
-    tl.store(place, _to(q, q_ptrs[0].dtype.element_ty, ON_CPU), mask=inside)
+        turned = t * (factor * one)
+    place = q_ptr + row[:, None] * columns + column[None, :]
+    tl.store(place, _to(q, q_ptr.dtype.element_ty, ON_CPU), mask=inside)
     if TURNED:
-        _store_turned(q_ptrs[1], turned, row, column, columns, padded, ON_CPU)
+        _store_turned(turned_ptr, turned, row, column, columns, padded, ON_CPU)
 
 
 @triton.jit
@@ -228,7 +233,7 @@ def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) ->
     q, scale, turned, turned_scale = empty_cast(t, scaling, dtype, transposed)
     rows, columns = t.shape
     if not t.numel():
-        return q, scale, turned, turned_scale
+        return Cast(q, scale, turned, turned_scale)
     largest = scale, scale
     if scaling in (TENSOR, ROW):
         wanted = rows + columns if scaling == ROW else 1
@@ -252,7 +257,7 @@ def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) ->
         ON_CPU=t.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1",
         num_warps=8 if size == SIDE else 4,
     )
-    return q, scale, turned, turned_scale
+    return Cast(q, scale, turned, turned_scale)
 
 
 def block_matmul(

@@ -86,17 +86,18 @@ def _gated_backward(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    gate_wanted: bool,
-    up_wanted: bool,
+    need_gate: bool,
+    need_up: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up [..., F]; of a packed gate [..., 2F] in one tensor. One not wanted is empty."""
-    gradients = _empty_gradients(dy, gate, up, kind, gate_wanted, up_wanted)
+    """Gradients of gate and up [..., F]; of a packed gate [..., 2F] in one tensor. One not needed is empty."""
+    gradients = _empty_gradients(dy, gate, up, kind, need_gate, need_up)
     if dy.numel():
         if up is None:
-            outputs = list(_halves(gradients[0], None))
+            dgate, _ = gradients
+            outputs = list(_halves(dgate, None))
         else:
             outputs = [
-                as_rows(g) if w else None for g, w in zip(gradients, (gate_wanted, up_wanted), strict=True)
+                as_rows(g) if w else None for g, w in zip(gradients, (need_gate, need_up), strict=True)
             ]
         dy, (gate, up) = as_rows(dy), _halves(gate, up)
         out = next(t for t in outputs if t is not None)
@@ -115,11 +116,11 @@ def _empty_gradients(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    gate_wanted: bool,
-    up_wanted: bool,
+    need_gate: bool,
+    need_up: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate = gate.new_empty(gate.shape if gate_wanted else 0)
-    return dgate, gate.new_empty(0 if up is None or not up_wanted else up.shape)
+    dgate = gate.new_empty(gate.shape if need_gate else 0)
+    return dgate, gate.new_empty(0 if up is None or not need_up else up.shape)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -132,9 +133,9 @@ def _differentiate(ctx, dy):
     if dy is None:
         return None, None, None
     gate, up = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
-    dgate, dup = gated_backward(dy, gate, up, ctx.kind, *wanted)
-    return dgate if wanted[0] else None, dup if wanted[1] else None, None
+    need_gate, need_up, _ = ctx.needs_input_grad
+    dgate, dup = gated_backward(dy, gate, up, ctx.kind, need_gate, need_up)
+    return dgate if need_gate else None, dup if need_up else None, None
 
 
 gated_backward = define(_gated_backward, _empty_gradients)

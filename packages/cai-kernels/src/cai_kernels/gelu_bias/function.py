@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend chosen."""
+"""Public entry point: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ def _gelu_bias(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _gelu_bias_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, x_wanted: bool, bias_wanted: bool
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, need_x: bool, need_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x [..., F] and bias [F]; one that is not wanted is empty."""
-    dx, dbias = _empty_gradients(dy, x, bias, kind, x_wanted, bias_wanted)
+    dx, dbias = _empty_gradients(dy, x, bias, kind, need_x, need_bias)
     if x.numel() == 0:
         return dx, dbias.zero_()
     dy, x = as_rows(dy), as_rows(x)
@@ -84,9 +84,9 @@ def _gelu_bias_backward(
     each, block = _tile(rows, columns)
     blocks = triton.cdiv(columns, block)
     parts = min(triton.cdiv(rows, each), max(waves(x.device, 2) // blocks, 1))
-    partial = x.new_empty(parts, columns, dtype=torch.float32) if bias_wanted else None
+    partial = x.new_empty(parts, columns, dtype=torch.float32) if need_bias else None
     launch = _backward[(blocks, parts)]  # pyright: ignore[reportIndexIssue]
-    shape, outputs = (rows, columns, dy.stride(0), x.stride(0)), (dx if x_wanted else None, partial)
+    shape, outputs = (rows, columns, dy.stride(0), x.stride(0)), (dx if need_x else None, partial)
     sizes = {"STAGES": 3 if x.element_size() == 2 else 2, "ROWS": each, "BLOCK": block}
     launch((dy, x, bias), outputs, shape, KIND=kind, **sizes, num_warps=max(each * block // 512, 1))
     return dx, dbias if partial is None else column_sums(partial, bias.dtype)
@@ -97,9 +97,9 @@ def _empty(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _empty_gradients(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, x_wanted: bool, bias_wanted: bool
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, need_x: bool, need_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape if x_wanted else 0), bias.new_empty(bias.shape if bias_wanted else 0)
+    return x.new_empty(x.shape if need_x else 0), bias.new_empty(bias.shape if need_bias else 0)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -112,9 +112,9 @@ def _differentiate(ctx, dy):
     if dy is None:
         return None, None, None
     x, bias = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
-    dx, dbias = gelu_bias_backward(dy, x, bias, ctx.kind, *wanted)
-    return dx if wanted[0] else None, dbias if wanted[1] else None, None
+    need_x, need_bias, _ = ctx.needs_input_grad
+    dx, dbias = gelu_bias_backward(dy, x, bias, ctx.kind, need_x, need_bias)
+    return dx if need_x else None, dbias if need_bias else None, None
 
 
 gelu_bias_backward = define(_gelu_bias_backward, _empty_gradients)

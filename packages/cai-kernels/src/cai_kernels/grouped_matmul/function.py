@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend chosen."""
+"""Public entry point: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def grouped_matmul(
         )
     if form == "reference":
         return reference.grouped_matmul(x, weight, offsets)
-    from cai_kernels.grouped_matmul import triton, workhorse
+    from cai_kernels.grouped_matmul import torch_kernel, triton
 
     if backend != "triton":
-        reason = workhorse.why_not(x, weight)
-        if reason is None and (backend == "torch" or workhorse.fast(x.device)):
-            return workhorse.grouped_matmul(x, weight, offsets)
+        reason = torch_kernel.why_not(x, weight)
+        if reason is None and (backend == "torch" or torch_kernel.fast(x.device)):
+            return torch_kernel.grouped_matmul(x, weight, offsets)
         if backend == "torch":
             raise KernelError("torch's grouped matmul does not take these arguments", got=reason)
     if weight.shape[0] > MAX_EXPERTS:

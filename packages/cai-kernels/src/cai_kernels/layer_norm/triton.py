@@ -29,13 +29,13 @@ def _layer_norm_backward(
     weight: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    x_wanted: bool,
+    need_x: bool,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x [..., D], weight and bias [D]; one not wanted (its dtype None) is empty."""
-    wanted = (x_wanted, weight_dtype, bias_dtype)
-    return row_norm.backward(dy, x, weight, (mean, rstd), None, "layer", wanted)
+    """Gradients of x [..., D], weight and bias [D]; one not needed (its dtype None) is empty."""
+    needed = row_norm.Needed(need_x, weight_dtype, bias_dtype)
+    return row_norm.backward(dy, x, weight, (mean, rstd), None, "layer", needed)
 
 
 def _empty_gradients(
@@ -44,11 +44,11 @@ def _empty_gradients(
     weight: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    x_wanted: bool,
+    need_x: bool,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return row_norm.empty_gradients(x, (x_wanted, weight_dtype, bias_dtype))
+    return row_norm.empty_gradients(x, row_norm.Needed(need_x, weight_dtype, bias_dtype))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -63,10 +63,10 @@ def _differentiate(ctx, dy, _mean, _rstd):
     if dy is None:
         return None, None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    dtypes = (weight.dtype if wanted[1] else None, ctx.bias_dtype if wanted[2] else None)
-    gradients = layer_norm_backward(dy, x, weight, mean, rstd, wanted[0], *dtypes)
-    return *(g if want else None for g, want in zip(gradients, wanted, strict=False)), None
+    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    dtypes = (weight.dtype if need_weight else None, ctx.bias_dtype if need_bias else None)
+    dx, dw, db = layer_norm_backward(dy, x, weight, mean, rstd, need_x, *dtypes)
+    return dx if need_x else None, dw if need_weight else None, db if need_bias else None, None
 
 
 layer_norm_backward = define(_layer_norm_backward, _empty_gradients)

@@ -1,78 +1,89 @@
-"""How the chunked operators differentiate."""
+"""The differentiable operators: how the chunked operators differentiate."""
 
 from __future__ import annotations
 
 import torch
 
+from cai_kernels.cross_entropy.options import ENTROPY
 from cai_kernels.errors import KernelError
 from cai_kernels.linear_cross_entropy import chunked
-from cai_kernels.linear_cross_entropy.chunked import B, W, X
-from cai_kernels.linear_cross_entropy.rows import ENTROPY
+from cai_kernels.linear_cross_entropy.options import Needed
 from cai_kernels.ops import define
 
+LOSS_OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "softcap")
 
-def _save_fused(ctx, inputs, output) -> None:
-    x, weight, _, _, _, _, _, wanted, how = inputs
-    _, z, dx, dw, db, missing = output
-    ctx.save_for_backward(dx, dw, db, missing)
-    ctx.mark_non_differentiable(z, dx, dw, db, missing)
+
+def _save_fused(ctx, inputs, keyword_only_inputs, output) -> None:
+    x, _, _, _ = inputs
+    options = keyword_only_inputs
+    _, z, dx, dw, db, factor = output
+    ctx.save_for_backward(dx, dw, db, factor)
+    ctx.mark_non_differentiable(z, dx, dw, db, factor)
     ctx.set_materialize_grads(False)
-    ctx.wanted, ctx.triton, ctx.late = wanted, bool(how[1]), x.dtype == torch.float16
-    ctx.dtype = dw.dtype if how[3] else weight.dtype
-    ctx.traced, ctx.handed_out = bool(how[4]), False
+    ctx.needed = Needed(options["need_x"], options["need_weight"], options["need_bias"])
+    ctx.triton, ctx.grad_dtype = options["triton"], options["grad_dtype"]
+    ctx.apply_factor = x.dtype == torch.float16
+    ctx.compiling, ctx.returned = options["compiling"], False
 
 
 def _differentiate_fused(ctx, dloss, *_):
     if dloss is None:
-        return (None,) * 9
-    if ctx.handed_out:
+        return None, None, None, None
+    if ctx.returned:
         raise KernelError(
             "the weight's gradient of this loss was handed out by its first backward",
             fix='use backward="split", which computes it in every backward',
         )
-    dx, dw, db, missing = ctx.saved_tensors
-    factor = dloss * missing if ctx.late else dloss
-    grads: list[torch.Tensor | None] = [None, None, None]
-    if ctx.wanted & X:
-        grads[0] = chunked.scaled_gradient(dx, factor, dx.dtype, ctx.triton)
-    if ctx.wanted & W:
-        grads[1] = _hand_out(ctx, dw, factor)
-    if ctx.wanted & B:
-        grads[2] = chunked.scaled_gradient(db, factor, ctx.dtype, ctx.triton)
-    return *grads, *(None,) * 6
+    dx, dw, db, factor = ctx.saved_tensors
+    factor = dloss * factor if ctx.apply_factor else dloss
+    grad_x = grad_weight = grad_bias = None
+    if ctx.needed.x:
+        grad_x = chunked.scaled_gradient(dx, factor, dx.dtype, ctx.triton)
+    if ctx.needed.weight:
+        grad_weight = _scaled_weight_gradient(ctx, dw, factor)
+    if ctx.needed.bias:
+        grad_bias = chunked.scaled_gradient(db, factor, ctx.grad_dtype, ctx.triton)
+    return grad_x, grad_weight, grad_bias, None
 
 
-def _hand_out(ctx, dw: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The weight's gradient: scaled where it lies if it has its last dtype, as it is large; then only once."""
-    if dw.dtype != ctx.dtype or ctx.traced:
-        return chunked.scaled_gradient(dw, factor, ctx.dtype, ctx.triton)
-    ctx.handed_out = True
-    chunked.form_of(ctx.triton).scale_(dw, factor)
+def _scaled_weight_gradient(ctx, dw: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weight. It is large, so where no cast is needed it is scaled in place, which works once."""
+    if dw.dtype != ctx.grad_dtype or ctx.compiling:
+        return chunked.scaled_gradient(dw, factor, ctx.grad_dtype, ctx.triton)
+    ctx.returned = True
+    chunked.logits_module(ctx.triton).scale_(dw, factor)
     return dw
 
 
-def _save_scan(ctx, inputs, output) -> None:
-    x, weight, bias, target, ignore_index, numbers, aux, how = inputs
+def _save_scan(ctx, inputs, keyword_only_inputs, output) -> None:
+    x, weight, bias, target = inputs
     _, z, entropy, stats = output
     ctx.save_for_backward(x, weight, bias, target, stats)
-    ctx.mark_non_differentiable(z, stats, *(() if aux == ENTROPY else (entropy,)))
+    has_entropy = keyword_only_inputs["statistic"] == ENTROPY
+    ctx.mark_non_differentiable(z, stats, *(() if has_entropy else (entropy,)))
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.aux, ctx.how = (ignore_index, numbers), aux, how
+    ctx.grad_dtype = keyword_only_inputs["grad_dtype"]
+    names = (*LOSS_OPTIONS, "statistic", "chunk_rows", "triton", "sum_dtype")
+    ctx.options = {name: keyword_only_inputs[name] for name in names}
 
 
 def _differentiate_scan(ctx, dloss, _z, dentropy, _stats):
-    wanted = sum(bit for bit, need in zip((X, W, B), ctx.needs_input_grad, strict=False) if need)
-    if not wanted or (dloss is None and dentropy is None):
-        return (None,) * 8
+    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    needed = Needed(need_x, need_weight, need_bias)
+    if not needed or (dloss is None and dentropy is None):
+        return None, None, None, None
     x, weight, bias, target, stats = ctx.saved_tensors
-    upstream = torch.stack([torch.zeros_like(stats[0]) if d is None else d for d in (dloss, dentropy)])
-    inputs = [x, weight] if bias is None else [x, weight, bias]
+    maximum = stats[0]
+    upstream = torch.stack([torch.zeros_like(maximum) if d is None else d for d in (dloss, dentropy)])
     dx, dw, db = chunked.linear_scan_backward(
-        inputs, target, stats, upstream, *ctx.options, ctx.aux, wanted, ctx.how
+        x, weight, bias, target, stats, upstream, **needed.arguments(), **ctx.options
     )
-    dtype = dw.dtype if ctx.how[3] else weight.dtype
-    grads = (dx if wanted & X else None, dw.to(dtype) if wanted & W else None)
-    return *grads, db.to(weight.dtype) if wanted & B else None, *(None,) * 5
+    return (
+        dx if needed.x else None,
+        dw.to(ctx.grad_dtype) if needed.weight else None,
+        db.to(weight.dtype) if needed.bias else None,
+        None,
+    )
 
 
 linear_loss_fused = define(

@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend and form of the backward chosen."""
+"""Public entry point: checks arguments, chooses the backend and the form of the backward."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Literal, TypedDict, Unpack
 
 import torch
 
-from cai_kernels.backend import Backend, choose, require
-from cai_kernels.cross_entropy.function import DTYPES, Reduction, check_options, check_target
+from cai_kernels.backend import Backend
+from cai_kernels.cross_entropy.function import Reduction, check_options
+from cai_kernels.cross_entropy.options import LossOptions
 from cai_kernels.cross_entropy.reference import reduce
 from cai_kernels.errors import KernelError
-from cai_kernels.linear_cross_entropy.chunked import B, W, X, chunk_rows
-from cai_kernels.linear_cross_entropy.rows import LOGIT_SUM, PLAIN
-
-CHUNK_BYTES = 512 << 20
+from cai_kernels.linear_cross_entropy import autograd, slice_plan
+from cai_kernels.linear_cross_entropy.inputs import CHUNK_BYTES, Inputs, prepare
 
 
-class How(TypedDict, total=False):
-    """How `linear_cross_entropy` computes; see there."""
+class ComputeOptions(TypedDict, total=False):
+    """Options of how `linear_cross_entropy` computes; see there."""
 
     return_z_loss: bool
     backward: Literal["auto", "fused", "split"]
@@ -28,7 +27,7 @@ class How(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _How:
+class _ComputeOptions:
     return_z_loss: bool = False
     backward: str = "auto"
     accumulate: str = "float32"
@@ -53,64 +52,13 @@ class _How:
         return self.backward
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Checked arguments as the operators take them: x [T, D], weight, bias, target [T]."""
-
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
-    wanted: int
-    how: list[int]
-
-
-def prepare(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    *,
-    backend: Backend,
-    chunk_bytes: int,
-    low: bool = False,
-) -> Rows:
-    """Check the tensors, flatten and, under autocast, cast them. `low`: accumulate in the weight's dtype."""
-    form = choose(backend, x.device)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    require("x", x, dtypes=DTYPES if form == "triton" else (*DTYPES, torch.float64))
-    require("weight", weight, dtypes=(x.dtype,), like=x)
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or 0 in weight.shape:
-        raise KernelError(
-            "weight does not fit x",
-            got=f"weight {tuple(weight.shape)}, x {tuple(x.shape)}",
-            expected="x [..., D] and weight [V, D], V and D of at least 1",
-        )
-    if bias is not None:
-        require("bias", bias, dtypes=(x.dtype,), like=x)
-        if bias.shape != weight.shape[:1]:
-            raise KernelError(
-                "bias does not fit weight", got=tuple(bias.shape), expected=f"({weight.shape[0]},)"
-            )
-    check_target(x, target)
-    if chunk_bytes < 1:
-        raise KernelError("chunk_bytes is too small", got=chunk_bytes, expected="1 or more")
-    leaves = zip((X, W, B), (x, weight, bias), strict=True)
-    wanted = sum(bit for bit, t in leaves if t is not None and t.requires_grad) * torch.is_grad_enabled()
-    traced = torch.compiler.is_compiling()  # which cannot read grad_dtype
-    wide = not (low or traced) and weight.is_leaf and getattr(weight, "grad_dtype", None) == torch.float32
-    rows = chunk_rows(target.numel(), weight.shape[0], x.element_size(), chunk_bytes)
-    how = [rows, int(form == "triton"), int(low), int(wide), int(traced), 0]
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    return Rows((flat, weight, bias, target.reshape(-1).contiguous()), wanted, how)
-
-
-def _keeps_logits(rows: Rows) -> bool:
-    """Whether logits wait in the memory of the weight's gradient; see `kept`."""
-    from cai_kernels.linear_cross_entropy import kept
-
-    _, triton, low, wide, *_ = rows.how
-    summed = bool(rows.wanted & W and triton) and not (low or wide)
-    return summed and kept.pays(rows.inputs[3].numel(), rows.inputs[1])
+def _logits_fit_gradient(inputs: Inputs) -> bool:
+    """Whether to compute in slices, with the logits in the memory of the weight's gradient; see `sliced`."""
+    weight, execution = inputs.weight, inputs.execution
+    summed_wide = execution.sum_dtype != weight.dtype and execution.grad_dtype == weight.dtype
+    if not (inputs.needed.weight and execution.triton and summed_wide):
+        return False
+    return slice_plan.saves_memory(inputs.target.numel(), weight)
 
 
 def linear_cross_entropy(
@@ -124,7 +72,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    **how: Unpack[How],
+    **options: Unpack[ComputeOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy(F.linear(x, weight, bias), target)` without the logits of all tokens ever in memory.
 
@@ -135,7 +83,7 @@ def linear_cross_entropy(
         x: [..., D], float32, bfloat16 or float16 (the reference takes float64 too).
         weight: [V, D] in the dtype of x; bias: [V] or None.
         target: [...], int64 or int32.
-        how: return_z_loss: also return the z-loss within the loss.
+        options: return_z_loss: also return the z-loss within the loss.
             backward: "fused" computes the gradients in forward, chunk by chunk, three matrix products in all;
             backward only scales them, and may run once where the weight's gradient keeps the dtype it was
             accumulated in. "split" keeps four numbers a token and computes the logits again in backward, four
@@ -153,23 +101,37 @@ def linear_cross_entropy(
     computed for inputs that need no gradient. Differentiable once, in x, weight and bias; one graph under
     torch.compile. Raises `KernelError` naming the argument that does not fit.
     """
-    chosen = _How(**how)
-    form = chosen.form_of_backward(reduction)
+    compute = _ComputeOptions(**options)
+    form = compute.form_of_backward(reduction)
     check_options(reduction, label_smoothing, z_loss, softcap)
-    room, low = chosen.chunk_bytes, chosen.accumulate == "weight"
-    rows = prepare(x, weight, bias, target, backend=chosen.backend, chunk_bytes=room, low=low)
-    from cai_kernels.linear_cross_entropy import autograd
-
-    numbers = [float(label_smoothing), float(z_loss), float(softcap or 0.0)]
-    if form == "fused" and rows.wanted:
-        rows.how[5] = int(_keeps_logits(rows))
+    inputs = prepare(
+        x,
+        weight,
+        bias,
+        target,
+        backend=compute.backend,
+        chunk_bytes=compute.chunk_bytes,
+        sum_in_weight_dtype=compute.accumulate == "weight",
+    )
+    options_of_loss = LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    if form == "fused" and inputs.needed:
         loss, z, *_ = autograd.linear_loss_fused(
-            *rows.inputs, ignore_index, reduction == "mean", numbers, rows.wanted, rows.how
+            *inputs.tensors(),
+            mean=reduction == "mean",
+            **options_of_loss.arguments(),
+            **inputs.needed.arguments(),
+            **inputs.execution.arguments(),
+            logits_in_gradient=_logits_fit_gradient(inputs),
+            compiling=torch.compiler.is_compiling(),
         )
-        return (loss, z) if chosen.return_z_loss else loss
-    aux = LOGIT_SUM if label_smoothing else PLAIN
-    losses, zs, _, _ = autograd.linear_scan(*rows.inputs, ignore_index, numbers, aux, rows.how)
-    loss, z = (reduce(v, rows.inputs[3] != ignore_index, reduction) for v in (losses, zs))
+        return (loss, z) if compute.return_z_loss else loss
+    losses, zs, _, _ = autograd.linear_scan(
+        *inputs.tensors(),
+        **options_of_loss.arguments(),
+        statistic=options_of_loss.statistic,
+        **inputs.execution.arguments(),
+    )
+    loss, z = (reduce(v, inputs.target != ignore_index, reduction) for v in (losses, zs))
     if reduction == "none":
         loss, z = loss.view(target.shape), z.view(target.shape)
-    return (loss, z) if chosen.return_z_loss else loss
+    return (loss, z) if compute.return_z_loss else loss

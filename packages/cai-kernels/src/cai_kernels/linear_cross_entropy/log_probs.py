@@ -6,8 +6,9 @@ import torch
 
 from cai_kernels.backend import Backend
 from cai_kernels.cross_entropy.function import check_options
-from cai_kernels.linear_cross_entropy.function import CHUNK_BYTES, prepare
-from cai_kernels.linear_cross_entropy.rows import ENTROPY, PLAIN
+from cai_kernels.cross_entropy.options import ENTROPY, PLAIN, LossOptions
+from cai_kernels.linear_cross_entropy import autograd
+from cai_kernels.linear_cross_entropy.inputs import CHUNK_BYTES, prepare
 
 
 def linear_log_probs(
@@ -39,12 +40,15 @@ def linear_log_probs(
     Returns [...] in float32 (float64 for float64); with `entropy` (log-probabilities, entropies). Differentiable once,
     both of them; one graph under torch.compile. Raises `KernelError` naming the argument that does not fit.
     """
-    from cai_kernels.linear_cross_entropy import autograd
-
     check_options("none", 0.0, 0.0, softcap)
-    rows = prepare(x, weight, bias, target, backend=backend, chunk_bytes=chunk_bytes)
-    aux, numbers = ENTROPY if entropy else PLAIN, [0.0, 0.0, float(softcap or 0.0)]
-    losses, _, entropies, _ = autograd.linear_scan(*rows.inputs, ignore_index, numbers, aux, rows.how)
+    inputs = prepare(x, weight, bias, target, backend=backend, chunk_bytes=chunk_bytes)
+    loss = LossOptions(ignore_index, softcap=float(softcap or 0.0))
+    losses, _, entropies, _ = autograd.linear_scan(
+        *inputs.tensors(),
+        **loss.arguments(),
+        statistic=ENTROPY if entropy else PLAIN,
+        **inputs.execution.arguments(),
+    )
     if entropy:
         return -losses.view(target.shape), entropies.view(target.shape)
     return -losses.view(target.shape)

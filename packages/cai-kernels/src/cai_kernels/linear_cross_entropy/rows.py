@@ -1,23 +1,21 @@
-"""What happens to a chunk of logits [rows, V], in Triton or in plain torch: the same signature in both."""
+"""The functions that process a chunk of logits [rows, V], in plain torch; `triton` has the same ones."""
 
 from __future__ import annotations
 
 import torch
 
 from cai_kernels.cross_entropy import reference
-
-# The auxiliary beside maximum, sum of exponentials and logit of the target.
-PLAIN, LOGIT_SUM, ENTROPY = 0, 1, 2
+from cai_kernels.cross_entropy.options import ENTROPY, LOGIT_SUM, LossOptions
 
 
 def scan(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, aux: int
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, statistic: int
 ) -> torch.Tensor:
-    """stats [4, rows] in float32 (float64 stays): maximum, sum of exp(x - maximum), logit of the target, auxiliary."""
+    """stats [4, rows] in float32 (float64 stays): maximum, sum of exp(x - maximum), logit of the target, statistic."""
     target = target.long()
     maximum, total, aimed, logit_sum = reference.parts(logits, target, 0, ignore_index, softcap or None)
-    extra = logit_sum if aux == LOGIT_SUM else torch.zeros_like(logit_sum)
-    if aux == ENTROPY:
+    extra = logit_sum if statistic == LOGIT_SUM else torch.zeros_like(logit_sum)
+    if statistic == ENTROPY:
         below = reference.widen(logits, softcap) - maximum[:, None]
         terms = torch.where(below == -float("inf"), 0.0, below.exp() * below).sum(-1)
         extra = torch.where(target == ignore_index, 0.0, terms)
@@ -25,22 +23,23 @@ def scan(
 
 
 def losses(
-    stats: torch.Tensor, target: torch.Tensor, ignore_index: int, columns: int, numbers: list[float]
+    stats: torch.Tensor, target: torch.Tensor, columns: int, loss: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, z-loss, entropy) of rows from their stats; the entropy means something if the scan kept it.
+    """(loss, z-loss, entropy) of rows from their stats; the entropy is only valid if the scan kept ENTROPY.
 
-    numbers: (label smoothing, z-loss, softcap). Rows ignored give zeros, targets out of range nan.
+    Ignored rows give zeros, targets out of range nan.
     """
     maximum, total, aimed, extra = stats.unbind(0)
-    smoothing, z_loss, _ = numbers
+    smoothing = loss.label_smoothing
     logsum = total.log()
-    z = z_loss * (maximum + logsum).square()
-    loss = logsum + (1 - smoothing) * (maximum - aimed) + z
+    z = loss.z_loss * (maximum + logsum).square()
+    values = logsum + (1 - smoothing) * (maximum - aimed) + z
     if smoothing:
-        loss = loss + smoothing * (maximum - extra / columns)
-    loss = loss.masked_fill((target < 0) | (target >= columns), float("nan"))
-    ignored = target == ignore_index
-    return tuple(v.masked_fill(ignored, 0.0) for v in (loss, z, logsum - extra / total))  # type: ignore[return-value]
+        values = values + smoothing * (maximum - extra / columns)
+    values = values.masked_fill((target < 0) | (target >= columns), float("nan"))
+    ignored = target == loss.ignore_index
+    entropy = logsum - extra / total
+    return values.masked_fill(ignored, 0.0), z.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
 
 
 def write_gradient(
@@ -48,19 +47,15 @@ def write_gradient(
     target: torch.Tensor,
     stats: torch.Tensor,
     upstream: torch.Tensor,
-    ignore_index: int,
-    numbers: list[float],
-    aux: int,
+    loss: LossOptions,
+    statistic: int,
 ) -> None:
     """Replace the logits by their gradient; upstream [2, rows]: gradients of losses and of entropies."""
-    smoothing, z_loss, softcap = numbers
-    counted = target != ignore_index
+    counted = target != loss.ignore_index
     dloss, dentropy = (torch.where(counted, u, 0.0) for u in upstream.unbind(0))
-    entropy = (dentropy, stats[3]) if aux == ENTROPY else None
-    vocab, options = (0, logits.shape[-1]), (smoothing, z_loss, softcap or None)
-    logits.copy_(
-        reference.gradient(logits, target.long(), (stats[0], stats[1]), dloss, vocab, options, entropy)
-    )
+    maximum, total, _, extra = stats.unbind(0)
+    entropy = (dentropy, extra) if statistic == ENTROPY else None
+    logits.copy_(reference.gradient(logits, target.long(), (maximum, total), dloss, loss, entropy=entropy))
 
 
 def loss_and_gradient(
@@ -68,16 +63,14 @@ def loss_and_gradient(
     target: torch.Tensor,
     scale: torch.Tensor,
     out: torch.Tensor,
-    ignore_index: int,
-    numbers: list[float],
+    loss: LossOptions,
 ) -> None:
     """Write loss and z-loss of the rows to out [2, rows] and replace the logits by `scale` times their gradient."""
-    aux = LOGIT_SUM if numbers[0] else PLAIN
-    stats = scan(logits, target, ignore_index, numbers[2], aux)
-    loss, z, _ = losses(stats, target, ignore_index, logits.shape[-1], numbers)
-    out.copy_(torch.stack((loss, z)))
-    upstream = torch.stack((scale.expand_as(loss), torch.zeros_like(loss)))
-    write_gradient(logits, target, stats, upstream, ignore_index, numbers, aux)
+    stats = scan(logits, target, loss.ignore_index, loss.softcap, loss.statistic)
+    values, z, _ = losses(stats, target, logits.shape[-1], loss)
+    out.copy_(torch.stack((values, z)))
+    upstream = torch.stack((scale.expand_as(values), torch.zeros_like(values)))
+    write_gradient(logits, target, stats, upstream, loss, loss.statistic)
 
 
 def scale_(gradient: torch.Tensor, factor: torch.Tensor) -> None:

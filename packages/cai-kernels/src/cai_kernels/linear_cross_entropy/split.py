@@ -8,14 +8,15 @@ import torch
 
 from cai_kernels.backend import Backend, require
 from cai_kernels.cross_entropy.function import check_options
+from cai_kernels.cross_entropy.options import LossOptions
 from cai_kernels.errors import KernelError
-from cai_kernels.linear_cross_entropy.chunked import W, X
-from cai_kernels.linear_cross_entropy.function import CHUNK_BYTES, Rows, prepare
-from cai_kernels.linear_cross_entropy.rows import LOGIT_SUM, PLAIN
+from cai_kernels.linear_cross_entropy import autograd, chunked
+from cai_kernels.linear_cross_entropy.inputs import CHUNK_BYTES, Inputs, prepare
+from cai_kernels.linear_cross_entropy.options import Needed, float32_or_wider
 
 
 class RowOptions(TypedDict, total=False):
-    """Options of `linear_cross_entropy` that make its rows; give all three calls the same."""
+    """The options of the three calls, as in `linear_cross_entropy`; give all three the same."""
 
     bias: torch.Tensor | None
     ignore_index: int
@@ -38,14 +39,13 @@ def _checked(
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     backend: Backend = "auto",
-) -> tuple[Rows, int, list[float], int]:
+) -> tuple[Inputs, LossOptions]:
     check_options("none", label_smoothing, z_loss, softcap)
-    rows = prepare(x.detach(), weight.detach(), bias, target, backend=backend, chunk_bytes=chunk_bytes)
-    numbers = [float(label_smoothing), float(z_loss), float(softcap or 0.0)]
-    return rows, ignore_index, numbers, LOGIT_SUM if label_smoothing else PLAIN
+    inputs = prepare(x.detach(), weight.detach(), bias, target, backend=backend, chunk_bytes=chunk_bytes)
+    return inputs, LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
 
 
-def _upstream(rows: Rows, target: torch.Tensor, stats: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
+def _upstream(target: torch.Tensor, stats: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
     require("dloss", dloss, dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16), like=target)
     if dloss.shape != target.shape:
         raise KernelError("dloss does not fit target", got=tuple(dloss.shape), expected=tuple(target.shape))
@@ -55,8 +55,20 @@ def _upstream(rows: Rows, target: torch.Tensor, stats: torch.Tensor, dloss: torc
     return torch.stack((flat, torch.zeros_like(flat)))
 
 
-def _tensors(rows: Rows) -> list[torch.Tensor]:
-    return [t for t in rows.inputs[:3] if t is not None]
+def _gradients(
+    inputs: Inputs, loss: LossOptions, stats: torch.Tensor, upstream: torch.Tensor, needed: Needed
+) -> chunked.Gradients:
+    return chunked.linear_scan_backward(
+        *inputs.tensors(),
+        stats,
+        upstream,
+        **loss.arguments(),
+        statistic=loss.statistic,
+        **needed.arguments(),
+        chunk_rows=inputs.execution.chunk_rows,
+        triton=inputs.execution.triton,
+        sum_dtype=inputs.execution.sum_dtype,
+    )
 
 
 @torch.no_grad()
@@ -68,10 +80,10 @@ def linear_cross_entropy_forward(
     The stats go to `linear_cross_entropy_input_grad` and `linear_cross_entropy_weight_grad`. Raises `KernelError` as
     `linear_cross_entropy` does.
     """
-    from cai_kernels.linear_cross_entropy import autograd
-
-    rows, ignore_index, numbers, aux = _checked(x, weight, target, **options)
-    losses, _, _, stats = autograd.linear_scan(*rows.inputs, ignore_index, numbers, aux, rows.how)
+    inputs, loss = _checked(x, weight, target, **options)
+    losses, _, _, stats = autograd.linear_scan(
+        *inputs.tensors(), **loss.arguments(), statistic=loss.statistic, **inputs.execution.arguments()
+    )
     return losses.view(target.shape), stats
 
 
@@ -85,13 +97,9 @@ def linear_cross_entropy_input_grad(
     **options: Unpack[RowOptions],
 ) -> torch.Tensor:
     """The gradient of x, [..., D] in its dtype, for dloss [...] of every row's loss: two products a chunk."""
-    from cai_kernels.linear_cross_entropy import chunked
-
-    rows, ignore_index, numbers, aux = _checked(x, weight, target, **options)
-    upstream = _upstream(rows, target, stats, dloss)
-    dx, _, _ = chunked.linear_scan_backward(
-        _tensors(rows), rows.inputs[3], stats, upstream, ignore_index, numbers, aux, X, rows.how
-    )
+    inputs, loss = _checked(x, weight, target, **options)
+    upstream = _upstream(target, stats, dloss)
+    dx, _, _ = _gradients(inputs, loss, stats, upstream, Needed(x=True))
     return dx.view(x.shape)
 
 
@@ -108,24 +116,25 @@ def linear_cross_entropy_weight_grad(
 ) -> torch.Tensor:
     """The gradient of weight, [V, D] in float32 (float64 for float64), for dloss [...] of every row's loss.
 
-    Given `out` [V, D], in float32 or the weight's dtype, the gradient is added to it, chunk by chunk, and it is
-    returned: so it may be the view of a larger gradient buffer.
+    Given `out` [V, D], in float32 or the weight's dtype, the gradient is added to it, chunk by chunk, and `out` is
+    returned. It may be a view of a larger gradient buffer.
     """
-    from cai_kernels.linear_cross_entropy import chunked
-
-    rows, ignore_index, numbers, aux = _checked(x, weight, target, **options)
-    upstream = _upstream(rows, target, stats, dloss)
-    tensors, flat = _tensors(rows), rows.inputs[3]
+    inputs, loss = _checked(x, weight, target, **options)
+    upstream = _upstream(target, stats, dloss)
     if out is None:
-        return chunked.linear_scan_backward(
-            tensors, flat, stats, upstream, ignore_index, numbers, aux, W, rows.how
-        )[1]
-    require(
-        "out", out, dtypes=(torch.promote_types(tensors[1].dtype, torch.float32), tensors[1].dtype), like=x
-    )
+        _, dw, _ = _gradients(inputs, loss, stats, upstream, Needed(weight=True))
+        return dw
+    require("out", out, dtypes=(float32_or_wider(inputs.weight.dtype), inputs.weight.dtype), like=x)
     if out.shape != weight.shape:
         raise KernelError("out does not fit weight", got=tuple(out.shape), expected=tuple(weight.shape))
     chunked.linear_add_weight_grad(
-        tensors, flat, stats, upstream, out.detach(), ignore_index, numbers, aux, rows.how
+        *inputs.tensors(),
+        stats,
+        upstream,
+        out.detach(),
+        **loss.arguments(),
+        statistic=loss.statistic,
+        chunk_rows=inputs.execution.chunk_rows,
+        triton=inputs.execution.triton,
     )
     return out

@@ -1,7 +1,7 @@
-"""What happens to a chunk of logits, in Triton: the signatures of `rows`.
+"""The functions that process a chunk of logits, in Triton: the same as in `rows`.
 
-The fused kernel keeps as many rows in flight as the device has multiprocessors, so that the second reading of a row
-finds it in the L2 cache.
+The fused kernel processes as many rows at a time as the device has multiprocessors, so that the second read of a row
+hits the L2 cache.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import triton.language as tl
 
 from cai_kernels.cross_entropy import triton as kernels
 from cai_kernels.cross_entropy.device import (
-    LOGIT_SUM,
-    PLAIN,
     end_scan,
     merge_tile,
     place_of,
@@ -23,8 +21,9 @@ from cai_kernels.cross_entropy.device import (
     start_scan,
     target_logit,
 )
+from cai_kernels.cross_entropy.options import LossOptions
 from cai_kernels.launch import power_of_2, waves
-from cai_kernels.linear_cross_entropy.kept import Plan
+from cai_kernels.linear_cross_entropy.slice_plan import SlicePlan
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def _loss_and_gradient(
 
 @triton.jit
 def _offset(row, column, places, SLICE: tl.constexpr):
-    """Of a logit from the beginning of the gradient that holds slices of logits; see `kept`."""
+    """Offset of a logit from the beginning of the gradient that holds slices of logits; see `sliced`."""
     first, apart, split, gap, width = places
     slices = (
         column // SLICE
@@ -82,7 +81,7 @@ def _offset(row, column, places, SLICE: tl.constexpr):
 
 
 @triton.jit
-def _loss_and_gradient_kept(
+def _loss_and_gradient_sliced(
     base_ptr,
     rows_ptrs,
     shape,
@@ -155,9 +154,11 @@ def _scale(gradient_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 
 def scan(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, aux: int
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, softcap: float, statistic: int
 ) -> torch.Tensor:
-    return kernels.scan(logits, target, 0, ignore_index, softcap, aux)
+    return kernels.scan(
+        logits, target, first=0, ignore_index=ignore_index, softcap=softcap, statistic=statistic
+    )
 
 
 def write_gradient(
@@ -165,16 +166,12 @@ def write_gradient(
     target: torch.Tensor,
     stats: torch.Tensor,
     upstream: torch.Tensor,
-    ignore_index: int,
-    numbers: list[float],
-    aux: int,
+    loss: LossOptions,
+    statistic: int,
 ) -> None:
-    smoothing, z_loss, softcap = numbers
-    pointers = (upstream[0], 1, None, upstream[1])
-    options = (smoothing, smoothing / logits.shape[-1], z_loss, softcap)
-    kernels.write_gradient(
-        pointers, logits, target, stats.contiguous(), logits, (0, ignore_index), options, aux
-    )
+    dloss, dentropy = upstream.unbind(0)
+    gradients = kernels.Upstream(dloss, dentropy=dentropy)
+    kernels.write_gradient(gradients, logits, target, stats.contiguous(), logits, loss, statistic=statistic)
 
 
 def loss_and_gradient(
@@ -182,20 +179,18 @@ def loss_and_gradient(
     target: torch.Tensor,
     scale: torch.Tensor,
     out: torch.Tensor,
-    ignore_index: int,
-    numbers: list[float],
+    loss: LossOptions,
 ) -> None:
     rows, columns = logits.shape
-    smoothing, z_loss, softcap = numbers
     block = min(power_of_2(columns), 8192)
     launch = _loss_and_gradient[(min(rows, waves(logits.device)),)]  # pyright: ignore[reportIndexIssue]
     launch(
         logits,
         (target, scale, out),
         (rows, columns, out.stride(0)),
-        ignore_index,
-        (smoothing, smoothing / columns, z_loss or None, softcap or None),
-        AUX=LOGIT_SUM if smoothing else PLAIN,
+        loss.ignore_index,
+        kernels.terms_of(loss, columns),
+        AUX=loss.statistic,
         ALIGNED=kernels.aligned(logits),
         BLOCK=block,
         STAGES=3,
@@ -203,33 +198,30 @@ def loss_and_gradient(
     )
 
 
-def loss_and_gradient_kept(
+def loss_and_gradient_sliced(
     held: torch.Tensor,
-    rest: torch.Tensor,
-    plan: Plan,
-    of_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ignore_index: int,
-    numbers: list[float],
+    buffer: torch.Tensor,
+    plan: SlicePlan,
+    target: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+    loss: LossOptions,
 ) -> None:
-    """`loss_and_gradient` of the logits of all tokens: slices of them in `held`, the last columns in rest [T, columns].
-
-    of_rows: target [T], the factor of gradients, and where losses and z-losses go, [2, T].
-    """
-    rows = rest.shape[0]
+    """`loss_and_gradient` of all tokens: slices of logits in `held`, the last columns in buffer [T, columns]."""
+    rows = buffer.shape[0]
     split = plan.slices * plan.columns
-    columns = split + rest.shape[1]
-    smoothing, z_loss, softcap = numbers
-    gap = (rest.data_ptr() - held.data_ptr()) // held.element_size()
+    columns = split + buffer.shape[1]
+    gap = (buffer.data_ptr() - held.data_ptr()) // held.element_size()
     block = min(plan.columns, 8192)
-    launch = _loss_and_gradient_kept[(min(rows, waves(rest.device)),)]  # pyright: ignore[reportIndexIssue]
+    launch = _loss_and_gradient_sliced[(min(rows, waves(buffer.device)),)]  # pyright: ignore[reportIndexIssue]
     launch(
         held,
-        of_rows,
-        (rows, columns, of_rows[2].stride(0)),
-        (plan.first, rows * plan.columns, split, gap, rest.shape[1]),
-        ignore_index,
-        (smoothing, smoothing / columns, z_loss or None, softcap or None),
-        AUX=LOGIT_SUM if smoothing else PLAIN,
+        (target, scale, out),
+        (rows, columns, out.stride(0)),
+        (plan.first, rows * plan.columns, split, gap, buffer.shape[1]),
+        loss.ignore_index,
+        kernels.terms_of(loss, columns),
+        AUX=loss.statistic,
         SLICE=plan.columns,
         BLOCK=block,
         STAGES=3,

@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend chosen."""
+"""Public entry point: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -56,10 +56,9 @@ def pair_bias_attention(
         raise KernelError(
             "head dim is too large for Triton", got=q.shape[-1], expected=f"up to {triton.MAX_HEAD}"
         )
-    flat = [None if t is None else t.flatten(0, 1) for t in (q, k, v, mask, gate)]
-    out, lse = triton.attention(
-        *flat[:3], pair_bias, *flat[3:], None, None, [0, 0], triton.options(scale=scale)
-    )
+    flat_mask, flat_gate = (None if t is None else t.flatten(0, 1) for t in (mask, gate))
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    out, lse = triton.attention(*flat, triton.Options(scale), bias=pair_bias, mask=flat_mask, gate=flat_gate)
     out = out.unflatten(0, q.shape[:2])
     return (out, lse.unflatten(0, q.shape[:2])) if return_lse else out
 

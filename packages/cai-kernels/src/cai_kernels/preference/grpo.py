@@ -80,7 +80,8 @@ def grpo_loss(
     if importance == "sequence":
         change = sequence_log_probs(change, mask, average=True)[:, None].expand_as(change)
     ratio = change.exp()
-    losses = -torch.minimum(ratio * gain, ratio.clamp(1 - clip[0], 1 + clip[1]) * gain)
+    low, high = clip
+    losses = -torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
     kl = None
     if ref_log_probs is not None:
         apart = torch.where(mask, ref - new, 0.0)
@@ -130,8 +131,9 @@ def _metrics(
     clip: tuple[float, float],
     kl: torch.Tensor | None,
 ) -> GrpoMetrics:
-    low, high = (ratio < 1 - clip[0]) & (gain < 0), (ratio > 1 + clip[1]) & (gain > 0)
-    numbers = [masked_mean(value.to(ratio.dtype), mask) for value in (ratio, low, high)]
+    low, high = clip
+    clipped_low, clipped_high = (ratio < 1 - low) & (gain < 0), (ratio > 1 + high) & (gain > 0)
+    numbers = [masked_mean(value.to(ratio.dtype), mask) for value in (ratio, clipped_low, clipped_high)]
     return GrpoMetrics(*numbers, None if kl is None else masked_mean(kl, mask))
 
 

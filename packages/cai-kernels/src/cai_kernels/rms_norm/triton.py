@@ -29,12 +29,13 @@ def _rms_norm_backward(
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     casting: str,
-    x_wanted: bool,
+    need_x: bool,
     weight_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [..., D] and weight [D]; one not wanted (its dtype None) is empty."""
-    wanted = (x_wanted, weight_dtype, None)
-    return row_norm.backward(dy, x, weight, (None, rstd), None, casting, wanted)[:2]
+    """Gradients of x [..., D] and weight [D]; one not needed (its dtype None) is empty."""
+    needed = row_norm.Needed(need_x, weight_dtype)
+    dx, dw, _ = row_norm.backward(dy, x, weight, (None, rstd), None, casting, needed)
+    return dx, dw
 
 
 def _empty_gradients(
@@ -43,16 +44,18 @@ def _empty_gradients(
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     casting: str,
-    x_wanted: bool,
+    need_x: bool,
     weight_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return row_norm.empty_gradients(x, (x_wanted, weight_dtype, None))[:2]
+    dx, dw, _ = row_norm.empty_gradients(x, row_norm.Needed(need_x, weight_dtype))
+    return dx, dw
 
 
 def _save(ctx, inputs, output) -> None:
     x, weight, _, ctx.casting = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
+    _, rstd = output
+    ctx.save_for_backward(x, weight, rstd)
+    ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
 
 
@@ -60,11 +63,11 @@ def _differentiate(ctx, dy, _rstd):
     if dy is None:
         return None, None, None, None
     x, weight, rstd = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
+    need_x, need_weight, _, _ = ctx.needs_input_grad
     dx, dw = rms_norm_backward(
-        dy, x, weight, rstd, ctx.casting, wanted[0], weight.dtype if wanted[1] else None
+        dy, x, weight, rstd, ctx.casting, need_x, weight.dtype if need_weight else None
     )
-    return dx if wanted[0] else None, dw if wanted[1] else None, None, None
+    return dx if need_x else None, dw if need_weight else None, None, None
 
 
 rms_norm_backward = define(_rms_norm_backward, _empty_gradients)

@@ -182,7 +182,7 @@ def _rope(
     tail = size - rotary_dim
     half = rotary_dim // 2
     group = _group(q_heads, k.shape[1], size) if not tail and half == power_of_2(half) else 0
-    heads = _at_once(q_heads, size), _at_once(k.shape[1], size)
+    q_at_once, k_at_once = _at_once(q_heads, size), _at_once(k.shape[1], size)
     programs = batch * length * ((q_heads + k.shape[1]) // group if group else 1)
     launch = _rotate[(programs,)]  # pyright: ignore[reportIndexIssue]
     launch(
@@ -190,13 +190,13 @@ def _rope(
         strides,
         (length, q_heads, k.shape[1], half, tail),
         GROUP=group,
-        Q_HEADS=heads[0],
-        K_HEADS=heads[1],
+        Q_HEADS=q_at_once,
+        K_HEADS=k_at_once,
         HALF=power_of_2(half),
         TAIL=power_of_2(tail) if tail else 0,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        num_warps=min(max(power_of_2((group or heads[0]) * size) // WARP_VALUES, 1), 8),
+        num_warps=min(max(power_of_2((group or q_at_once) * size) // WARP_VALUES, 1), 8),
         maxnreg=32 if group and q.element_size() == k.element_size() == 2 else None,
     )
     return q_out, k_out

@@ -1,4 +1,4 @@
-"""The public door: arguments checked, backend chosen."""
+"""Public entry point: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 
@@ -77,8 +77,11 @@ def sample(
     from cai_kernels.sampling import triton
 
     tensors = [value if isinstance(value, torch.Tensor) else None for value in limits]
-    plain = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in limits]
-    return triton.sample(logits, seen, seed, *tensors, plain)
+    values = {
+        f"{name}_value": 0.0 if isinstance(value, torch.Tensor) else float(value)
+        for name, value in zip(_RANGES, limits, strict=True)
+    }
+    return triton.sample(logits, seen, seed, *tensors, **values)
 
 
 def _check_logits(logits: torch.Tensor, form: str) -> None:

@@ -113,7 +113,8 @@ def _threshold(
     for start in range(0, columns, BLOCK):
         tops = tl.maximum(tops, _logits(row, penalty, start + tl.arange(0, BLOCK), columns))
     highest = tl.max(tops, 0)
-    scale = (highest, 1.0 / tl.where(temperature > 0.0, temperature, 1.0))
+    inverse = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)
+    scale = (highest, inverse)
     top = _place(highest, SHIFT)
     low = tl.full((), LOWEST >> SHIFT, tl.int64)
     if K and (top_k > 0) & (top_k < columns):
@@ -123,7 +124,7 @@ def _threshold(
         mass = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, columns, BLOCK):
             z = _logits(row, penalty, start + tl.arange(0, BLOCK), columns)
-            mass += tl.where(z >= _float(low, SHIFT), _weight(z, highest, scale[1], True), 0.0)
+            mass += tl.where(z >= _float(low, SHIFT), _weight(z, highest, inverse, True), 0.0)
         target = tl.sum(mass, 0) * top_p
         low = _least(row, penalty, columns, scale, (low, top), target, True, SHIFT, BLOCK)
     floor = highest + temperature * tl.log(tl.where(min_p > 0.0, min_p, 1.0))
@@ -132,21 +133,23 @@ def _threshold(
 
 @triton.jit
 def _sample(
-    logits, seed_ptr, limits, plain, out_ptr, shape,
-    OWN_SEED: tl.constexpr, FILTERS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, seed_ptr, limits, values, out_ptr, shape,
+    OWN_SEED: tl.constexpr, K: tl.constexpr, P: tl.constexpr, MIN_P: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     logits_ptr, seen_ptr = logits
     temperature_ptr, k_ptr, p_ptr, min_ptr, penalty_ptr = limits
+    temperature, top_k, top_p, min_p, penalty = values
     columns, stride = shape
     at = tl.program_id(0).to(tl.int64)
     row = (logits_ptr + at * stride, None if seen_ptr is None else seen_ptr + at * columns)
-    temperature = _limit(temperature_ptr, at, plain[0])
-    penalty = _limit(penalty_ptr, at, plain[4])
+    temperature = _limit(temperature_ptr, at, temperature)
+    penalty = _limit(penalty_ptr, at, penalty)
     threshold = float("-inf")
-    if FILTERS[0] or FILTERS[1] or FILTERS[2]:
-        top_k = _limit(k_ptr, at, plain[1])
-        passed = (temperature, top_k, _limit(p_ptr, at, plain[2]), _limit(min_ptr, at, plain[3]))
-        threshold = _threshold(row, penalty, columns, passed, FILTERS[0], FILTERS[1], SHIFT, BLOCK)
+    if K or P or MIN_P:
+        top_k = _limit(k_ptr, at, top_k)
+        passed = (temperature, top_k, _limit(p_ptr, at, top_p), _limit(min_ptr, at, min_p))
+        threshold = _threshold(row, penalty, columns, passed, K, P, SHIFT, BLOCK)
     key = tl.load(seed_ptr + (at if OWN_SEED else 0))
     noise_row = (at * 0 if OWN_SEED else at).to(tl.int32)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -170,45 +173,40 @@ def _run(
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
     min_p: torch.Tensor | None,
-    penalty: torch.Tensor | None,
-    plain: list[float],
+    repetition_penalty: torch.Tensor | None,
+    *,
+    temperature_value: float,
+    top_k_value: float,
+    top_p_value: float,
+    min_p_value: float,
+    repetition_penalty_value: float,
 ) -> torch.Tensor:
-    """logits [B, V] -> tokens [B] int64; a limit is a tensor [B], or where that is None its entry of `plain`."""
+    """logits [B, V] -> tokens [B] int64; each limit is a tensor [B], or, where that is None, a value for all rows."""
     rows, columns = logits.shape
     out = logits.new_empty(rows, dtype=torch.int64)
     if not rows:
         return out
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    limits = (temperature, top_k, top_p, min_p, penalty)
-    filters = (
-        top_k is not None or 0 < plain[1] < columns,
-        top_p is not None or plain[2] < 1.0,
-        min_p is not None or plain[3] > 0.0,
-    )
+    limits = (temperature, top_k, top_p, min_p, repetition_penalty)
+    values = (temperature_value, top_k_value, top_p_value, min_p_value, repetition_penalty_value)
     shift = 16 if logits.dtype == torch.bfloat16 and seen is None else 0
     block = max(min(power_of_2(columns), BLOCK), 16)
     launch = _sample[(rows,)]  # pyright: ignore[reportIndexIssue]
     launch(
         (logits, None if seen is None else seen.contiguous()), seed,
-        limits, tuple(plain), out, (columns, logits.stride(0)),
-        OWN_SEED=seed.dim() == 1, FILTERS=filters, SHIFT=shift, BLOCK=block,
+        limits, values, out, (columns, logits.stride(0)),
+        OWN_SEED=seed.dim() == 1,
+        K=top_k is not None or 0 < top_k_value < columns,
+        P=top_p is not None or top_p_value < 1.0,
+        MIN_P=min_p is not None or min_p_value > 0.0,
+        SHIFT=shift, BLOCK=block,
         num_warps=max(min(block // 256, 32), 4),
     )  # fmt: skip
     return out
 
 
-def _empty(
-    logits: torch.Tensor,
-    seen: torch.Tensor | None,
-    seed: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    penalty: torch.Tensor | None,
-    plain: list[float],
-) -> torch.Tensor:
+def _empty(logits: torch.Tensor, *_, **__) -> torch.Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 

@@ -31,17 +31,18 @@ ROWS, WARPS, EACH, STAGES = 8, 4, 8, 3
 def _logits(tensors, strides, row, at, inside, shape, scale, CAUSAL: tl.constexpr):
     """scale * x + biases in float32, -inf where nothing may be seen."""
     x_ptr, first_ptr, second_ptr, mask_ptr = tensors
+    of_x, of_first, of_second, of_mask = strides
     columns, sizes = shape
     place = place_of(row, sizes)
-    z = tl.load(x_ptr + offset(place, at, strides[0]), mask=inside, other=0.0).to(tl.float32) * scale
+    z = tl.load(x_ptr + offset(place, at, of_x), mask=inside, other=0.0).to(tl.float32) * scale
     if first_ptr is not None:
-        z += tl.load(first_ptr + offset(place, at, strides[1]), mask=inside, other=0.0).to(tl.float32)
+        z += tl.load(first_ptr + offset(place, at, of_first), mask=inside, other=0.0).to(tl.float32)
     if second_ptr is not None:
-        z += tl.load(second_ptr + offset(place, at, strides[2]), mask=inside, other=0.0).to(tl.float32)
+        z += tl.load(second_ptr + offset(place, at, of_second), mask=inside, other=0.0).to(tl.float32)
     if CAUSAL:
         inside = inside & (at <= place[3] + columns - sizes[2])
     if mask_ptr is not None:
-        inside = inside & (tl.load(mask_ptr + offset(place, at, strides[3]), mask=inside, other=0) != 0)
+        inside = inside & (tl.load(mask_ptr + offset(place, at, of_mask), mask=inside, other=0) != 0)
     return tl.where(inside, z, float("-inf"))
 
 
@@ -215,8 +216,8 @@ def _forward_beside(
 ) -> None:
     columns = x.shape[-1]
     places, _, of_places, _, _ = _sharing(list(held.shape), x)
-    strides = tuple(_strides(t, x.shape) for t in (x, held, other, y))
-    members, steps, of_runs = _runs(held, x, (strides[0], strides[2], strides[3]))
+    of_x, _, of_other, of_y = strides = tuple(_strides(t, x.shape) for t in (x, held, other, y))
+    members, steps, of_runs = _runs(held, x, (of_x, of_other, of_y))
     groups, runs = places // ROWS, torch.Size(of_runs).numel()
     parts = max(triton.cdiv(members, EACH), triton.cdiv(waves(x.device, 16), groups * runs))
     parts = min(parts, members)
@@ -398,14 +399,15 @@ def _differentiate(ctx, dy):
     if dy is None:
         return (None,) * 7
     (y,) = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:3]
+    need_x, need_first, need_second, *_ = ctx.needs_input_grad
     biases = [
         value
-        for bias, want in zip(ctx.biases, wanted[1:], strict=True)
-        for value in (bias if want else (None, None))
+        for bias, need in zip(ctx.biases, (need_first, need_second), strict=True)
+        for value in (bias if need else (None, None))
     ]
-    gradients = softmax_backward(dy, y, ctx.scale, ctx.x_dtype if wanted[0] else None, *biases)
-    return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), *(None,) * 4
+    dx, dfirst, dsecond = softmax_backward(dy, y, ctx.scale, ctx.x_dtype if need_x else None, *biases)
+    gradients = (dx if need_x else None, dfirst if need_first else None, dsecond if need_second else None)
+    return *gradients, None, None, None, None
 
 
 softmax_backward = define(_softmax_backward, _empty_gradients)

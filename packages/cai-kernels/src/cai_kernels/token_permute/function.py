@@ -1,4 +1,4 @@
-"""The public doors: arguments checked, backend chosen."""
+"""Public entry points: argument checks and the choice of the backend."""
 
 from __future__ import annotations
 

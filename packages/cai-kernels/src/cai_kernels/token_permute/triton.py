@@ -258,7 +258,8 @@ def _empty_collect_gradients(
 
 
 def _save_spread(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
+    _, index = inputs
+    ctx.save_for_backward(index)
 
 
 def _spread_backward(ctx, dy):
@@ -268,7 +269,8 @@ def _spread_backward(ctx, dy):
 
 def _save_collect(ctx, inputs, output) -> None:
     y, index, weights = inputs
-    ctx.save_for_backward(y if weights is not None and ctx.needs_input_grad[2] else None, index, weights)
+    _, _, need_weights, *_ = ctx.needs_input_grad  # torch adds an entry of its own here
+    ctx.save_for_backward(y if weights is not None and need_weights else None, index, weights)
 
 
 def _collect_backward(ctx, dout):

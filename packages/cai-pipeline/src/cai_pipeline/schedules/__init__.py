@@ -1,4 +1,4 @@
-"""Schedules by name: pure functions from (stages, microbatches, rank, chunks) to a rank's compute actions."""
+"""Schedules by name: each is a function of (stages, microbatches, rank, chunks) to a rank's compute actions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """GPipe (Huang et al. 2019, https://arxiv.org/abs/1811.06965): all forwards, then all backwards.
 
-Every microbatch is live at the turn, so a stage holds `microbatches` activations. The backwards run in the
-order of the forwards: gradients then accumulate in the same order as in a plain loop.
+After the last forward every microbatch is live, so a stage holds `microbatches` activations. The backwards run in the
+order of the forwards, so gradients accumulate in the same order as in a plain loop.
 """
 
 from __future__ import annotations

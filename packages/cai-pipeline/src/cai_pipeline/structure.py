@@ -1,4 +1,4 @@
-"""Where a model's parts lie, found by watching a small instance run rather than by its class name."""
+"""Where the parts of a model lie: found by observing a forward of a small instance, not by class name."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.miniature import Miniature
+from cai_pipeline.small_model import SmallModel
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """The parts of a causal LM, by name.
 
     Args:
         layers: the `ModuleList` of decoder layers.
-        before: modules with parameters that run before the first layer (embeddings), in the order of the model.
+        before: modules with parameters that run before the first layer (embeddings), in model order.
         after: modules with parameters that run after the last layer (final norm, head).
         outputs: length of the tuple a layer returns, or None when it returns a tensor.
     """
@@ -29,11 +29,10 @@ class Anatomy:
     outputs: int | None
 
 
-def layers_of(model: nn.Module) -> str:
-    """The name of the model's list of decoder layers.
+def find_layers(model: nn.Module) -> str:
+    """The name of the model's list of decoder layers: the largest `ModuleList` of `num_hidden_layers` entries.
 
-    It is the largest `ModuleList` with as many entries as the config has layers. Raises PlanError when there is
-    none, and for an encoder-decoder, which has two.
+    Raises PlanError when there is none, and for an encoder-decoder, which has two.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -55,29 +54,29 @@ def layers_of(model: nn.Module) -> str:
     return max(outer, key=lambda name: outer[name])
 
 
-def examine(model: nn.Module, twin: Miniature) -> Anatomy:
-    """Watch a small instance take one forward and note what runs when.
+def find_structure(model: nn.Module, small: SmallModel) -> ModelStructure:
+    """Run one forward of a small instance and record the order in which its modules run.
 
     Args:
-        model: an instance of `twin`, as it came from `build`.
-        twin: what it was built from; gives the inputs.
+        model: an instance of `small`, from `build`.
+        small: gives the inputs.
 
     Raises:
         PlanError: a module with parameters runs among the layers without being in one, or layers differ in what
-            they return, so the model cannot be cut between layers.
+            they return, so the model cannot be split between layers.
     """
-    layers = layers_of(model)
+    layers = find_layers(model)
     seen: list[tuple[str, Any]] = []
 
-    def watch(name: str) -> Callable[..., None]:
+    def record(name: str) -> Callable[..., None]:
         return lambda module, args, output: seen.append((name, output))
 
-    owners = _outer_owners(model, layers)
+    outside = _modules_outside_layers(model, layers)
     stack = model.get_submodule(layers)
-    hooks = [model.get_submodule(name).register_forward_hook(watch(name)) for name in owners]
-    hooks += [layer.register_forward_hook(watch(layers)) for layer in stack.children()]
+    hooks = [model.get_submodule(name).register_forward_hook(record(name)) for name in outside]
+    hooks += [layer.register_forward_hook(record(layers)) for layer in stack.children()]
     try:
-        model(**twin.inputs(), use_cache=False)
+        model(**small.inputs(), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -85,9 +84,9 @@ def examine(model: nn.Module, twin: Miniature) -> Anatomy:
     if order.count(layers) != len(list(stack.children())):
         raise PlanError(f"{type(model).__name__} does not run each of its layers once")
     first, last = order.index(layers), len(order) - 1 - order[::-1].index(layers)
-    before = [name for name in owners if name in order[:first] or name not in order]
-    after = [name for name in owners if name in order[last:]]
-    for name in owners:
+    before = [name for name in outside if name in order[:first] or name not in order]
+    after = [name for name in outside if name in order[last:]]
+    for name in outside:
         if name in order[first:last] or (name in before and name in after):
             raise PlanError(
                 f"cannot split {type(model).__name__} between its layers",
@@ -96,12 +95,12 @@ def examine(model: nn.Module, twin: Miniature) -> Anatomy:
     shapes = {len(out) if isinstance(out, tuple) else None for name, out in seen if name == layers}
     if len(shapes) != 1:
         raise PlanError(f"the layers of {type(model).__name__} return different things", got=shapes)
-    return Anatomy(layers, tuple(before), tuple(after), shapes.pop())
+    return ModelStructure(layers, tuple(before), tuple(after), shapes.pop())
 
 
-def _outer_owners(model: nn.Module, layers: str) -> list[str]:
-    """Modules outside the layers that hold parameters themselves."""
-    owners = []
+def _modules_outside_layers(model: nn.Module, layers: str) -> list[str]:
+    """Names of the modules outside the layers that have parameters of their own."""
+    outside = []
     for name, module in model.named_modules():
         if name.startswith(layers + ".") or not list(module.parameters(recurse=False)):
             continue
@@ -110,5 +109,5 @@ def _outer_owners(model: nn.Module, layers: str) -> list[str]:
                 f"cannot split {type(model).__name__}",
                 cause=f"{name or 'the model'} holds parameters beside its layers",
             )
-        owners.append(name)
-    return owners
+        outside.append(name)
+    return outside

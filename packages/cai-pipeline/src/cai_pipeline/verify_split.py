@@ -1,4 +1,4 @@
-"""The trial of a split: a small instance, cut into stages that run one behind the other, against itself whole."""
+"""Verify a split: a small model, split into stages that run one after the other, against the same model unsplit."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, canonical_name
-from cai_pipeline.anatomy import Anatomy, examine
 from cai_pipeline.balance import balance_layers
-from cai_pipeline.miniature import Miniature
+from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.small_model import SmallModel
 from cai_pipeline.stage import run_stage
-from cai_pipeline.surgery import cut, tied_parameters
+from cai_pipeline.structure import ModelStructure, find_structure
 
 TOLERANCE = 1e-10
-"""Largest difference, relative to the largest value of the tensor, that float64 rounding may leave."""
+"""Largest difference allowed for float64 rounding, relative to the largest value of the tensor."""
 
 
 @lru_cache(maxsize=64)
-def prove(twin: Miniature) -> Anatomy:
-    """Split a small instance into up to three stages and compare with the whole one: logits, loss, gradients.
+def verify_split(small: SmallModel) -> ModelStructure:
+    """Split a small model into up to three stages and compare with it unsplit: logits, loss and gradients.
 
-    Tried once per class and config. The first, a middle and the last stage are every kind of stage there is.
+    Done once per class and config. Three stages are enough: a first, a middle and a last one.
 
     Returns:
-        where the parts of the model lie, which is the same for the large one.
+        where the parts of the model lie; the large model has the same structure.
 
     Raises:
         PlanError: the split model computes something else, or its code does not run when split.
     """
     with torch.device("cpu"), torch.enable_grad():
-        return _prove(twin)
+        return _verify_split(small)
 
 
-def _prove(twin: Miniature) -> Anatomy:
-    whole = twin.build()
+def _verify_split(small: SmallModel) -> ModelStructure:
+    whole = small.build()
     name = type(whole).__name__
     try:
-        anatomy = examine(whole, twin)
-        layers = len(whole.get_submodule(anatomy.layers))  # type: ignore[arg-type]
-        owned = balance_layers([1.0] * layers, min(3, layers))
-        parts = [_part(whole, anatomy, owned, index) for index in range(len(owned))]
-        labels = twin.inputs()["input_ids"]
-        expected = whole(**twin.inputs(), labels=labels, use_cache=False)
+        structure = find_structure(whole, small)
+        layers = len(whole.get_submodule(structure.layers))  # type: ignore[arg-type]
+        stage_layers = balance_layers([1.0] * layers, min(3, layers))
+        parts = [_part(whole, structure, stage_layers, index) for index in range(len(stage_layers))]
+        labels = small.inputs()["input_ids"]
+        expected = whole(**small.inputs(), labels=labels, use_cache=False)
         expected.loss.backward()
-        output = chain(parts, {**twin.inputs(), "labels": labels})
+        output = chain(parts, {**small.inputs(), "labels": labels})
     except PlanError:
         raise
     except Exception as error:
@@ -60,20 +60,22 @@ def _prove(twin: Miniature) -> Anatomy:
     for parameter_name, parameter in whole.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         _compare(name, f"gradient of {parameter_name}", found.get(parameter_name), gradient)
-    return anatomy
+    return structure
 
 
-def _part(whole: nn.Module, anatomy: Anatomy, owned: Sequence[range], index: int) -> nn.Module:
+def _part(
+    whole: nn.Module, structure: ModelStructure, stage_layers: Sequence[range], index: int
+) -> nn.Module:
     part = copy.deepcopy(whole)
-    tied = tied_parameters(part, anatomy, owned)
-    cut(part, anatomy, owned, index, tied)
+    tied = tied_parameters(part, structure, stage_layers)
+    partition(part, structure, stage_layers, index, tied)
     for name, parameter in tied.items():
         attach(parameter, name=name)
     return part
 
 
 def chain(parts: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
-    """Run stages of one model one behind the other in this process, then its loss backward through all of them.
+    """Run all stages of a model one after the other in this process, then backward through all of them.
 
     Args:
         parts: all stages, in order.
@@ -85,18 +87,18 @@ def chain(parts: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
     received: torch.Tensor | None = None
     boundaries: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in parts[:-1]:
-        handed_over = run_stage(part, received, inputs)
-        received = handed_over.detach().requires_grad_()
-        boundaries.append((handed_over, received))
+        sent = run_stage(part, received, inputs)
+        received = sent.detach().requires_grad_()
+        boundaries.append((sent, received))
     output = run_stage(parts[-1], received, inputs)
     output.loss.backward()
-    for handed_over, received in reversed(boundaries):
-        handed_over.backward(received.grad)
+    for sent, received in reversed(boundaries):
+        sent.backward(received.grad)
     return output
 
 
 def gradients(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """The gradients of all stages by canonical name; those of a tied parameter's holders are added."""
+    """The gradients of all stages by canonical name; a tied parameter's are summed over its stages."""
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -117,5 +119,5 @@ def _compare(model: str, what: str, got: torch.Tensor | None, expected: torch.Te
             f"{model} computes something else when it is split",
             got=f"{what} off by {difference:.1e} relative to its largest value",
             expected=f"at most {TOLERANCE:g}",
-            cause="its layers use something that is computed outside of them and depends on the hidden states",
+            cause="its layers use something that is computed outside them from the hidden states",
         )

@@ -1,6 +1,6 @@
-"""A small real instance of a model's own class and config, on which `split` is tried before it is trusted.
+"""A small instance of a model's class and config, on which `split` is verified first.
 
-Everything that only says how large the model is gets small; everything that says how it computes stays.
+Config values that only set the size of the model become small; those that set what it computes stay.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SMALL = {
 
 
 @dataclass(frozen=True)
-class Miniature:
-    """A model class and a small config; equal when the class and all config values are."""
+class SmallModel:
+    """A model class and a small config. Two are equal when their class and all config values are equal."""
 
     model_class: type[nn.Module]
     values: str
@@ -49,7 +49,7 @@ class Miniature:
     config: Any = field(compare=False, repr=False)
 
     def build(self) -> nn.Module:
-        """The instance: float64, on the CPU, evaluation mode, random parameters that no initializer made special."""
+        """A new instance: float64, on the CPU, in evaluation mode, every parameter random (norm weights too)."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             model = self.model_class(copy.deepcopy(self.config)).double().eval()
         generator = torch.Generator().manual_seed(0)
@@ -59,7 +59,7 @@ class Miniature:
         return model
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Token ids [2, 12] of which the first row ends with two padding tokens."""
+        """Token ids and attention mask, both [2, 12]; the first row ends with two padding tokens."""
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(4, VOCABULARY, (2, 12), generator=generator)
         mask = torch.ones_like(ids)
@@ -67,10 +67,10 @@ class Miniature:
         return {"input_ids": ids, "attention_mask": mask}
 
 
-def miniature(model: nn.Module) -> Miniature:
-    """The small twin of a transformers causal LM.
+def small_model(model: nn.Module) -> SmallModel:
+    """A small version of a transformers causal LM.
 
-    The narrow config is tried first; where its class refuses that, one that only has fewer layers and words.
+    A narrow config is tried first. If the class refuses it, one that only has fewer layers and a smaller vocabulary.
     Raises PlanError when `model` has no config, or no small instance can be built.
     """
     config = getattr(model, "config", None)
@@ -83,28 +83,28 @@ def miniature(model: nn.Module) -> Miniature:
     failure: Exception | None = None
     for narrow in (True, False):
         try:
-            small = _shrink(config, narrow)
-            values = small.to_json_string(use_diff=False)
-            twin = Miniature(type(model), values, small._attn_implementation, small)
-            if _parameter_count(twin) > PARAMETER_LIMIT:
+            smaller = _shrink(config, narrow)
+            values = smaller.to_json_string(use_diff=False)
+            small = SmallModel(type(model), values, smaller._attn_implementation, smaller)
+            if _parameter_count(small) > PARAMETER_LIMIT:
                 break
-            built = twin.build()
+            built = small.build()
             with torch.no_grad(), torch.device("cpu"):
-                built(**twin.inputs(), use_cache=False)
+                built(**small.inputs(), use_cache=False)
         except Exception as error:
             failure = failure or error
             continue
-        return twin
+        return small
     raise PlanError(
-        f"cannot build a small {type(model).__name__} to try the split on",
+        f"cannot build a small {type(model).__name__} to verify the split on",
         got=f"{type(failure).__name__}: {failure}" if failure else f"over {PARAMETER_LIMIT:,} parameters",
         cause="its config ties sizes together in a way that is not known here",
     ) from failure
 
 
-def _parameter_count(twin: Miniature) -> int:
+def _parameter_count(small: SmallModel) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in twin.model_class(copy.deepcopy(twin.config)).parameters())
+        return sum(p.numel() for p in small.model_class(copy.deepcopy(small.config)).parameters())
 
 
 def _shrink(config: Any, narrow: bool) -> Any:

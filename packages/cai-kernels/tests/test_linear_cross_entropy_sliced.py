@@ -1,11 +1,11 @@
-"""Logits of all tokens kept where the weight's gradient will be: the same loss and gradients, without overlap."""
+"""Logits of all tokens in the memory of the weight's gradient: the same loss and gradients, without overlap."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from cai_kernels import linear_cross_entropy
-from cai_kernels.linear_cross_entropy import kept
+from cai_kernels.linear_cross_entropy import slice_plan, sliced
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -13,9 +13,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture
 def small(monkeypatch):
     """Every weight is large enough, and slices and chunks of tokens are small."""
-    monkeypatch.setattr(kept, "FROM_BYTES", 0)
-    monkeypatch.setattr(kept, "SLICE", 16)
-    monkeypatch.setattr(kept, "ROWS", 5)
+    monkeypatch.setattr(slice_plan, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(slice_plan, "MAX_COLUMNS", 16)
+    monkeypatch.setattr(slice_plan, "ROWS", 5)
 
 
 def inputs(tokens: int, width: int, vocabulary: int):
@@ -40,13 +40,13 @@ def test_the_same_as_in_chunks_but_rounded_once(small, monkeypatch, tokens, widt
     bias = torch.linspace(-1, 1, vocabulary, device=DEVICE).bfloat16().requires_grad_()
     leaves = (x, weight, bias)
     seen = []
-    plainly = kept.loss_and_gradients
-    monkeypatch.setattr(kept, "loss_and_gradients", lambda *a: seen.append(1) or plainly(*a))
+    plainly = sliced.loss_and_gradients
+    monkeypatch.setattr(sliced, "loss_and_gradients", lambda *a: seen.append(1) or plainly(*a))
     form = {"bias": bias, "backend": "triton", "chunk_bytes": 1 << 30, **options}
-    monkeypatch.setattr(kept, "pays", lambda *_: True)
+    monkeypatch.setattr(slice_plan, "saves_memory", lambda *_: True)
     got = gradients(linear_cross_entropy(x, weight, target, **form), *leaves)
     assert seen
-    monkeypatch.setattr(kept, "pays", lambda *_: False)
+    monkeypatch.setattr(slice_plan, "saves_memory", lambda *_: False)
     want = gradients(linear_cross_entropy(x, weight, target, **form), *leaves)
     assert len(seen) == 1
     for a, b in zip(got, want, strict=True):
@@ -55,7 +55,7 @@ def test_the_same_as_in_chunks_but_rounded_once(small, monkeypatch, tokens, widt
 
 
 def test_error_is_no_larger_than_eager(small, monkeypatch):
-    monkeypatch.setattr(kept, "pays", lambda *_: True)
+    monkeypatch.setattr(slice_plan, "saves_memory", lambda *_: True)
     x, weight, target = inputs(30, 16, 160)
     got = gradients(linear_cross_entropy(x, weight, target, backend="triton"), x, weight)
     eager = gradients(F.cross_entropy(F.linear(x, weight).float(), target), x, weight)
@@ -66,8 +66,8 @@ def test_error_is_no_larger_than_eager(small, monkeypatch):
         assert (mine - truth).abs().max() <= allowed
 
 
-def test_the_upstream_gradient_scales_what_was_kept(small, monkeypatch):
-    monkeypatch.setattr(kept, "pays", lambda *_: True)
+def test_the_upstream_gradient_scales_the_gradients(small, monkeypatch):
+    monkeypatch.setattr(slice_plan, "saves_memory", lambda *_: True)
     x, weight, target = inputs(30, 16, 160)
     once = gradients(linear_cross_entropy(x, weight, target, backend="triton"), x, weight)
     twice = gradients(linear_cross_entropy(x, weight, target, backend="triton") * 2, x, weight)
@@ -79,22 +79,24 @@ def test_the_upstream_gradient_scales_what_was_kept(small, monkeypatch):
     ("vocabulary", "width"), [(128256, 4096), (128256, 8192), (32000, 2048), (151936, 1024)]
 )
 def test_no_gradient_is_written_where_logits_are_needed(tokens, vocabulary, width):
-    made = kept.plan(tokens, vocabulary, width)
-    place = tokens * made.columns
-    assert made.slices * made.columns <= vocabulary and made.first == vocabulary * width - made.slices * place
-    for i in range(made.slices):
-        assert (i + 1) * made.columns * width <= made.first + i * place
-    assert made.first + made.slices * place == vocabulary * width
+    plan = slice_plan.plan_slices(tokens, vocabulary, width)
+    place = tokens * plan.columns
+    assert plan.slices * plan.columns <= vocabulary and plan.first == vocabulary * width - plan.slices * place
+    for i in range(plan.slices):
+        assert (i + 1) * plan.columns * width <= plan.first + i * place
+    assert plan.first + plan.slices * place == vocabulary * width
 
 
-def test_what_the_bar_allows():
+def test_sliced_only_where_it_saves_memory():
     weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta")
-    assert kept.pays(8192, weight) and kept.pays(8192, weight.expand(128256, 4096))
-    made = kept.plan(8192, 128256, 4096)
-    beside = 2 * 8192 * (128256 - made.slices * made.columns) + 4 * kept.ROWS * 4096
+    assert slice_plan.saves_memory(8192, weight) and slice_plan.saves_memory(
+        8192, weight.expand(128256, 4096)
+    )
+    plan = slice_plan.plan_slices(8192, 128256, 4096)
+    beside = 2 * 8192 * (128256 - plan.slices * plan.columns) + 4 * slice_plan.ROWS * 4096
     assert beside < 1.2 * 2**30 < 4 * weight.numel()  # a sum in float32 would be twice the gradient
     assert (
-        not kept.pays(65536, weight)
-        and not kept.pays(8192, weight.float())
-        and not kept.pays(8192, weight[:999])
+        not slice_plan.saves_memory(65536, weight)
+        and not slice_plan.saves_memory(8192, weight.float())
+        and not slice_plan.saves_memory(8192, weight[:999])
     )
