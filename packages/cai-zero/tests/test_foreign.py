@@ -158,7 +158,7 @@ def memory():
     assert max(seen) <= 3, "more than the model's own, the block in use and the next are whole"
     for part in parts:
         assert part.unit.whole.untyped_storage().nbytes() == 0
-        assert not part.buffer.is_open
+        assert not part.reducible.buffer.is_open
     assert sum(p.untyped_storage().nbytes() for p in first) == 0
     rows = sum(part.unit.shard.numel() for part in parts)
     padding = sum(part.unit.chunk.numel for part in parts) - total

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import whole
 from torch.distributed.device_mesh import init_device_mesh
 
+from cai_mesh import ParallelMesh
 from cai_mesh.errors import MeshError
 from cai_mesh.layout import Layout, Shard, Slice, attach
 from cai_mesh.testing import run_ranks
@@ -69,7 +70,8 @@ def test_flat_ranges_without_spans():
 def sums():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     rank = dist.get_rank()
-    axes = [resolve(frozenset(a), [mesh]) for a in ((), ("dp_shard",), ("tp",), ("tp", "dp_shard"), ("tp",))]
+    mesh = ParallelMesh.of(mesh)
+    axes = [resolve(frozenset(a), mesh) for a in ((), ("dp_shard",), ("tp",), ("tp", "dp_shard"), ("tp",))]
     given = [torch.full((i + 1,), 10.0**i * (rank + 1)) for i in range(5)]
     calls = []
     kept = dist.all_reduce
@@ -80,7 +82,7 @@ def sums():
 
     dist.all_reduce = counted
     try:
-        found = summed(given, axes, [mesh])
+        found = summed(given, axes, mesh)
     finally:
         dist.all_reduce = kept
     assert len(calls) == 2, "one an axis, for all values together"
@@ -102,7 +104,7 @@ def test_sums_of_squares_where_nothing_is_held():
 
 
 def test_axes_no_mesh_has():
-    assert resolve(frozenset(), ()) == ()
+    assert resolve(frozenset(), None) == ()
     with pytest.raises(MeshError, match="knows no mesh") as caught:
-        resolve(frozenset({"tp"}), ())
+        resolve(frozenset({"tp"}), None)
     assert "'tp'" in str(caught.value)
