@@ -1,4 +1,4 @@
-"""Activations in Triton: value and slope in float32."""
+"""Activations in Triton: value and derivative in float32."""
 
 from __future__ import annotations
 

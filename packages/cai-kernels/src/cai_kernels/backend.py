@@ -1,4 +1,4 @@
-"""Which form of an op runs: Triton or the reference in plain torch."""
+"""The choice of the form that runs: Triton, or the reference in plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cai_kernels.errors import KernelError
 Backend = Literal["auto", "triton", "reference"]
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -51,8 +51,8 @@ def choose(backend: Backend, device: torch.device) -> Literal["triton", "referen
         if device.type != "cuda":
             return "reference"
         reason = why_not_triton(device)
-        if reason is not None and reason not in _said:
-            _said.add(reason)
+        if reason is not None and reason not in _warned:
+            _warned.add(reason)
             warnings.warn(f"cai_kernels runs its plain torch forms: {reason}", stacklevel=3)
         return "triton" if reason is None else "reference"
     if backend == "triton":

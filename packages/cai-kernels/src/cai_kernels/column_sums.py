@@ -1,4 +1,4 @@
-"""Column sums of float32 partial results in Triton: the second half of a gradient summed over rows."""
+"""Column sums of float32 partial results in Triton: the second step of a gradient summed over rows."""
 
 from __future__ import annotations
 

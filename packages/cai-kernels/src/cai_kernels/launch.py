@@ -1,4 +1,4 @@
-"""Sizes of launches, from shapes alone: nothing is tuned at run time."""
+"""Launch configurations, computed from shapes; nothing is tuned at run time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row_warps(block: int) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a multiprocessor lends to programs (those of an H200 for anything but a GPU)."""
+    """Bytes of shared memory that programs of a multiprocessor can use; without a GPU those of an H200."""
     if device.type != "cuda":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,6 +1,6 @@
-"""Operators of this package as the dispatcher knows them: one registration, light on the host.
+"""Register the operators of this package with torch's dispatcher, with little host overhead per call.
 
-`torch.library.custom_op` costs tens of microseconds a call; a library's own definition costs a few.
+A `torch.library.custom_op` costs tens of microseconds a call, a definition in a `Library` a few.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def define(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register `run` as the operator `cai_kernels::name` and return what calls it.
+    """Register `run` as the operator `cai_kernels::name` and return that.
 
     Args:
         run: launches kernels on real tensors; its annotations are the operator's schema. It returns new tensors,
             never an argument.
-        fake: takes the same arguments; returns empty tensors of the results' shapes, dtypes and strides. None: for
+        fake: takes the same arguments; returns empty tensors with the results' shapes, dtypes and strides. None for
             an operator that only writes into its arguments.
         name: by default the name of `run`.
         mutates: names of the arguments `run` writes into.

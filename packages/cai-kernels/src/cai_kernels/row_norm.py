@@ -1,8 +1,8 @@
 """Norms of rows in Triton: the kernels of rms_norm, add_rms_norm and layer_norm.
 
-One program holds some whole rows forward. Backward is a persistent launch: a program walks over rows, the next ones
-already on their way to shared memory, and keeps its weight gradient in registers; a second kernel adds up the
-programs'. Rows that do not fit into registers are held in pieces (`row_pieces`) or walked over in blocks of columns.
+In forward a program takes a few whole rows. Backward is a persistent launch: a program loops over rows, loads the next
+ones to shared memory ahead, and sums its weight gradient in registers; a second kernel adds the sums of all programs.
+Rows that do not fit into registers are processed in pieces (`row_pieces`) or in blocks of columns.
 
 KIND is "llama" (RMS, rounded to x's dtype before the weight), "gemma" (RMS, weight + 1, one rounding at the end) or
 "layer" (mean and variance, bias).
@@ -36,7 +36,7 @@ class Needed(NamedTuple):
 
 @triton.jit
 def _load(ptr, inside, EVEN: tl.constexpr):
-    """With EVEN all values are there, and the mask's registers are spared."""
+    """With EVEN nothing is masked, which saves the registers of the mask."""
     return tl.load(ptr) if EVEN else tl.load(ptr, mask=inside, other=0.0)
 
 
@@ -52,7 +52,7 @@ def _store(ptr, value, inside, EVEN: tl.constexpr):
 def _weighted(
     normalized, parameters, at, inside, y_ptr, x_ptr, KIND: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Times the weight plus the bias. AHEAD: `parameters` are these themselves, else pointers to them or None."""
+    """Multiply by the weight and add the bias. `parameters` are pointers or None; with AHEAD they are loaded values."""
     if KIND == "llama":
         normalized = normalized.to(x_ptr.dtype.element_ty).to(tl.float32)
     w, b = parameters
@@ -239,7 +239,7 @@ def _backward_wide(inputs, dx_ptr, shape, KIND: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _parameters_wide(inputs, outputs, shape, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weight and bias gradients of a block of columns over every P-th block of rows."""
+    """Weight and bias gradients of a block of columns, summed over every P-th block of rows."""
     dy_ptr, x_ptr, mean_ptr, rstd_ptr = inputs
     dw_ptr, db_ptr = outputs
     rows, columns, dy_stride, x_stride = shape
@@ -346,24 +346,26 @@ def backward(
     return dx, dw, db
 
 
-def _residency(kind: str, even: bool, block: int, warps: int, held: int, lent: int) -> tuple[int, int, int]:
-    """(programs a multiprocessor holds at once, registers a thread, tiles on their way) of the backward kernel.
+def _residency(
+    kind: str, even: bool, block: int, warps: int, tile_bytes: int, shared_bytes: int
+) -> tuple[int, int, int]:
+    """(programs per multiprocessor, registers per thread, tiles loaded ahead) of the backward kernel.
 
-    `held` is the bytes of one tile of every input, `lent` the shared memory there is. From what the kernel compiles to:
-    with an even RMS norm 64 registers do, else 128.
+    `tile_bytes`: of one tile of every input; `shared_bytes`: of shared memory. By what the kernel compiles to, an even
+    RMS norm needs 64 registers, others 128.
     """
     choices = [(16 // warps if warps > 4 else 4, 128)]
     if even and kind != "layer" and 4096 <= block <= 8192:
         choices.insert(0, (2, 64) if block == 8192 else (3, 80))
     for programs, registers in choices:
-        ahead = min((lent // programs - 4096) // held, 2)
+        ahead = min((shared_bytes // programs - 4096) // tile_bytes, 2)
         if ahead > 0:
             return programs, registers, ahead
     return *choices[-1], 0
 
 
 def _in_pieces(kind: str, block: int, even: bool) -> bool:
-    """Whether rows go by `row_pieces` backward where it takes them."""
+    """Whether backward uses `row_pieces` if it takes the rows."""
     return block in (NARROW, NARROW // 4) or (2 * block == NARROW and (kind == "layer" or not even))
 
 
@@ -372,8 +374,8 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, needed):
     each, block, warps = _tile(rows, columns, 2048)
     even = block == columns and rows % each == 0
     inputs = (dy, x, weight, *statistics, dsum)
-    held = each * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
-    resident, registers, ahead = _residency(kind, even, block, warps, held, shared_memory(x.device))
+    tile_bytes = each * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
+    resident, registers, ahead = _residency(kind, even, block, warps, tile_bytes, shared_memory(x.device))
     programs = min(triton.cdiv(rows, each), waves(x.device, resident))
     need_weight, need_bias = needed.weight_dtype is not None, needed.bias_dtype is not None
     keep = [need_weight, need_bias]
@@ -437,7 +439,7 @@ def empty(
     eps: float,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `forward` returns, unfilled."""
+    """Empty tensors for what `forward` returns."""
     dtype = torch.promote_types(x.dtype, weight.dtype) if kind == "llama" and weight is not None else x.dtype
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     y = x.new_empty(x.shape, dtype=dtype)
@@ -447,7 +449,7 @@ def empty(
 
 
 def empty_gradients(x: torch.Tensor, needed: Needed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `backward` returns, unfilled."""
+    """Empty tensors for what `backward` returns."""
     dtypes = (needed.weight_dtype, needed.bias_dtype)
     dx = x.new_empty(x.shape if needed.x else 0)
     dw, db = (x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype) for dtype in dtypes)

@@ -1,9 +1,9 @@
-"""Rows of 2049 columns and more, read once, whose program holds a row in pieces.
+"""Norms of rows of 2049 columns and more: each row is read once and held in registers in pieces.
 
 A row of 8193 to 16384 columns and its sums of weight and bias gradients do not fit into the registers in float32. Here
-x and dy stay in their own two bytes a value and are widened piece by piece, once for the row's sums and again for the
-results. Pieces need no power of two together, so a row of 14336 holds nothing more than its own columns. Backward is a
-persistent launch, as in `row_norm`; weights that find no registers beside the sums are fetched with every row.
+x and dy stay in 16 bits and are cast to float32 piece by piece, once for the sums of the row and again for the results.
+The number of pieces need not be a power of two, so a row of 14336 columns is not padded. Backward is a persistent
+launch, as in `row_norm`; pieces of the weight for which no registers are left are loaded again with every row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cai_kernels.launch import power_of_2, shared_memory, uses_pdl, waves
-from cai_kernels.tiles import again, launch_dependents
+from cai_kernels.tiles import launch_dependents, to_float32
 
 PIECE = 2048
 WARPS = 8
@@ -45,14 +45,14 @@ def _both(a, b, c, d):
 
 @triton.jit
 def _folded(value):
-    """Sums of 8 neighbours, which one thread holds: the sum of a row so far then takes an eighth of the registers."""
+    """Sums of 8 neighbours, which are in one thread: a row's partial sums then take an eighth of the registers."""
     return tl.sum(tl.reshape(value, (value.shape[0] // 8, 8)), 1)
 
 
 @triton.jit
 def _weight(kept, w_ptr, first, columns, KIND: tl.constexpr, WHOLE: tl.constexpr, PIECE: tl.constexpr):
-    """The factor of a piece: of `kept`, else fetched with the row."""
-    w = again(kept[0]) if len(kept) > 0 else _load(w_ptr, first, columns, WHOLE, PIECE).to(tl.float32)
+    """The weight of a piece: from `kept`, else loaded with the row."""
+    w = to_float32(kept[0]) if len(kept) > 0 else _load(w_ptr, first, columns, WHOLE, PIECE).to(tl.float32)
     return w + 1.0 if KIND == "gemma" else w
 
 
@@ -88,14 +88,14 @@ def _forward_pieces(
         tl.store(mean_ptr + row, mean)
     squares = tl.zeros((PIECE // 8,), dtype=tl.float32)
     for i in tl.static_range(PIECES):
-        centred = again(xs[i]) - mean
+        centred = to_float32(xs[i]) - mean
         if KIND == "layer" and not EVEN and i == PIECES - 1:
             centred = tl.where(i * PIECE + tl.arange(0, PIECE) < columns, centred, 0.0)
         squares += _folded(centred * centred)
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / columns + eps)
     tl.store(rstd_ptr + row, rstd)
     for i in tl.static_range(PIECES):
-        y = (again(xs[i]) - mean) * rstd
+        y = (to_float32(xs[i]) - mean) * rstd
         if KIND == "llama":
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         if w_ptr is not None:
@@ -165,10 +165,10 @@ def _backward_pieces(
         # dx = (weighted - shift - (x * rstd - shifted) * alike) * rstd, what is one for a row taken out
         slope, offset = -alike * rstd * rstd, (shifted * alike - shift) * rstd
         for i in tl.static_range(PIECES):
-            dx = again(dys[i]) * rstd
+            dx = to_float32(dys[i]) * rstd
             if w_ptr is not None:
                 dx *= _weight(kept[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < PIECES - 1, PIECE)
-            dx += again(xs[i]) * slope + offset
+            dx += to_float32(xs[i]) * slope + offset
             if dsum_ptr is not None:
                 dx += _load(
                     dsum_ptr + row * dsum_stride, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE
@@ -184,12 +184,12 @@ def _backward_pieces(
 
 
 def takes(dy: torch.Tensor, x: torch.Tensor, dsum: torch.Tensor | None) -> bool:
-    """Whether rows are of the length, dtypes and alignment for pieces; unaligned ones would not stay narrow."""
+    """Whether rows have the length, dtypes and alignment for pieces; the compiler widens unaligned ones at once."""
     return PIECE < x.shape[1] <= 8 * PIECE and dy.dtype == x.dtype and _aligned(dy, x, dsum)
 
 
 def takes_forward(x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Whether rows go by pieces forward: those that a power of two would make much longer."""
+    """Whether forward uses pieces: for rows much shorter than the next power of two."""
     return PIECE < x.shape[1] <= 8 * PIECE and x.shape[1] != power_of_2(x.shape[1]) and _aligned(x, residual)
 
 
@@ -218,8 +218,8 @@ def forward(inputs, outputs, eps: float, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the backward kernel holds a row: `kept` pieces of the weight stay in registers, `stages - 1` rows are on
-    their way, `resident` programs share a multiprocessor."""
+    """How the backward kernel holds a row: `kept` pieces of the weight stay in registers, `stages - 1` rows are
+    loaded ahead, `resident` programs share a multiprocessor."""
 
     piece: int
     warps: int
@@ -229,7 +229,7 @@ class Plan:
 
 
 def plan(x: torch.Tensor, tensors: int, sums: int) -> Plan:
-    """For rows of x, of which `tensors` are read and `sums` made over rows.
+    """The plan for rows of x, when `tensors` tensors are read and `sums` sums over rows are made.
 
     From what the kernel compiles to: 8 pieces with two sums leave registers for 5 pieces of the weight. Widened by a
     conversion, not by bits, float16 stays wide, and 4 it is. From what it takes on an H200 (Triton 3.6, shares of a

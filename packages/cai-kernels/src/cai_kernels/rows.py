@@ -1,4 +1,4 @@
-"""Tensors as rows: [..., D] seen as [T, D] without a copy wherever strides allow it."""
+"""Tensors [..., D] as rows [T, D], without a copy if the strides allow it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as [T, D] with neighbouring columns: a view if the leading dims can be one stride, else a copy."""
+    """x [..., D] as [T, D] with contiguous columns: a view if the leading dims can be merged, else a copy."""
     columns = x.shape[-1]
     if x.dim() != 2:
         x = x.reshape(x.numel() // columns if columns else 0, columns)

@@ -1,4 +1,4 @@
-"""How exact a kernel is: its error against float64 beside eager torch's own."""
+"""Compare the error of a kernel with that of eager torch, both against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_no_less_exact(
     slack: float = 1.2,
     floor: float | Sequence[float] = 0.0,
 ) -> None:
-    """Hold every output and gradient of `kernel` to the error eager torch makes with `reference`.
+    """Assert that no output or gradient of `kernel` has a larger error than eager torch has with `reference`.
 
     Both are compared with `reference` in float64. Allowed is `slack` times the reference's own largest error in the
     dtype of `tensors`, plus one rounding of the result's dtype at its largest value, plus `floor` (one for all

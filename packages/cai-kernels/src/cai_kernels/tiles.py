@@ -1,4 +1,4 @@
-"""What kernels of several ops share in Triton."""
+"""Triton functions that kernels of several operators share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """e^x in float32 in two instructions; `tl.exp` takes five, to keep results below 2^-126, which are 0 here."""
+    """e^x in float32 in two instructions. `tl.exp` takes five, for results below 2^-126, which are 0 here."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
-def again(value):
-    """In float32; of bfloat16 by its bits, lest the compiler keeps an earlier widened copy in twice the registers."""
+def to_float32(value):
+    """Cast to float32; bfloat16 by its bits, so that the compiler does not keep an earlier cast in registers."""
     if value.dtype == tl.bfloat16:
         return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float32)
@@ -36,7 +36,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
-    """total + a @ b in float32, multiplied as `launch.dot_precision` says."""
+    """total + a @ b in float32, with the precision of `launch.dot_precision`."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:

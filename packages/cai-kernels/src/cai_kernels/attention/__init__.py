@@ -1,4 +1,4 @@
-"""Attention by the fastest form there is, said aloud; in parts with a log-sum-exp; over packed sequences."""
+"""Attention by the fastest available form, in parts with a log-sum-exp, and over packed sequences."""
 
 from cai_kernels.attention.choice import AttentionChoice
 from cai_kernels.attention.function import attention, explain_attention, varlen_attention

@@ -38,7 +38,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class Question:
-    """What a choice depends on beside q, k and v."""
+    """What the choice depends on besides q, k and v."""
 
     mask: torch.Tensor | None = None
     causal: bool = False
@@ -86,7 +86,7 @@ def why_not_ours(q: torch.Tensor, v: torch.Tensor, question: Question) -> str | 
 
 
 def decide(q: torch.Tensor, v: torch.Tensor, question: Question) -> AttentionChoice:
-    """The form "auto" takes; backend "sdpa" where torch's operators answer and choose among themselves."""
+    """The form that "auto" takes; "sdpa" where torch chooses among its own operators."""
     on_gpu = q.device.type == "cuda"
     if question.softcap is not None:
         reason = why_not_ours(q, v, question) if on_gpu else f"tensors are on {q.device.type}"

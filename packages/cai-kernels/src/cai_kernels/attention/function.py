@@ -37,7 +37,7 @@ def attention(
     dropout: float = 0.0,
     backend: AttentionBackend = "auto",
 ) -> torch.Tensor:
-    """`softmax(scale * q @ k.T + mask) @ v` by the fastest form there is here; `explain_attention` says which.
+    """`softmax(scale * q @ k.T + mask) @ v` by the fastest form for the arguments; `explain_attention` says which.
 
     torch's scaled_dot_product_attention is used wherever it can be, with cuDNN before flash from Hopper on. torch's
     flash operator is called with a window, and the Triton kernel of this package takes soft caps and float32 windows.
@@ -114,16 +114,16 @@ def varlen_attention(
     window: int | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """Attention inside each of many sequences that lie one after the other.
+    """Attention within each of many sequences that are packed one after the other.
 
     Args:
         q: [T, N, H], float32, bfloat16 or float16 (the reference takes float64 too), any strides.
         k, v: [Tk, Nkv, H], with N a multiple of Nkv, in q's dtype.
         cu_seqlens: [B + 1] int32: sequence b of q is rows cu_seqlens[b]..cu_seqlens[b + 1]; the last is T.
         cu_seqlens_k: the same for k and v; by default cu_seqlens.
-        max_seqlen: the longest sequence of q and of k, or more; by default T or Tk, whichever is larger. A tight
-            one saves empty programs.
-        causal, window: as in `attention`; where lengths differ the last query stands at the last key.
+        max_seqlen: the longest sequence of q and of k, or more; by default T or Tk, whichever is larger. An exact
+            value avoids empty programs.
+        causal, window: as in `attention`; where lengths differ, the last query is at the position of the last key.
         scale: by default 1 / sqrt(H).
         backend: "auto" (torch's flash operator on CUDA for bfloat16 and float16 with H a multiple of 8 up to 256,
             else Triton on CUDA, else the reference), "triton" or "reference".
@@ -162,7 +162,7 @@ def varlen_attention(
 
 
 def _explicit(q: torch.Tensor, v: torch.Tensor, question: Question, backend: str) -> str:
-    """The backend asked for, if it can take the arguments."""
+    """The requested backend. Raises `KernelError` if it cannot take the arguments."""
     if backend == "triton":
         reason = why_not_ours(q, v, question)
     elif backend == "flash_window":
@@ -259,7 +259,7 @@ def _check_window(window: int | None) -> None:
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
-    """Shapes of k and v beside q: [B, N, S, H] with four dims, [T, N, H] with three."""
+    """Check the shapes of k and v against q: [B, N, S, H] with four dims, [T, N, H] with three."""
     for name, tensor in (("k", k), ("v", v)):
         require(name, tensor, dtypes=(q.dtype,), like=q)
     heads, key_heads, value_heads = (t.shape[1] if t.dim() == dims else 0 for t in (q, k, v))

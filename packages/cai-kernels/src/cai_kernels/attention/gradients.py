@@ -1,4 +1,4 @@
-"""Gradients of the flash attention in `kernels`: scores are computed again, sums stand in one program each."""
+"""Gradients of the flash attention in `kernels`: scores are computed again, and one program computes each sum."""
 
 from __future__ import annotations
 

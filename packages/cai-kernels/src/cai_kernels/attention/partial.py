@@ -1,4 +1,4 @@
-"""Attention in parts, for code that keeps its own books: a part and its log-sum-exp, their merge, and the backward.
+"""Attention in parts, for code that merges them itself: a part with its log-sum-exp, the merge, and the backward.
 
 Ring attention (Liu et al., arXiv:2310.01889) computes a part for every block of keys it receives, merges the parts in
 float32, and in backward asks each part for its gradients under the log-sum-exp of the whole.

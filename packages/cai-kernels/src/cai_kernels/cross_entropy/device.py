@@ -1,7 +1,7 @@
-"""What the kernels of cross-entropy share: one row scanned, its loss, the gradient of a tile of it.
+"""Triton functions that the kernels of cross-entropy share: the scan of a row, its loss, the gradient of a tile.
 
-A row is scanned with the online softmax (Milakov and Gimelshein, arXiv:1805.02867), each lane with a maximum and a sum
-of its own, so that nothing crosses threads before the row ends, and one correction for 16 bytes of logits.
+A row is scanned with the online softmax (Milakov and Gimelshein, arXiv:1805.02867). Each lane has its own maximum and
+sum, so threads exchange nothing before the end of the row, and a lane rescales once per 16 bytes of logits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def row_offset(row, shape):
 
 @triton.jit
 def merge_tile(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr, CAP: tl.constexpr):
-    """The lanes' (maximum, sum, auxiliary) with a tile of logits added; -inf where not `inside` (None: all are).
+    """Add a tile of logits to the lanes' (maximum, sum, auxiliary). Logits not `inside` count as -inf; None: all are.
 
-    With a cap maxima and sums of logits are over the cap until `end_scan`, so that differences come before products:
-    a fused product and difference would take a logit that is the maximum for one beside it.
+    With a cap, maxima and sums of logits are divided by the cap until `end_scan`, so that differences come before
+    products: with a fused multiply-subtract the maximum minus itself would not be 0.
     """
     top, total, extra = state
     if CAP:
@@ -61,14 +61,14 @@ def merge_tile(state, x, inside, softcap, AXIS: tl.constexpr, AUX: tl.constexpr,
 
 @triton.jit
 def start_scan(LANES: tl.constexpr):
-    """(maximum, sum of exponentials, auxiliary) of lanes that have seen nothing."""
+    """The initial (maximum, sum of exponentials, auxiliary) of the lanes."""
     nothing = tl.zeros((LANES,), dtype=tl.float32)
     return tl.full((LANES,), _LOWEST, dtype=tl.float32), nothing, nothing
 
 
 @triton.jit
 def end_scan(state, softcap, AUX: tl.constexpr, CAP: tl.constexpr):
-    """One (maximum, sum of exponentials, auxiliary) of the lanes'."""
+    """Merge the lanes' (maximum, sum of exponentials, auxiliary) into those of the row."""
     top, total, extra = state
     maximum = tl.max(top, 0)
     sunk = top - maximum
@@ -100,7 +100,7 @@ def scan_row(
     """(maximum, sum of exp(x - maximum), auxiliary) of one row of `columns` logits.
 
     The auxiliary is the sum of the logits (LOGIT_SUM) or the sum of exp(x - maximum) * (x - maximum) (ENTROPY).
-    ALIGNED: rows begin at multiples of 16 bytes, and a lane takes 16 bytes at once; else neighbours go to other lanes.
+    ALIGNED: rows begin at multiples of 16 bytes, and a lane loads 16 bytes at once; else neighbours go to other lanes.
     """
     EACH: tl.constexpr = min(128 // x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK)
     LANES: tl.constexpr = BLOCK // EACH
@@ -143,7 +143,7 @@ def capped(x, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def place_of(target, columns):
-    """A target among these columns as a 32-bit place, or -1: what every value of a row is compared with."""
+    """The column of the target as 32-bit integer, -1 if it is not among these columns."""
     return tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
 
 
@@ -178,7 +178,7 @@ def slopes(x, at, place, row, terms, AUX: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def row_loss(top, total, aimed, logit_sum, columns, smoothing, z_loss):
-    """(loss, z-loss) of rows: the loss includes the z-loss. Each term is a difference to the maximum."""
+    """(loss with the z-loss in it, z-loss) of rows. Each term of the loss is a difference to the maximum."""
     logsum = tl.log(total)
     z = z_loss * (top + logsum) * (top + logsum)
     likely = (1.0 - smoothing) * (top - aimed)

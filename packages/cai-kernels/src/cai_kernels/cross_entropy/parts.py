@@ -1,4 +1,4 @@
-"""Cross-entropy of a vocabulary in pieces: what a caller that splits it over ranks exchanges between two calls."""
+"""Cross-entropy of a vocabulary in parts, for callers that split it over ranks and reduce between the calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cai_kernels.errors import KernelError
 
 
 class CrossEntropyParts(NamedTuple):
-    """Of every row, [...], float32 (float64 for float64 logits).
+    """Statistics of every row, [...], float32 (float64 for float64 logits).
 
-    To merge pieces of a vocabulary: `maximum` by max; then `sum_exp` times exp(maximum - merged maximum), summed;
+    To merge parts of a vocabulary: `maximum` by max; then `sum_exp` times exp(maximum - merged maximum), summed;
     `target_logit` and `logit_sum`, summed. Rows that are ignored hold the lowest number and zeros.
     """
 
@@ -36,11 +36,12 @@ def cross_entropy_parts(
     logit_sum: bool = False,
     backend: Backend = "auto",
 ) -> CrossEntropyParts:
-    """What the cross-entropy needs of the columns at hand, in one pass over them. Not differentiable.
+    """The statistics of some columns that the cross-entropy needs, in one pass. Not differentiable.
 
     Args:
         logits: [..., columns], the columns `vocab_start` and following of the vocabulary.
-        target: [...], int64 or int32, of the whole vocabulary; `target_logit` is 0 where it is not at hand.
+        target: [...], int64 or int32, of the whole vocabulary; `target_logit` is 0 where it is not
+            among these columns.
         vocab_start: the first class among these columns.
         ignore_index: rows with this target are not read.
         softcap: as in `cross_entropy`.
@@ -129,7 +130,7 @@ def cross_entropy_gradient(
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
-    """The gradient of the columns at hand, given the merged parts of the whole vocabulary.
+    """The gradient of the logits of some columns, given the merged parts of the whole vocabulary.
 
     Args:
         logits: [..., columns], what `cross_entropy_parts` was given.

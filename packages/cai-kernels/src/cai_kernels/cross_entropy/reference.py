@@ -15,7 +15,7 @@ def widen(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def reduce(values: torch.Tensor, counted: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Values of rows, zero where they are not counted, as they are, summed, or over the number counted."""
+    """Values of rows (zero where not counted) reduced: not at all, to their sum, or to the mean of those counted."""
     if reduction == "none":
         return values
     return values.sum() if reduction == "sum" else values.sum() / counted.sum()

@@ -38,9 +38,9 @@ def _count_optimizer_steps() -> None:
 class WeightCache:
     """The FP8 cast of one weight, for the micro-batches of a step.
 
-    It is made again after any optimizer's step, and when the weight has changed in place or lies elsewhere. Sharded
-    weights are gathered without a trace of the change: after loading values into a sharded model, `clear` it. Copies of
-    a cache start empty. Inside a compiled graph it is not used.
+    The cast is computed again after a step of any optimizer, and when the weight has changed in place or has other
+    memory. torch does not notice when a gather of sharded weights changes values: after loading values into a sharded
+    model, call `clear`. Copies of a cache start empty. A compiled graph does not use it.
     """
 
     def __init__(self):
@@ -128,9 +128,9 @@ def fp8_linear(
 ) -> torch.Tensor:
     """`F.linear` with its three matrix products, forward and both gradients, in FP8 (Micikevicius et al., 2209.05433).
 
-    Scales are current: from the numbers at hand, not from an earlier step's. x and weight are cast to e4m3, gradients
-    to e5m2 (scaling "tensor") or e4m3. Backward keeps xᵀ in FP8, half the bytes of a bfloat16 x. Under autocast, x is
-    cast to its dtype first.
+    Scales are computed from the current values, not from those of an earlier step. x and weight are cast to e4m3,
+    gradients to e5m2 (scaling "tensor") or e4m3. Backward keeps xᵀ in FP8, half the bytes of a bfloat16 x. Under
+    autocast, x is cast to its dtype first.
 
     Args:
         x: [..., in], float32, bfloat16 or float16.
@@ -223,5 +223,5 @@ class Fp8Linear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """The options, for `print`."""
         return f"{super().extra_repr()}, scaling={self.scaling}"

@@ -1,7 +1,7 @@
-"""FP8 casts and products in plain torch: what the GPU must give, bit for bit in the casts.
+"""FP8 casts and products in plain torch. GPU casts give the same bits, GPU products the same up to rounding.
 
-A scale is the largest magnitude it covers over the largest number of the type (1 where all is zero), so that nothing
-saturates; products of the stored numbers are summed in float32.
+A scale is the largest magnitude it covers divided by the largest number of the type (1 where all is zero), so nothing
+saturates. Products of the stored numbers are summed in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cast(NamedTuple):
 
 
 def _tiles(t: torch.Tensor, scaling: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """t [M, K] as groups that share a scale, and the dims of one group."""
+    """t [M, K] grouped by scale, and the dims of a group."""
     rows, columns = t.shape
     if scaling in (TENSOR, ROW):
         return t, ((0, 1) if scaling == TENSOR else (1,))
@@ -84,7 +84,7 @@ def empty_cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bo
 
 
 def widen(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers that q [M, K] and its scales stand for."""
+    """The float32 values of q [M, K] and its scales."""
     rows, columns = q.shape
     if scale.shape[0] not in (1, rows) or (scale.shape[0] == 1 and rows > 1 and scale.shape[1] > 1):
         scale = scale.repeat_interleave(SIDE, 0)[:rows]

@@ -19,7 +19,7 @@ _SIDE = tl.constexpr(SIDE)
 def _largest(
     t_ptr, rows_ptr, columns_ptr, shape, SCALING: tl.constexpr, TURNED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Largest magnitudes as the bits of a float32, whose order as integers is theirs: a maximum of exact numbers."""
+    """Largest magnitudes as the bits of a float32: as integers they have the same order, so the maximum is exact."""
     rows, columns = shape
     across = tl.cdiv(columns, SIZE)
     program = tl.program_id(0).to(tl.int64)
@@ -143,7 +143,7 @@ def _cast(
 
 @triton.jit
 def _tile_of(m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of a program's tile, in strips of GROUP rows, so that those in flight share operands."""
+    """First row and column of a program's tile, in strips of GROUP rows, so that concurrent programs share operands."""
     down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     program = tl.program_id(0)
     strip = program // (GROUP * across)
@@ -164,7 +164,7 @@ def _matmul_described(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`_matmul` of operands behind tensor descriptors, which give zeros past an end: nothing is masked.
+    """`_matmul` of operands with tensor descriptors, which read zeros past an end, so nothing is masked.
 
     Descriptors are arguments of their own: Triton's launcher does not find them inside a tuple.
     """

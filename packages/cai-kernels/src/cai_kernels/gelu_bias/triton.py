@@ -75,7 +75,7 @@ def _gelu_bias(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
 def _gelu_bias_backward(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, need_x: bool, need_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x [..., F] and bias [F]; one that is not wanted is empty."""
+    """Gradients of x [..., F] and bias [F]; one that is not needed is empty."""
     dx, dbias = _empty_gradients(dy, x, bias, kind, need_x, need_bias)
     if x.numel() == 0:
         return dx, dbias.zero_()

@@ -1,4 +1,4 @@
-"""One matmul per expert over runs of rows: function, reference, kernel and torch's own."""
+"""One matmul per expert over its rows: function, reference, Triton kernel and torch's kernel."""
 
 from cai_kernels.grouped_matmul.function import grouped_matmul
 

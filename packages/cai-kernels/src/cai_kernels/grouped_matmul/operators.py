@@ -1,4 +1,4 @@
-"""How a grouped matmul and the gradient of its weight become operators, whoever computes them."""
+"""Make differentiable operators of a grouped matmul and the gradient of its weight."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from cai_kernels.ops import define
 def differentiable(
     product: Callable[..., torch.Tensor], weight_product: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """The operator of `product(x, weight, offsets)`, which differentiates by itself and by `weight_product`."""
+    """The operator of `product(x, weight, offsets)`; its backward uses `product` and `weight_product`."""
 
     def save(ctx, inputs, output) -> None:
         x, weight, offsets = inputs
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
+        _, need_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight, offsets)
 
     def differentiate(ctx, dout):
         x, weight, offsets = ctx.saved_tensors
-        dx = grouped_matmul(dout, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-        dweight = weight_gradient(x, dout, weight, offsets) if ctx.needs_input_grad[1] else None
+        need_x, need_weight, _ = ctx.needs_input_grad
+        dx = grouped_matmul(dout, weight.transpose(1, 2), offsets) if need_x else None
+        dweight = weight_gradient(x, dout, weight, offsets) if need_weight else None
         return dx, dweight, None
 
     weight_gradient = define(weight_product, lambda x, dout, weight, offsets: torch.empty_like(weight))

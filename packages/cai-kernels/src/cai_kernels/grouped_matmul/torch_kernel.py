@@ -1,4 +1,4 @@
-"""Grouped matmul by torch's own operator, with what it leaves undefined set to zero."""
+"""Grouped matmul by torch's own operator; values that it leaves undefined are set to zero."""
 
 from __future__ import annotations
 

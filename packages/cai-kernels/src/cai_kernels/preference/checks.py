@@ -1,4 +1,4 @@
-"""What the preference losses ask of their arguments."""
+"""The argument checks of the preference losses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def within(
 
 
 def known(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise `KernelError` for a word that is none of the choices."""
+    """Raise `KernelError` for a value that is not one of the choices."""
     if value not in choices:
         raise KernelError(f"unknown {name}", got=repr(value), expected=" or ".join(map(repr, choices)))
 

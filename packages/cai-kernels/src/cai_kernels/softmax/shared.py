@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cai_kernels.tiles import again, exp
+from cai_kernels.tiles import exp, to_float32
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def backward_shared(
         grown = ()
         for i in tl.static_range(PIECES):
             inside = real & (i * PIECE + at < columns)
-            slope = again(ys[i]) * (again(dys[i]) - dot)
+            slope = to_float32(ys[i]) * (to_float32(dys[i]) - dot)
             grown += (sums[i] + slope,)
             if dx_ptr is not None:
                 _write(

@@ -1,4 +1,4 @@
-"""Softmax in Triton: rows in registers, or in two walks over them where they do not fit.
+"""Softmax in Triton: rows in registers, or in two passes over them where they do not fit.
 
 Tensors are seen as [n0, n1, n2, n3, K]; masks and biases by their strides, 0 along broadcast dims. For the gradient of
 a bias a program holds some places of it and walks over the rows that share them: with whole rows it makes their
@@ -15,7 +15,7 @@ from cai_kernels.column_sums import column_sums
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.ops import define
 from cai_kernels.softmax.shared import backward_shared, forward_shared, offset, place_of
-from cai_kernels.tiles import again, exp
+from cai_kernels.tiles import exp, to_float32
 
 NARROW, WIDE_BLOCK = 16384, 4096
 ACROSS = 1024  # columns in a tile of a bias gradient
@@ -29,7 +29,7 @@ ROWS, WARPS, EACH, STAGES = 8, 4, 8, 3
 
 @triton.jit
 def _logits(tensors, strides, row, at, inside, shape, scale, CAUSAL: tl.constexpr):
-    """scale * x + biases in float32, -inf where nothing may be seen."""
+    """scale * x + biases in float32, -inf where masked."""
     x_ptr, first_ptr, second_ptr, mask_ptr = tensors
     of_x, of_first, of_second, of_mask = strides
     columns, sizes = shape
@@ -99,7 +99,7 @@ def _backward(tensors, outputs, rows, columns, scale, ROWS: tl.constexpr, BLOCK:
     if dot_ptr is not None:
         tl.store(dot_ptr + row, dot, mask=row < rows)
     if dx_ptr is not None:
-        dx = again(y) * (again(dy) - dot[:, None]) * scale
+        dx = to_float32(y) * (to_float32(dy) - dot[:, None]) * scale
         tl.store(dx_ptr + row[:, None] * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -325,7 +325,7 @@ def _backward_and_sum(
     outputs: tuple[torch.Tensor | None, torch.Tensor | None],
     scale: float,
 ) -> torch.Tensor:
-    """Fill the gradient of x and the dots of rows, as far as wanted; partial sums [P, places * K] for this bias."""
+    """Fill the gradient of x and the dots of rows, as far as needed; partial sums [P, places * K] for this bias."""
     columns = y.shape[-1]
     places, members, *rest = _sharing(shape, y)
     pieces = _in_pieces(places, columns)

@@ -1,4 +1,4 @@
-"""Kernels in place of what a model's modules compute, found by structure and by trying; reversible."""
+"""Replace what the modules of a model compute by kernels; modules are found by structure and by trial."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def swap(
 ) -> Swapped:
     """Let the modules of `model` run kernels, in place; parameters, names, hooks and the state dict stay as they are.
 
-    A module is a candidate by what it holds, and is replaced when it gives what the kernel's reference gives on random
-    values: RMS and layer norms ("norm"), `act(gate) * up` in MLPs ("activation"), rotary embedding of queries and keys
-    ("rope"), modules whose code calls torch's attention ("attention": while they train, torch tries its operators
-    fastest first), and the output layer of a model with `get_output_embeddings` ("loss"): while it trains, its logits
-    are formed only when something other than a cross-entropy uses them.
+    A module is a candidate by its parameters and its code, and is replaced if it computes what the kernel's reference
+    computes on random values: RMS and layer norms ("norm"), `act(gate) * up` in MLPs ("activation"), rotary embedding
+    of queries and keys ("rope"), modules whose code calls torch's attention ("attention": while they train, torch tries
+    its operators fastest first), and the output layer of a model with `get_output_embeddings` ("loss"): while it
+    trains, its logits are computed only when something other than a cross-entropy uses them.
 
     Swap after transforms that replace forwards by others (tensor parallelism) and before those that wrap them
-    (recompute, compile, sharding). What was replaced already is left alone and said.
+    (recompute, compile, sharding). Modules whose forward was replaced before are left alone and reported.
 
     Args:
         model: any `nn.Module`, on any device, meta too.

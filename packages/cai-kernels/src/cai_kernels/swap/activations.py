@@ -79,7 +79,7 @@ def _kernel(kind: str, backend: Backend) -> tuple[str, Gated]:
 
 
 def _rewrite(graph: torch.fx.Graph, gates: dict[str, str], backend: Backend) -> list[str]:
-    """Put kernels in place of products with an activation; returns what was put."""
+    """Replace products with an activation by kernels; returns their names."""
     put = []
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (torch.mul, torch.Tensor.mul, mul):
@@ -112,7 +112,7 @@ def _is_gate(value: object, gates: dict[str, str]) -> bool:
 
 
 def _named(kernel: Gated, described: str) -> Gated:
-    """A function with a name, which the graph's code can call."""
+    """A named function, which the code of the graph can call."""
 
     def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return kernel(gate, up)

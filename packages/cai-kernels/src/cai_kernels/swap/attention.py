@@ -29,7 +29,7 @@ KERNEL = "attention by torch, fastest first"
 
 
 def swap_attention(model: nn.Module, record: Swapped, backend: Backend) -> None:
-    """Put our order of operators around the forward of every module that calls torch's attention itself."""
+    """Set our order of operators around the forward of every module that calls torch's attention itself."""
     if backend == "reference":
         return
     around: dict[
@@ -80,19 +80,19 @@ def _ordered(inner: Callable) -> Callable:
 
 
 def wanted_order(device: torch.device) -> list[SDPBackend] | None:
-    """Our order on a device; None where torch's is as good."""
+    """Our order of operators on a device; None where torch's order is as good."""
     return order(device) if device.type == "cuda" else None
 
 
 @torch.compiler.assume_constant_result
 def _untouched() -> bool:
-    """Whether nobody has set an order of their own."""
+    """Whether the order of operators is torch's default."""
     return tuple(torch._C._get_sdp_priority_order()) == TORCHS
 
 
 @torch.compiler.assume_constant_result
 def _all_allowed() -> bool:
-    """Whether nobody has switched an operator off: `sdpa_kernel` would switch it on, and restore another order."""
+    """Whether no operator is switched off: `sdpa_kernel` would switch it on again."""
     return set(SDPA.values()) <= set(_cur_sdpa_kernel_backends())
 
 

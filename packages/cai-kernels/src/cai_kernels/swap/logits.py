@@ -1,4 +1,4 @@
-"""Logits that are formed only when somebody looks at them; a cross-entropy of them never forms them whole.
+"""Logits that are computed only when they are used; their cross-entropy never computes them all at once.
 
 The output layer returns `Logits`: hidden states and the layer, with the shape of logits. What loss code does between
 the layer and `F.cross_entropy` (a cast, a shift by one token, a flattening, a scale, a soft cap) is noted; the
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What happened to the logits: `outer * tanh(inner * logits)` when capped, else `inner * logits`."""
+    """What was done to the logits: `outer * tanh(inner * logits)` when capped, else `inner * logits`."""
 
     inner: float = 1.0
     capped: bool = False
@@ -91,7 +91,7 @@ class Logits(torch.Tensor):
         return handle
 
     def form(self) -> torch.Tensor:
-        """The logits as a tensor: formed once, and once more if that was under `no_grad` and gradients are wanted."""
+        """The logits as a tensor: computed once, and again if that was under `no_grad` and gradients are needed."""
         wanted = torch.is_grad_enabled() and self.requires_grad
         if self.formed is None or (wanted and not self.formed.requires_grad):
             self.formed = self.shaping.apply(self.head(self.hidden, FORM).to(self.dtype))
@@ -101,7 +101,7 @@ class Logits(torch.Tensor):
         return self.formed
 
     def like(self, hidden: torch.Tensor | None = None, **changes: Any) -> Logits:
-        """These logits of other hidden states, of another dtype or shaped further."""
+        """These logits with other hidden states, another dtype or another shape."""
         options = {"dtype": self.dtype, "shaping": self.shaping} | changes
         other = Logits(self.head, self.hidden if hidden is None else hidden, **options)
         other.hooks = self.hooks
@@ -246,7 +246,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """The loss fused with the layer; None where only whole logits can give it."""
+    """The loss fused with the layer; None if it needs all logits."""
     classes = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     if not classes or weight is not None or size_average is not None or reduce is not None:
         return None

@@ -1,4 +1,4 @@
-"""What a swap has replaced, what it has left and why, and the way back."""
+"""The record of a swap: what was replaced, what was left and why, and how to undo it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Kept:
-    """A module that looked like a candidate and was left as it is, and why."""
+    """A candidate that was left as it is, and why."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class Swapped:
     def put(self, name: str, module: nn.Module, forward: Callable, kind: str, kernel: str) -> None:
         """Give `module` a new forward: `forward(self, ...)`, bound so that a deep copy has its own.
 
-        One that this record has put before goes; the new one may call it (`forward_of`).
+        It replaces one that this record put there before; the new one may call that (`forward_of`).
         """
         bound = types.MethodType(forward, module)
         if "forward" in module.__dict__:
@@ -71,9 +71,9 @@ class Swapped:
         self.kept.append(Kept(name, kind, reason))
 
     def undo(self) -> None:
-        """Give every module its own forward back.
+        """Restore the original forward of every module.
 
-        Raises `KernelError`, with nothing undone, where another transform has replaced a forward since.
+        Raises `KernelError`, with nothing undone, if another transform has replaced a forward since.
         """
         for name, module, bound in self._undo:
             if module.__dict__.get("forward") is not bound:

@@ -108,7 +108,7 @@ def _recognize(function: Callable) -> Rotation | None:
 
 
 def _with_kernels(source: types.FunctionType, found: dict[str, Rotation], backend: Backend) -> Callable:
-    """`source` with kernels for the functions in `found`."""
+    """`source` with the functions in `found` replaced by kernels."""
     # without a name of a module, so that torch.compile looks names up here and not in the module
     scope = {n: v for n, v in source.__globals__.items() if n != "__name__"}
     scope |= {name: _rotate(rotation, backend) for name, rotation in found.items()}

@@ -60,7 +60,7 @@ def token_permute(
 def token_unpermute(
     y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None = None, *, backend: Backend = "auto"
 ) -> torch.Tensor:
-    """The way back from `token_permute`: the weighted sum of a token's rows, in float32.
+    """The inverse of `token_permute`: the weighted sum of a token's rows, in float32.
 
     Args:
         y: [T * K, D], float32, bfloat16 or float16 (the reference takes float64 too).

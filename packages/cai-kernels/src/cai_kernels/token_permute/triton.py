@@ -34,7 +34,7 @@ def _count(ids_ptr, counts_ptr, choices, experts, blocks, BLOCK: tl.constexpr, B
 
 @triton.jit
 def _scan(counts_ptr, totals_ptr, blocks, BLOCK: tl.constexpr):
-    """Counts become what stands before them in their expert; totals [experts + 1]."""
+    """Replace counts by their exclusive prefix sums within an expert; totals [experts + 1]."""
     group = tl.program_id(0)
     before = 0
     for first in range(0, blocks, BLOCK):
