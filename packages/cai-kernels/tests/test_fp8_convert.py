@@ -72,7 +72,8 @@ def test_what_is_converted_and_what_stays():
     for name in names:
         layer = model.get_submodule(name)
         assert type(layer) is Fp8Linear and layer.training == (name == "model.layers.0.mlp.up_proj")
-        assert (layer.scaling, layer.fast_accumulate, layer.backend) == ("row", False, "reference")
+        how = layer.linear_products
+        assert (how.scaling, how.fast_accumulate, how.backend) == ("row", False, "reference")
     assert type(model.lm_head) is nn.Linear and type(model.model.layers[0].mlp.down_proj) is nn.Linear
     assert model.model.layers[1].mlp.up_proj.note == "kept"
     after = dict(model.named_parameters())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cai_kernels import Fp8Linear, KernelError, WeightCache, fp8_linear
-from cai_kernels.fp8_linear import function, quantized, reference
+from cai_kernels.fp8_linear import Fp8Products, checks, quantized, reference, weight_cache
 from cai_kernels.fp8_linear.reference import BLOCK, ROW, SQUARE, TENSOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +97,7 @@ def test_layer_and_gradients_are_products_of_casts(tokens, scaling, dtype):
     )
     dy = random(*tokens, 48, seed=3, dtype=dtype)
     bias = bias.to(dtype)
-    kind = function.SCALINGS[scaling]
+    kind = checks.SCALINGS[scaling]
     square, gradient_type = (SQUARE if kind == BLOCK else kind), TYPES[1] if kind == TENSOR else TYPES[0]
     flat, flat_dy = x.flatten(0, -2), dy.flatten(0, -2)
     want = [
@@ -158,8 +158,8 @@ def test_empty_and_strided():
 
 def test_the_weight_is_cast_once_a_step(monkeypatch):
     casts = []
-    plainly = function._cast_weight
-    monkeypatch.setattr(function, "_cast_weight", lambda w, *a: casts.append(w) or plainly(w, *a))
+    plainly = weight_cache.cast_weight
+    monkeypatch.setattr(weight_cache, "cast_weight", lambda w, *a: casts.append(w) or plainly(w, *a))
     layer = Fp8Linear(32, 16, bias=False, device=DEVICE)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     x = random(4, 32, dtype=torch.float32)
@@ -210,7 +210,7 @@ def test_only_what_is_wanted_is_computed(monkeypatch):
         assert len(products) == count
     products.clear()
     options = {"scaling": TENSOR, "triton": False, "fast": True, "keep_x": False}
-    cast = function._cast_weight(weight, TENSOR, triton=False)
+    cast = weight_cache.cast_weight(weight, TENSOR, triton=False)
     _, kept, _ = quantized.fp8_linear(x, weight, None, *cast, **options)
     assert len(products) == 1 and not kept.numel()
 
@@ -244,7 +244,7 @@ def test_training_stays_close_to_bfloat16(scaling):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_ops_are_clean_for_the_compiler(scaling):
     x, weight, dy = random(20, 32), random(16, 32, seed=1), random(20, 16, seed=2)
-    kind = function.SCALINGS[scaling]
+    kind = checks.SCALINGS[scaling]
     cast = quantized.fp8_cast(weight, quantized.weight_scaling(kind), TYPES[0], True, True)
     tests = (
         "test_autograd_registration",
@@ -288,7 +288,68 @@ def test_errors_name_the_argument(monkeypatch):
     ):
         with pytest.raises(KernelError, match=said):
             fp8_linear(**{"x": x, "weight": weight, **change})
-    monkeypatch.setattr(function, "capability", lambda _device: (8, 0))
+    monkeypatch.setattr(checks, "capability", lambda _device: (8, 0))
     with pytest.raises(KernelError, match="no FP8 products"):
-        function._check_device(torch.device("cuda"))
-    function._check_device(torch.device("cpu"))
+        checks.check_device(torch.device("cuda"))
+    checks.check_device(torch.device("cpu"))
+
+
+# -- products for whoever runs the layer ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(24, 32), (2, 12, 32)], ids=str)
+def test_products_are_those_of_the_function(scaling, shape):
+    x, weight, bias = random(*shape), random(16, 32, seed=1), random(16, seed=2)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = fp8_linear(*leaves, scaling=scaling)
+    dy = random(*y.shape, seed=3)
+    expected = torch.autograd.grad(y, leaves, dy)
+    products = Fp8Products(scaling)
+    got, saved = products.forward(leaves[0].detach(), leaves[1], bias)
+    assert torch.equal(got, y)
+    dx, operands = products.backward(dy, weight, saved, needs_input=True, needs_weight=True)
+    assert torch.equal(dx, expected[0])
+    dw = products.weight_grad(operands)
+    assert torch.equal(dw.to(weight.dtype), expected[1])
+    out = torch.full_like(weight, float("nan"), dtype=torch.float32)
+    products.write_weight_grad(operands, out, fresh=True)
+    torch.testing.assert_close(out, dw.float(), rtol=1e-6, atol=1e-6)
+    products.write_weight_grad(operands, out, fresh=False)
+    torch.testing.assert_close(out, 2 * dw.float(), rtol=1e-6, atol=1e-6)
+    frozen, nothing = products.forward(x, weight, None)
+    assert not nothing[0].numel() and torch.equal(frozen + bias, y)
+    dx, operands = products.backward(dy, weight, nothing, needs_input=True, needs_weight=False)
+    assert torch.equal(dx, expected[0]) and operands == ()
+    dx, operands = products.backward(dy, weight, saved, needs_input=False, needs_weight=True)
+    assert dx is None and torch.equal(products.weight_grad(operands), dw)
+
+
+def test_layers_that_read_one_input_cast_it_once(monkeypatch):
+    casts = []
+    plainly = quantized._cast
+
+    def counted(t, *options):
+        casts.append(tuple(t.shape))
+        return plainly(t, *options)
+
+    monkeypatch.setattr(quantized, "_cast", counted)
+    products = Fp8Products()
+    weights = [random(16, 32, seed=i).requires_grad_() for i in range(3)]
+    for turn in range(2):
+        x = random(24, 32, seed=turn)
+        results = [products.forward(x, weight, None)[0] for weight in weights]
+        assert casts.count((24, 32)) == turn + 1
+        for weight, y in zip(weights, results, strict=True):
+            assert torch.equal(y, fp8_linear(x, weight))
+        del casts[:]
+        casts += [(24, 32)] * (turn + 1)
+    x.mul_(2)  # in place: other values
+    assert torch.equal(products.forward(x, weights[0], None)[0], fp8_linear(x, weights[0]))
+    assert products.input_cache._cast is not None
+    del x
+    assert products.input_cache._cast is None  # nothing is kept for an input that is gone
+    assert (
+        copy.deepcopy(products) == products
+        and copy.deepcopy(products).input_cache is not products.input_cache
+    )

@@ -9,7 +9,9 @@ from torch import nn
 
 from cai_kernels.backend import Backend
 from cai_kernels.errors import KernelError
-from cai_kernels.fp8_linear.function import SCALINGS, Fp8Linear, Scaling
+from cai_kernels.fp8_linear.checks import SCALINGS, Scaling
+from cai_kernels.fp8_linear.function import Fp8Linear, Fp8Options
+from cai_kernels.fp8_linear.products import InputCache
 
 Skip = Callable[[str, nn.Module], bool]
 
@@ -31,6 +33,7 @@ def convert_to_fp8(
     scaling: Scaling = "tensor",
     fast_accumulate: bool = True,
     backend: Backend = "auto",
+    cache_weight: bool = True,
     skip: Skip | None = None,
 ) -> list[str]:
     """Replace the `nn.Linear` layers of a model by `Fp8Linear`, in place.
@@ -44,6 +47,7 @@ def convert_to_fp8(
     Args:
         model: any module that holds linear layers.
         scaling, fast_accumulate, backend: as in `fp8_linear`.
+        cache_weight: keep the cast of every weight between uses, 2 bytes a parameter.
         skip: `skip(name, layer)` is called for every name of a layer that would be converted; True leaves it out.
 
     Returns the names of the converted layers, in the order of `model.named_modules()`. Raises `KernelError`, with the
@@ -65,7 +69,13 @@ def convert_to_fp8(
         )
     for layer, name in names.items():
         _check_unchanged(name, layer)
-    options = {"scaling": scaling, "fast_accumulate": fast_accumulate, "backend": backend}
+    options: Fp8Options = {
+        "scaling": scaling,
+        "fast_accumulate": fast_accumulate,
+        "backend": backend,
+        "input_cache": InputCache(),  # q, k and v read the same input; gate and up as well
+        "cache_weight": cache_weight,
+    }
     converted = {layer: _converted(layer, options) for layer in names}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # named_children leaves out second names
@@ -110,7 +120,7 @@ def _check_unchanged(name: str, layer: nn.Linear) -> None:
         )
 
 
-def _converted(layer: nn.Linear, options: dict) -> Fp8Linear:
+def _converted(layer: nn.Linear, options: Fp8Options) -> Fp8Linear:
     """An `Fp8Linear` with the parameters, the mode and all other attributes of `layer`."""
     new = Fp8Linear.from_linear(layer, **options)
     for name, value in vars(layer).items():

@@ -2,118 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Literal
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cai_kernels.backend import Backend, capability, choose, require
-from cai_kernels.errors import KernelError
+from cai_kernels.backend import Backend, choose
 from cai_kernels.fp8_linear import quantized
-from cai_kernels.fp8_linear.reference import BLOCK, ROW, TENSOR, Cast
-
-Scaling = Literal["tensor", "row", "block"]
-SCALINGS = {"tensor": TENSOR, "row": ROW, "block": BLOCK}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from cai_kernels.fp8_linear.checks import SCALINGS, Scaling, check, check_device
+from cai_kernels.fp8_linear.products import Fp8Products, InputCache
+from cai_kernels.fp8_linear.weight_cache import WeightCache, cast_weight
 
 
-class _OptimizerSteps:
-    """The number of steps of all optimizers in this process."""
+class Fp8Options(TypedDict, total=False):
+    """Options of `Fp8Linear` after those of `nn.Linear`."""
 
-    count = 0
-
-
-@functools.cache
-def _count_optimizer_steps() -> None:
-    """Start counting; only the first call has an effect."""
-
-    def stepped(*_: object) -> None:
-        _OptimizerSteps.count += 1
-
-    register_optimizer_step_post_hook(stepped)
-
-
-class WeightCache:
-    """The FP8 cast of one weight, for the micro-batches of a step.
-
-    The cast is computed again after a step of any optimizer, and when the weight has changed in place or has other
-    memory. torch does not notice when a gather of sharded weights changes values: after loading values into a sharded
-    model, call `clear`. Copies of a cache start empty. A compiled graph does not use it.
-    """
-
-    def __init__(self):
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the cast."""
-        self._key: tuple[object, ...] | None = None
-        self._cast: Cast | None = None
-
-    def __deepcopy__(self, memo: dict) -> WeightCache:
-        return WeightCache()
-
-    def __reduce__(self):
-        return WeightCache, ()
-
-    def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> Cast:
-        """The cast of weight [out, in], and transposed."""
-        _count_optimizer_steps()
-        here = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device)
-        key = (_OptimizerSteps.count, *here, scaling, triton)
-        if self._cast is None or key != self._key:
-            self._cast = _cast_weight(weight, scaling, triton)
-            self._key = key
-        return self._cast
-
-
-def _cast_weight(weight: torch.Tensor, scaling: int, triton: bool) -> Cast:
-    return Cast(
-        *quantized.fp8_cast(
-            weight.detach().contiguous(),
-            quantized.weight_scaling(scaling),
-            quantized.NUMBERS,
-            transposed=True,
-            triton=triton,
-        )
-    )
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
-    if scaling not in SCALINGS:
-        raise KernelError("unknown scaling", got=repr(scaling), expected="'tensor', 'row' or 'block'")
-    require("x", x, dtypes=DTYPES)
-    require("weight", weight, dtypes=DTYPES, like=x)
-    if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise KernelError(
-            "weight does not fit x",
-            got=f"weight {tuple(weight.shape)}, x {tuple(x.shape)}",
-            expected="x [..., in] and weight [out, in]",
-        )
-    if 0 in weight.shape or weight.shape[0] % 16 or weight.shape[1] % 16:
-        raise KernelError(
-            "weight has dims that FP8 products cannot take",
-            got=tuple(weight.shape),
-            expected="multiples of 16",
-            fix="leave this layer in bfloat16",
-        )
-    if bias is not None:
-        require("bias", bias, dtypes=DTYPES, like=x)
-        if bias.shape != weight.shape[:1]:
-            raise KernelError(
-                "bias does not fit weight", got=tuple(bias.shape), expected=f"({weight.shape[0]},)"
-            )
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and capability(device) < (8, 9):
-        raise KernelError(
-            "this GPU has no FP8 products",
-            got="compute capability " + ".".join(map(str, capability(device))),
-            expected="8.9 or higher (Ada, Hopper)",
-            fix='use torch.nn.functional.linear, or backend="reference" to emulate',
-        )
+    scaling: Scaling
+    fast_accumulate: bool
+    backend: Backend
+    input_cache: InputCache | None
+    cache_weight: bool
 
 
 def fp8_linear(
@@ -149,12 +57,12 @@ def fp8_linear(
     triton = choose(backend, x.device) == "triton"
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    _check(x, weight, bias, scaling)
+    check(x, weight, bias, scaling)
     if backend != "reference":
-        _check_device(x.device)
+        check_device(x.device)
     kind = SCALINGS[scaling]
     if weight_cache is None or torch.compiler.is_compiling():
-        cast = _cast_weight(weight, kind, triton)
+        cast = cast_weight(weight, kind, triton)
     else:
         cast = weight_cache.get(weight, kind, triton)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
@@ -174,9 +82,14 @@ def fp8_linear(
 class Fp8Linear(nn.Linear):
     """`nn.Linear` through `fp8_linear`: the same parameters under the same names, and a cache of the weight's cast.
 
+    Where something else runs the layer's products (it is cut over ranks, or its gradient is written into a buffer), it
+    finds them in `linear_products` and puts a method `run_products(products, input)` on the module.
+
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`; features are multiples of 16.
         scaling, fast_accumulate, backend: as in `fp8_linear`.
+        input_cache: shared with layers that read the same input.
+        cache_weight: keep the weight's cast between uses, 2 bytes an element.
     """
 
     def __init__(
@@ -190,38 +103,36 @@ class Fp8Linear(nn.Linear):
         scaling: Scaling = "tensor",
         fast_accumulate: bool = True,
         backend: Backend = "auto",
+        input_cache: InputCache | None = None,
+        cache_weight: bool = True,
     ):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.scaling, self.fast_accumulate, self.backend = scaling, fast_accumulate, backend
-        self.weight_cache = WeightCache()
+        weights, inputs = WeightCache() if cache_weight else None, input_cache or InputCache()
+        self.linear_products = Fp8Products(scaling, fast_accumulate, backend, weights, inputs)
 
     @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Linear,
-        *,
-        scaling: Scaling = "tensor",
-        fast_accumulate: bool = True,
-        backend: Backend = "auto",
-    ) -> Fp8Linear:
-        """A layer that shares the parameters of `linear`."""
-        options = {"scaling": scaling, "fast_accumulate": fast_accumulate, "backend": backend}
+    def from_linear(cls, linear: nn.Linear, **options: Unpack[Fp8Options]) -> Fp8Linear:
+        """A layer that shares the parameters of `linear`; options as in the constructor."""
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., in_features] -> [..., out_features]."""
+        products = self.linear_products
+        run = self.__dict__.get("run_products")
+        if run is not None:
+            return run(products, input)
         return fp8_linear(
             input,
             self.weight,
             self.bias,
-            scaling=self.scaling,
-            weight_cache=self.weight_cache,
-            fast_accumulate=self.fast_accumulate,
-            backend=self.backend,
+            scaling=products.scaling,
+            weight_cache=products.weight_cache,
+            fast_accumulate=products.fast_accumulate,
+            backend=products.backend,
         )
 
     def extra_repr(self) -> str:
-        """The options, for `print`."""
-        return f"{super().extra_repr()}, scaling={self.scaling}"
+        """What `print` says of it."""
+        return f"{super().extra_repr()}, scaling={self.linear_products.scaling}"

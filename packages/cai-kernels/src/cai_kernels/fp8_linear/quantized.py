@@ -167,6 +167,27 @@ def _differentiate(ctx, dy, *_):
     )
 
 
+def _fp8_matmul(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    scaling: int,
+    triton: bool,
+    fast: bool,
+) -> torch.Tensor:
+    return matmul(a, a_scale, b, b_scale, dtype, scaling, triton, fast)
+
+
+def _empty_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *, dtype: torch.dtype, **_
+) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
 fp8_cast = define(_fp8_cast, _empty_cast)
+fp8_matmul = define(_fp8_matmul, _empty_matmul)
 fp8_linear_backward = define(_fp8_linear_backward, _empty_backward)
 fp8_linear = define(_fp8_linear, _empty_linear, save=_save, backward=_differentiate)
