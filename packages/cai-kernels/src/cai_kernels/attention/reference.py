@@ -26,7 +26,7 @@ def softmax_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def visible(
     queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """[queries, keys] bool, or None when all is seen. The last query stands at the last key.
+    """[queries, keys] bool, or None when all is seen. The last query has the position of the last key.
 
     window: a query sees its own position and window - 1 before it (and as many after it, unless causal).
     """

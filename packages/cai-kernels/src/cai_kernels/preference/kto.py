@@ -51,7 +51,7 @@ def kto_loss(
         desirable: bool [N].
         kl: a scalar, the mean of log-ratios (policy less reference) of prompts with responses to other prompts, over
             the batch of all ranks; no gradient flows into it.
-        beta: how dear it is to leave the reference, more than 0.
+        beta: weight of the distance to the reference model, more than 0.
         desirable_weight, undesirable_weight: the paper's lambdas, 0 or more.
         reduction: "mean" over the responses (0 of none), "sum" or "none".
 

@@ -56,7 +56,7 @@ def dpo_loss(
         chosen, rejected: [N], log-probabilities of responses under the policy, summed over tokens; for IPO averages
             over tokens are often taken. float32, float64, bfloat16 or float16.
         ref_chosen, ref_rejected: [N], the same under the reference model; no gradient flows into them.
-        beta: how dear it is to leave the reference; IPO's tau. More than 0.
+        beta: weight of the distance to the reference model; tau of IPO. More than 0.
         form: "sigmoid" or "ipo".
         label_smoothing: the probability that a pair is the wrong way round, from 0 to below 0.5, for "sigmoid" alone:
             (1 - e) * loss(h) + e * loss(-h) (conservative DPO, Mitchell 2023).

@@ -1,4 +1,4 @@
-"""From tokens to sequences, and from hidden states to sequences without whole logits."""
+"""Log-probabilities of sequences, from those of tokens, or from hidden states without whole logits."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A module is found by its forward's code: that, a function it calls, or one those call, names torch's
 `scaled_dot_product_attention`. Around the forward torch tries its operators in another order; which of them may run,
-and an order somebody else has set, stay as they are. The order sits on each module, not on the model, so that a
+and an order that other code has set, stay as they are. The order sits on each module, not on the model, so that a
 forward run again in a backward (recompute) sees it too.
 """
 
@@ -124,7 +124,7 @@ def calls_attention(module: nn.Module) -> bool:
 
 
 def _named(source: types.FunctionType, module: nn.Module, is_method: bool) -> Iterator[tuple[Callable, bool]]:
-    """Functions whose names stand in the code of `source`, and whether they are methods of `module`."""
+    """Functions that the code of `source` names, and whether they are methods of `module`."""
     names = set(_names(source.__code__))
     known = [source.__globals__[n] for n in names if n in source.__globals__]
     known += [cell.cell_contents for cell in source.__closure__ or () if _is_full(cell)]
