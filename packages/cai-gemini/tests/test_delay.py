@@ -13,7 +13,7 @@ import torch
 from late import Late
 from offloaded import SLOW_HOST, adamw, groups
 from plain import assert_same, fragile, loss_of
-from test_speculation import MEDDLING, OPTIMIZERS, backward, clip, read_state, torchs_clip
+from test_offload_loops import MEDDLING, OPTIMIZERS, backward, clip, read_state, torchs_clip
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload
 from cai_gemini.disk_plan import OnDisk, chunk_bytes, host_bytes
@@ -434,8 +434,6 @@ def test_host_memory_does_not_grow_with_steps():
 
 @pytest.mark.filterwarnings("ignore:.*is no disk but memory")
 def test_errors(tmp_path):
-    with pytest.raises(PlanError, match=r"early or late(.|\n)*speculate='1GB'"):
-        Tuning(delay=True, speculate="1GB")
     for residency in ("nvme", Tiers(disk=0.3), Tiers(disk_weights=0.3)):
         with pytest.raises(PlanError, match=r"state on a disk are not delayed(.|\n)*asked for"):
             both(residency=residency, nvme=tmp_path)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,16 +23,6 @@ DEVICE_BLOCK = 2**24
 
 Group = dict[str, Any]
 Groups = list[tuple[Group, list[int]]]
-
-
-class Before(Protocol):
-    """Keeps what a step is about to change."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """A tensor on the host."""
-
-    def keep_state(self, states: MutableMapping[Any, Any], key: Any) -> None:
-        """What an optimizer holds under `key`."""
 
 
 def has_two_moments(optimizer: torch.optim.Optimizer) -> bool:
@@ -125,11 +115,6 @@ class ChunkStep:
             for group, indices in found
         ]
 
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether a step with a `Before` can be undone: the first of Adam makes moments for all parameters at once."""
-        return not self.fused or self._moments is not None
-
     @torch.no_grad()
     def run(
         self,
@@ -137,7 +122,6 @@ class ChunkStep:
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
-        before: Before | None = None,
     ) -> None:
         """Step with `gradient * scale` and write the new weights.
 
@@ -146,15 +130,14 @@ class ChunkStep:
             gradient: [n], as the unit's shard, where the state is, any float dtype.
             scale: of the gradient.
             weights: [n] in the dtype of computation; the new values go there.
-            before: is given master weights and state, piece by piece, before they change.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.fused:
                 first, second = self._adam_state()
                 state = (self._unit.shard, first, second)
-                self.run_adam(groups, gradient, scale, weights, state, before)
+                self.run_adam(groups, gradient, scale, weights, state)
             else:
-                self._run_any(groups, gradient, scale, weights, before)
+                self._run_any(groups, gradient, scale, weights)
 
     # -- Adam ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +149,6 @@ class ChunkStep:
         scale: float | torch.Tensor,
         weights: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        before: Before | None = None,
     ) -> None:
         """Adam on `state`: master weights and both moments, flat, which need not be where the chunk's are."""
         master, first, second = state
@@ -174,11 +156,8 @@ class ChunkStep:
         size = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
         apart = scaled or gradient.dtype != master.dtype
         scratch = master.new_empty(min(size, master.numel())) if apart else None
-        for block in self.blocks(groups, size, master.device, before):
+        for block in self.blocks(groups, size, master.device):
             part = slice(block.low, block.high)
-            if before is not None:
-                for tensor in state:
-                    before.keep(tensor[part])
             grad = gradient[part]
             if scratch is not None:
                 grad = scratch[: grad.numel()].copy_(grad)
@@ -187,9 +166,7 @@ class ChunkStep:
             if weights.data_ptr() != master.data_ptr():
                 weights[part].copy_(master[part])
 
-    def blocks(
-        self, groups: Groups, size: int, device: torch.device, before: Before | None = None
-    ) -> list[AdamBlock]:
+    def blocks(self, groups: Groups, size: int, device: torch.device) -> list[AdamBlock]:
         """What a step of Adam runs over, at most `size` elements each, and counts that step.
 
         One parameter after the other: the host's kernel rounds the last few elements of a tensor in its own way.
@@ -198,8 +175,6 @@ class ChunkStep:
         for group, indices in groups:
             for i in indices:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
-                if before is not None:
-                    before.keep(count)
                 count += 1
                 step = torch.full((), float(count), device=device)
                 low, high = self._unit.ranges[i]
@@ -285,7 +260,6 @@ class ChunkStep:
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
-        before: Before | None,
     ) -> None:
         unit = self._unit
         wide = gradient.to(unit.shard.dtype, copy=True).mul_(scale)
@@ -295,9 +269,6 @@ class ChunkStep:
             params = [unit.kept[i] for i in indices]
             for i, param in zip(indices, params, strict=True):
                 low, high = unit.ranges[i]
-                if before is not None:
-                    before.keep(param)
-                    before.keep_state(self._optimizer.state, param)
                 param.grad_dtype = wide.dtype  # type: ignore[attr-defined]  # that of its view for readers may differ
                 torch.Tensor.grad.__set__(param, wide[low:high])  # type: ignore[attr-defined]
             part.param_groups.append({**group, "params": params})

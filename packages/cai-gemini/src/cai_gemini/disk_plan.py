@@ -104,11 +104,6 @@ def host_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk, *, delay: bool = Fals
     return total + STREAMED * max(streamed, default=0) + BUFFERS * max(staged, default=0)
 
 
-def _stepped_there(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
-    """Bytes of what steps change in host memory, but for weights to copy."""
-    return sum(c.master + c.state for i, c in enumerate(chunks) if c.trains and i not in disk.every)
-
-
 def _streamed(chunk: ChunkBytes, weights: bool) -> int:
     """Of what a step reads and writes, with every tensor on pages of its own."""
     tensors = 1 + chunk.state // chunk.master
@@ -147,12 +142,10 @@ def choose(
     host_memory: int | str | None,
     *,
     disk: bool,
-    images: int = 0,
     delay: bool = False,
 ) -> OnDisk:
     """Which chunks use the disk: as asked by fractions, and more where host memory would not do, state first.
 
-    images: bytes for before-images of state in memory, which are no more than it.
     delay: whether steps on the host are delayed, which those on a disk cannot be.
 
     Raises `PlanError` where that is not possible, with what host memory would do.
@@ -165,7 +158,7 @@ def choose(
     allowed = math.inf if host_memory is None else parse_bytes(host_memory)
     first = OnDisk(asked, also)
     for found in _more(chunks, first) if disk else [first]:
-        needed = host_bytes(chunks, found, delay=delay) + min(images, _stepped_there(chunks, found))
+        needed = host_bytes(chunks, found, delay=delay)
         if needed <= allowed:
             if delay and found.state:
                 _refuse_delay(found, asked)
@@ -180,7 +173,6 @@ def choose(
             if disk
             else "gradients and weights to copy, master weights and optimizer state"
         )
-        + (", before-images of steps taken early" if images else "")
         + (", new weights of delayed steps" if delay else ""),
         fix="raise host_memory, or train in a smaller dtype" + ("" if disk else ", or pass nvme"),
     )

@@ -24,18 +24,14 @@ from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.policy import (
     IN_FLIGHT,
-    NONE_EARLY,
-    Early,
     Moves,
     Plan,
     Sizes,
     decide,
-    early_steps,
     fits,
     room,
     smallest_budget,
 )
-from cai_gemini.speculation import Tally
 from cai_gemini.states import Ledger, State
 from cai_gemini.streamed import Streaming, keep_streamed
 from cai_gemini.timeline import Recorder, Timeline
@@ -54,13 +50,11 @@ class Schedule:
         budget: bytes of device memory for everything.
         planner: from a trace, sizes and the number of backward passes a step to what stays.
         warmup: optimizer steps before it plans.
-        early: steps that may be taken during backward.
     """
 
     budget: int
     planner: Planner
     warmup: int = 2
-    early: Early = NONE_EARLY
 
 
 class Engine:
@@ -81,8 +75,7 @@ class Engine:
         self.store: NvmeStore | None = None
         self._streaming: Streaming | None = None
         self.planned = False
-        self.steps = self._passes = self._usual = 0  # backwards in this step and in the one before
-        self.tally, self._early = Tally(), set[Held]()
+        self.steps = self._passes = 0  # passes of the step under way
         self._seen: list[Use] = []
         self._beside: list[int] = []
         self._also: list[frozenset[int]] = []
@@ -200,8 +193,6 @@ class Engine:
         """A gradient is on its way to the host (None: it stays)."""
         if copied is not None:
             self._sending.append((copied, held.sizes.gradients))
-        if held in self._early and self._passes + 1 == self._usual:
-            held.speculate(self.tally)
 
     def make_room(self) -> None:
         """Wait until one more gradient may be on the device."""
@@ -266,11 +257,6 @@ class Engine:
                 fix="keep less on the device, or use residency='auto'",
             )
         self.plan, self._room = plan, room(self.trace, sizes, plan, self._schedule.budget)
-        early = early_steps(self.trace, sizes, plan, self._schedule.early)
-        self._early = {self.helds[i] for i in early}
-        for held in self.helds:
-            if held not in self._early:
-                held.early.free()
 
     def _heaviest(self) -> str:
         assert self.trace is not None
@@ -301,7 +287,7 @@ class Engine:
         if self.store is not None:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)
         self.steps += self.trace is not None  # a step without a pass is none
-        self._passes, self._usual = 0, self._passes
+        self._passes = 0
 
     def publish(self) -> None:
         """Let the device have what delayed steps have made since the last time."""

@@ -17,7 +17,6 @@ from cai_gemini.home import Home
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
-from cai_gemini.speculation import ALIGNMENT, Image, Speculator, Tally
 from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.timeline import host_span
 from cai_gemini.unit import Unit
@@ -69,7 +68,6 @@ class Held:
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
-        self.early = Speculator(self.home.renew)
         self.buffer: GradBuffer | None = None
         self.gradient_dtype, self._summed = gradients, False  # of several backwards
         self._parts: Parts | None = None  # of the gradient, that count in its norm
@@ -116,7 +114,6 @@ class Held:
 
     def bring(self) -> None:
         """Begin to bring the weights to the device; as soon as they are stepped, if they are being."""
-        self.early.roll_back()
         self._happens(Event.BRING)
         self._ledger.change("weights", self.sizes.weights)
         self.unit.allocate_storage()
@@ -165,7 +162,6 @@ class Held:
 
     def use(self) -> None:
         """Let the modules see the weights, which have arrived."""
-        self.early.roll_back()
         self.finish_step()
         if self.home.is_old and self.state is not State.COMPUTE:
             self._renew()
@@ -230,7 +226,6 @@ class Held:
         Args:
             arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
         """
-        self.early.roll_back()
         self.touched.update(touched)
         before = self.gradient
         squares = sums_of_squares(arrived, self._counted()) if before is None else None
@@ -249,17 +244,15 @@ class Held:
         """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
         if index not in self.touched or self.gradient is None:
             return None
-        self.early.roll_back()
         low, high = self.unit.ranges[index]
         view = self.gradient.settled()[low:high]
-        self.gradient.squares, self.gradient.lent = None, True
+        self.gradient.squares = None  # what is written to the view is not seen here
         self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
         return view
 
     @torch.no_grad()
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Put another gradient, or none, in place of parameter `index`'s."""
-        self.early.roll_back()
         if gradient is None:
             self.touched.discard(index)
             if not self.touched:
@@ -276,7 +269,6 @@ class Held:
 
     def drop_gradient(self) -> None:
         """Forget the gradient, and what a backward that raised has left of one."""
-        self.early.roll_back()
         if self.gradient is not None:
             self.copies.host.give(self.gradient.settled())
         self.gradient = None
@@ -308,7 +300,6 @@ class Held:
 
     def settle(self) -> None:
         """Return once the master weights are in memory, as the last step has left them. Raises what it raised."""
-        self.early.roll_back()
         self.finish_writing()
         if self.disk is not None:
             self.disk.borrow()
@@ -328,11 +319,7 @@ class Held:
             writing.result()
 
     def begin_step(self, scale: float | Scalar) -> None:
-        """Step with the gradient, which is consumed: at once on the device, in the background on the host.
-
-        A step taken early stands where it is the same.
-        """
-        early = self.early.take()
+        """Step with the gradient, which is consumed: at once on the device, in the background on the host."""
         taken = self.take_gradient()
         if taken is None:
             return
@@ -344,42 +331,15 @@ class Held:
             return
 
         def run() -> None:
-            factor = float(scale)
-            if early is None or not early.stands(factor, groups):
-                self._step_home(taken, factor)
+            ready, factor = gradient.settled(), float(scale)
+            self.home.wait_until_read()
+            self.home.refresh()
+            with host_span(self.copies.recorder, self.name):
+                step.run(groups, ready, factor, self.home.weights)
             self.home.adopt()
-            self.copies.host.give(gradient.tensor)
+            self.copies.host.give(ready)
 
         self.stepped_by(self.worker.submit(run))
-
-    def _step_home(self, taken: Taken, scale: float, image: Image | None = None) -> None:
-        """Step master weights and write home, once no copy reads that any more."""
-        gradient, groups, step = taken
-        ready = gradient.settled()
-        self.home.wait_until_read()
-        self.home.refresh()
-        with host_span(self.copies.recorder, self.name):
-            step.run(groups, ready, scale, self.home.weights, image)
-
-    # -- early steps ---------------------------------------------------------------------------------------------
-
-    def speculate(self, tally: Tally) -> None:
-        """The gradient is thought to be complete: step with it in the background, so that it can be undone.
-
-        Whatever sees or changes weights, state or gradient before `begin_step` undoes it first.
-        """
-        gradient, step = self.gradient, self.step
-        if step is None or gradient is None or not self.touched or self.on_device or self.disk is not None:
-            return
-        self.finish_step()
-        if gradient.lent or not step.can_be_undone:
-            return
-
-        def run(groups: Groups, image: Image) -> None:
-            self._step_home((gradient, groups, step), 1.0, image)
-
-        nbytes = self.sizes.state + ALIGNMENT * len(self.unit.kept)
-        self.early.begin(step.groups(self.touched), nbytes, run, self.worker, tally)
 
     def disk_regions(self) -> list[Region]:
         """What a step reads and writes: master weights, state, and the weights where they are apart."""

@@ -74,11 +74,6 @@ class Home:
             self._copy()
             self.adopt(changed=True)
 
-    def renew(self) -> None:
-        """Take over the master weights, which a step that was undone has left as they were."""
-        self._copy()
-        self.adopt()
-
     def _copy(self) -> None:
         if self.disk is not None:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

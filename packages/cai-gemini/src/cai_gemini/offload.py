@@ -7,7 +7,7 @@ arXiv:2101.06840; chunks and a traced step as in PatrickStar, Fang et al., arXiv
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cai_gemini.allocator import expand_segments
-from cai_gemini.budget import Units, check_device, device_budget, kinds, parse_bytes
+from cai_gemini.budget import Units, check_device, device_budget, kinds
 from cai_gemini.chunk_step import ChunkStep
 from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_plan import choose, chunk_bytes
@@ -24,7 +24,7 @@ from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.pieces import buffer_bytes
-from cai_gemini.policy import NONE_STREAMABLE, Early, Streamable, fractions
+from cai_gemini.policy import NONE_STREAMABLE, Streamable, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
 from cai_gemini.streamed import can_stream, check_streamed
@@ -81,42 +81,23 @@ class Tuning:
         warmup: optimizer steps before the plan.
         rates: of the link and the optimizer; None: measured at once.
         observe: bytes in use on the device at most since the last call; None: of torch's allocator.
-        speculate: host memory, in bytes or such as "4GB", for steps that the host takes during the last backward of a
-            step, before gradients are clipped, and that are undone bit for bit where they are (Lian et al.,
-            arXiv:2509.21271). Pays where clipping is rare.
         delay: steps on the host run during all of the next forward and backward, which use the weights from before
             them: the weights of these blocks are a step old (ZeRO-Offload's delayed parameter update). Pays where the
             host is what a step waits for; other values than without it. Takes host memory for one more copy of the
-            weights. Not with `speculate`, nor for blocks on a disk.
+            weights. Not for blocks on a disk.
         stream: let "auto" have state that lives on the host stepped on the device, piece by piece, where the link has
             time for it; `Tiers(streamed=...)` asks for it. Not with `delay`.
         expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
             its environment variable is set: less is lost to holes.
-
-    Raises `PlanError` for what is no size, and for `speculate` with `delay`.
     """
 
     overlap: bool = True
     warmup: int = 2
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
-    speculate: int | str = 0
     delay: bool = False
     stream: bool = True
     expandable_segments: bool = True
-
-    def __post_init__(self) -> None:
-        if self.images and self.delay:
-            raise PlanError(
-                "steps on the host are taken early or late, not both",
-                got=f"speculate={self.speculate!r}, delay=True",
-                fix="leave out one of them: delay where the host is slower than a forward and a backward",
-            )
-
-    @property
-    def images(self) -> int:
-        """Bytes of host memory for steps that may be undone."""
-        return parse_bytes(self.speculate)
 
 
 def offload(
@@ -166,8 +147,9 @@ def offload(
     found = _units(model)
     check_device(found, model, compute, budget, device_memory)
     chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    extra = {"images": tuning.images, "delay": tuning.delay}
-    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, **extra)
+    on_disk = choose(
+        chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, delay=tuning.delay
+    )
     expand_segments(where, wanted=tuning.expandable_segments)
     engine = Engine(where, delay=tuning.delay)
     engine.store = open_store(nvme, chunks, on_disk)
@@ -176,7 +158,7 @@ def offload(
     take_over(optimizer, everything, _homes(made))
     ModuleUses(engine, model, made, helds)
     tuning = measured(tuning, engine) if tiers is None else tuning
-    plans = schedule(tiers, everything, budget, where, tuning, early_chunks(everything, helds[model]))
+    plans = schedule(tiers, everything, budget, where, tuning)
     engine.start(everything, plans, tuning.observe, helds[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
 
@@ -345,33 +327,20 @@ def schedule(
     budget: int,
     device: torch.device,
     tuning: Tuning,
-    able: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now.
-
-    able: chunks that may be stepped during backward.
-    """
-    early = Early(tuning.images, able)
+    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
     step = Step(
         [held.unit.shard.numel() if held.trains else 0 for held in helds],
         disk=disk_traffic(helds),
-        early=early,
         delay=tuning.delay,
         streamable=NONE_STREAMABLE if tuning.delay else _streamable(helds),
     )
-    return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup, early)
+    return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup)
 
 
 def _streamable(helds: Sequence[Held]) -> Streamable:
     able = {i: held for i, held in enumerate(helds) if can_stream(held)}
     return Streamable(frozenset(able), buffer_bytes([*able.values()]))
-
-
-def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[int]:
-    """Those that may be stepped during backward: not on a disk, nor `around` the blocks, whose gradients are last."""
-    return frozenset(
-        i for i, h in enumerate(helds) if h.step is not None and h.disk is None and h not in around
-    )
 
 
 def _planner(tiers: Tiers | None, step: Step, budget: int, device: torch.device, tuning: Tuning) -> Planner:

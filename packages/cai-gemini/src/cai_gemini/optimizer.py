@@ -23,7 +23,6 @@ from cai_gemini.lending import (
     state_to_save,
 )
 from cai_gemini.placement import Placement
-from cai_gemini.speculation import Speculation
 from cai_gemini.timeline import Timeline
 from cai_mesh import checkpoint
 from cai_mesh.errors import PlanError
@@ -112,12 +111,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def placement(self) -> Placement:
         """What stays where from now on: as planned after the first steps; before, little is on the device."""
         return Placement.of(self._engine.helds, planned=self._engine.planned)
-
-    @property
-    def speculation(self) -> Speculation:
-        """What became of the steps of chunks taken during backward so far. Waits for the last step."""
-        self._engine.finish()
-        return self._engine.tally.read()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 

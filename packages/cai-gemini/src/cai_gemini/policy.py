@@ -251,30 +251,3 @@ def _spread(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> f
             total += bytes_of[chunk]
             found.append(chunk)
     return frozenset(found)
-
-
-@dataclass(frozen=True)
-class Early:
-    """Which steps may be taken during backward, before it is known whether they are asked for.
-
-    Args:
-        images: bytes for copies of master weights and optimizer state.
-        able: chunks. Gradients of what lies outside the blocks come last of all: nothing is gained there.
-    """
-
-    images: int = 0
-    able: frozenset[int] = frozenset()
-
-
-NONE_EARLY = Early()
-
-
-def early_steps(trace: Trace, sizes: Sequence[Sizes], plan: Plan, early: Early) -> frozenset[int]:
-    """The chunks to be stepped as soon as their gradient is there: those whose gradient comes first."""
-    last = {use.chunk: moment for moment, use in enumerate(trace.uses) if use.backward}
-    found, left = [], early.images
-    for chunk in sorted(last, key=lambda c: last[c]):
-        if chunk in early.able and chunk not in plan.state | plan.streamed and 0 < sizes[chunk].state <= left:
-            found.append(chunk)
-            left -= sizes[chunk].state
-    return frozenset(found)

@@ -54,9 +54,9 @@ class ChunkResidency:
             disk is used from `optimizer` on.
         tuning: details.
 
-    Raises `PlanError` for an unknown residency, `Tuning(speculate=...)` or `Tuning(delay=True)`, and a device whose
-    memory is not known; and later for memory too small: for one chunk at once when the model is sharded, on the host or
-    the disk when there is an optimizer, for activations after the traced steps, each with the smallest that works.
+    Raises `PlanError` for an unknown residency, `Tuning(delay=True)`, and a device whose memory is not known; and later
+    for memory too small: for one chunk at once when the model is sharded, on the host or the disk when there is an
+    optimizer, for activations after the traced steps, each with the smallest that works.
     """
 
     def __init__(
@@ -72,12 +72,6 @@ class ChunkResidency:
         if self._tiers is not None and (self._tiers.disk or self._tiers.disk_weights) and nvme is None:
             raise PlanError(
                 "no directory for state on the disk", got=repr(residency), fix="pass nvme='/path/on/a/disk'"
-            )
-        if tuning.images:
-            raise PlanError(
-                "rows of a sharded model are not stepped before they are asked for",
-                got=f"speculate={tuning.speculate!r}",
-                fix="leave speculate out",
             )
         if tuning.delay:
             raise PlanError(

@@ -1,0 +1,323 @@
+"""Training is that of a plain loop, bit for bit, whatever is read and written between its backwards and steps."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from offloaded import SLOW_HOST, adamw, groups
+from plain import Failed, Plain, assert_same, fragile, loss_of
+from torch import nn
+
+from cai_gemini import Tiers, Tuning, offload
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=False),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=False),
+}
+
+
+def both(name="adamw", residency="host", compute=torch.float32):
+    """An offloaded model, its optimizer and the plain loop beside them."""
+    model = fragile()
+    plain = Plain(model, OPTIMIZERS[name], compute)
+    optimizer = OPTIMIZERS[name](groups(model))
+    tuning = Tuning(rates=SLOW_HOST)
+    model, optimizer = offload(
+        model, optimizer, residency=residency, device_memory="80KB", tuning=tuning, compute=compute
+    )
+    return model, optimizer, plain
+
+
+def backward(model, plain, seed, skip=False, factor=1.0):
+    loss = loss_of(model, seed, skip, factor)
+    loss.backward()
+    assert loss.item() == pytest.approx(plain.backward(seed, skip, factor), rel=0, abs=0, nan_ok=True)
+
+
+def clip(optimizer, plain, most):
+    norm = optimizer.clip_grad_norm_(most)
+    assert float(norm) == pytest.approx(float(plain.norm()), rel=1e-4)
+    plain.scale(float((most / (norm + 1e-6)).clamp(max=1.0)))
+
+
+def step(optimizer, plain):
+    optimizer.step()
+    plain.step()
+    optimizer.zero_grad()
+
+
+def warm(model, optimizer, plain):
+    """The steps that are traced."""
+    for at in range(2):
+        backward(model, plain, at)
+        step(optimizer, plain)
+
+
+# -- what somebody does between a backward and its step ------------------------------------------------------------
+
+
+def change_lr(_, optimizer, plain):
+    for opt in (optimizer, plain.optimizer):
+        for group in opt.param_groups:
+            group["lr"] *= 0.5
+
+
+def change_betas(_, optimizer, plain):
+    for opt in (optimizer, plain.optimizer):
+        opt.param_groups[0]["betas"] = (0.5, 0.9)
+
+
+def change_decay(_, optimizer, plain):
+    for opt in (optimizer, plain.optimizer):
+        opt.param_groups[1]["weight_decay"] = 0.3
+
+
+def read_gradients(model, _, plain):
+    for param, wanted in zip(model.parameters(), plain.gradients, strict=True):
+        assert (param.grad is None) == (wanted is None)
+        assert wanted is None or torch.equal(param.grad.view(wanted.shape), wanted)
+
+
+def write_gradients(model, _, plain):
+    for param, theirs in zip(model.parameters(), plain.gradients, strict=True):
+        if theirs is not None:
+            param.grad.data.mul_(0.5)  # unseen by version counters
+            theirs.mul_(0.5)
+
+
+def put_gradients(model, _, plain):
+    for i, param in enumerate(model.parameters()):
+        if plain.gradients[i] is not None:
+            param.grad = torch.full_like(param, 0.1)
+            plain.gradients[i] = torch.full_like(plain.gradients[i], 0.1)
+
+
+def drop_some_gradients(model, _, plain):
+    for i, (name, param) in enumerate(model.named_parameters()):
+        if "up" in name or "embed" in name:
+            param.grad, plain.gradients[i] = None, None
+
+
+def torchs_clip(model, _, plain):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    theirs = [g for g in plain.gradients if g is not None]
+    for holder, gradient in zip(holders := [torch.empty_like(g) for g in theirs], theirs, strict=True):
+        holder.grad = gradient
+    nn.utils.clip_grad_norm_(holders, 0.05)
+
+
+def read_parameters(model, _, plain):
+    for param, master in zip(model.parameters(), plain.masters, strict=True):
+        assert torch.equal(param.detach().view(master.shape), master.detach())
+
+
+def write_parameters(model, _, plain):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+        for param in plain.masters:
+            param.mul_(0.5)
+    plain.show(plain.masters)
+
+
+def read_state(model, optimizer, plain):
+    assert_same(model, optimizer, plain)
+    assert optimizer.state
+
+
+def write_state(_, optimizer, plain):
+    for opt in (optimizer, plain.optimizer):
+        for state in opt.state.values():
+            state["exp_avg"].mul_(0.25)
+
+
+def load_state(_, optimizer, plain):
+    for opt in (optimizer, plain.optimizer):
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+def evaluate(model, _, plain):
+    with torch.no_grad():
+        assert loss_of(model, 77, False).item() == loss_of(plain.model, 77, False).item()
+
+
+def one_more_backward(model, _, plain):
+    backward(model, plain, 55)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        change_lr,
+        change_betas,
+        change_decay,
+        read_gradients,
+        write_gradients,
+        put_gradients,
+        drop_some_gradients,
+        torchs_clip,
+        read_parameters,
+        write_parameters,
+        read_state,
+        write_state,
+        load_state,
+        evaluate,
+        one_more_backward,
+    ],
+)
+@pytest.mark.parametrize("residency", ["host", Tiers(1.0, 0.0)], ids=str)
+def test_what_is_done_between_backward_and_step_has_the_effect_it_has_without_offload(meddle, residency):
+    model, optimizer, plain = both(residency=residency)
+    warm(model, optimizer, plain)
+    backward(model, plain, 0)
+    meddle(model, optimizer, plain)
+    step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+    for at in range(1, 3):
+        backward(model, plain, at)
+        step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipping_in_some_steps(name):
+    model, optimizer, plain = both(name)
+    for at in range(6):
+        backward(model, plain, at, skip=at == 4)
+        clip(optimizer, plain, 1e-2 if at % 2 else 1e9)
+        step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
+def test_a_gradient_that_somebody_holds_is_stepped_with_as_he_leaves_it():
+    """What was read between the backwards of a step may be written to after the last of them."""
+    model, optimizer, plain = both()
+    warm(model, optimizer, plain)
+    backward(model, plain, 0)
+    views = [p.grad for p in model.parameters() if p.grad is not None]
+    backward(model, plain, 1)
+    optimizer._engine.worker.submit(lambda: None).result()  # the sum is there
+    for gradient in views:
+        gradient.mul_(0.5)
+    plain.scale(0.5)
+    step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
+def test_gradients_that_were_read_in_the_dtype_of_computation_are_stepped_with_in_that_of_masters():
+    model, optimizer, plain = both("sgd", compute=torch.bfloat16)
+    for at in range(4):
+        backward(model, plain, at)
+        read_gradients(model, optimizer, plain)
+        step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
+def test_dropped_gradients_leave_everything_as_it_was():
+    """As a loss scale drops them after an overflow."""
+    model, optimizer, plain = both()
+    warm(model, optimizer, plain)
+    for drop in (optimizer.zero_grad, model.zero_grad):
+        for factor in (float("inf"), float("nan")):
+            backward(model, plain, 0, factor=factor)
+            assert not torch.isfinite(optimizer.clip_grad_norm_(1.0))
+            drop()
+            plain.zero_grad()
+            assert_same(model, optimizer, plain)
+    optimizer.zero_grad()
+    backward(model, plain, 1)
+    step(optimizer, plain)
+    assert_same(model, optimizer, plain)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_with_any_number_of_backwards(compute):
+    model, optimizer, plain = both(compute=compute)
+    for at, micro in enumerate([2, 3, 1, 1, 3]):
+        for part in range(micro):
+            backward(model, plain, 10 * at + part)
+        step(optimizer, plain)
+        assert_same(model, optimizer, plain)
+
+
+def test_a_backward_that_fails_half_way():
+    model, optimizer, plain = both()
+    warm(model, optimizer, plain)
+    for fails in (3, 2, 0):
+        model.fails = plain.model.fails = fails
+        for run in (lambda: loss_of(model, 5, False).backward(), lambda: plain.backward(5, False)):
+            with pytest.raises(Failed):
+                run()
+        model.fails = plain.model.fails = None
+        optimizer.zero_grad()
+        plain.zero_grad()
+        assert_same(model, optimizer, plain)
+        backward(model, plain, fails)
+        step(optimizer, plain)
+        assert_same(model, optimizer, plain)
+    assert optimizer._engine.ledger.held["gradients"] == 0
+
+
+def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
+    model, optimizer, plain = both()
+    warm(model, optimizer, plain)
+
+    def broken(*_):
+        raise OSError("no such memory")
+
+    monkeypatch.setattr(optimizer._engine.helds[0].step, "run", broken)
+    backward(model, plain, 0)
+    optimizer.step()
+    with pytest.raises(OSError, match="no such memory"):
+        optimizer.wait()
+
+
+def test_parameters_written_outside_a_step_are_copied_to_the_device():
+    """Also where the next step leaves them out: those of the chunk that have no gradient."""
+    model, optimizer, plain = both()
+    warm(model, optimizer, plain)
+    backward(model, plain, 0)
+    write_parameters(model, optimizer, plain)
+    drop_some_gradients(model, optimizer, plain)
+    step(optimizer, plain)
+    backward(model, plain, 1)  # compares losses
+    assert_same(model, optimizer, plain)
+
+
+# -- anything in any order -----------------------------------------------------------------------------------------
+
+MEDDLING = [
+    *[None] * 10, change_lr, change_decay, read_gradients, write_gradients, drop_some_gradients, torchs_clip,
+    read_parameters, write_parameters, read_state, load_state, evaluate,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_loop_is_the_plain_one_bit_for_bit(seed):
+    draw = random.Random(seed)
+    compute = draw.choice([torch.float32, torch.bfloat16])
+    residency = draw.choice(["host", "host", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0)])
+    model, optimizer, plain = both(draw.choice(list(OPTIMIZERS)), residency, compute)
+    micro, most = draw.choice([1, 2]), draw.choice([1e-2, 1.0, 1.5, 1e9])
+    for at in range(9):
+        for part in range(micro if draw.random() < 0.7 else draw.choice([1, 2, 3])):
+            backward(model, plain, 100 * at + part, skip=draw.random() < 0.3)
+        meddle = draw.choice(MEDDLING)
+        if meddle is not None and (meddle is not read_state or at > 1):
+            meddle(model, optimizer, plain)
+        if draw.random() < 0.15:
+            optimizer.zero_grad()
+            plain.zero_grad()
+            continue
+        if meddle is not torchs_clip and draw.random() < 0.8:
+            clip(optimizer, plain, most)
+        step(optimizer, plain)
+        if draw.random() < 0.3:
+            assert_same(model, optimizer, plain)
+    assert_same(model, optimizer, plain)
