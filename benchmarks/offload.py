@@ -5,7 +5,7 @@
 The allocator is capped with `torch.cuda.set_per_process_memory_fraction`. A LLaMA shape of about the asked size with
 random weights, sequence 2048, every block recomputed, AdamW with clipping, bfloat16 compute, float32 masters. Every
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
-`cai-delay` delays host steps by a step, `cai-unstreamed` lets the host step all that does not stay on the device.
+`cai-unstreamed` lets the host step all that does not stay on the device.
 `--host-memory` and `--nvme` limit what our forms keep in host memory and say where the rest goes.
 `--state-dtype bfloat16` keeps master weights and moments in it, `--activations` the inputs of blocks in host memory.
 `--timeline FILE` records one more step of ours, after those that are timed (`cai report` draws it).
@@ -126,7 +126,6 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
         compute=torch.bfloat16,
         materialize=values,
         tuning=Tuning(
-            delay=options.form == "cai-delay",
             stream=options.form != "cai-unstreamed",
         ),
     )
@@ -237,7 +236,6 @@ FORMS = {
     "cai": cai,
     "cai-host": cai,
     "cai-swap": cai,
-    "cai-delay": cai,
     "cai-unstreamed": cai,
     "deepspeed-2": deepspeed,
     "deepspeed-3": deepspeed,
@@ -308,7 +306,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
         read, write = measure_disk(options.nvme)
         rates = replace(rates, disk_read=read, disk_write=write)
     numel = [held.unit.shard.numel() if held.trains else 0 for held in engine.helds]
-    sized = Sized(numel, disk=disk_traffic(engine.helds), delay=engine.delay)
+    sized = Sized(numel, disk=disk_traffic(engine.helds))
     budget, alone = engine._schedule.budget, replace(engine.plan, streamed=frozenset())
     return {
         "chunks": len(sizes),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cai_gemini import Tiers, Tuning, offload, pinned
+from cai_gemini import Tiers, offload, pinned
 from cai_gemini.budget import usable
 from cai_gemini.pinned import host_memory
 
@@ -98,26 +98,6 @@ def test_training_is_that_without_offload(residency, tmp_path):
     )
     got = train(model, optimizer, lambda: optimizer.clip_grad_norm_(1.0))
     assert got == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("residency", ["host", Tiers(1.0, 0.0), Tiers(0.5, 0.3)], ids=str)
-def test_delayed_steps_are_the_same_in_the_background(residency):
-    """Beside copies and the next pass, and with each awaited before anything else."""
-    found = []
-    for overlap in (False, True):
-        model, optimizer = build()
-        model, optimizer = offload(
-            model,
-            optimizer,
-            residency=residency,
-            device="cuda",
-            device_memory="3GB",
-            tuning=Tuning(delay=True, overlap=overlap),
-        )
-        found.append(train(model, optimizer, lambda opt=optimizer: opt.clip_grad_norm_(1.0)))
-        del model, optimizer
-        gc.collect()
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_the_budget_holds():

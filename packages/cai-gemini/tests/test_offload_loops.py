@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import threading
 
 import pytest
 import torch
@@ -12,7 +14,11 @@ from plain import Failed, Plain, assert_same, fragile, loss_of
 from torch import nn
 
 from cai_gemini import Tiers, Tuning, offload
+from cai_gemini.disk_plan import OnDisk, chunk_bytes, host_bytes
+from cai_mesh.errors import PlanError
+from cai_mesh.storage import units
 
+TUNING = Tuning(rates=SLOW_HOST)
 OPTIMIZERS = {
     "adamw": adamw,
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
@@ -22,14 +28,13 @@ OPTIMIZERS = {
 }
 
 
-def both(name="adamw", residency="host", compute=torch.float32):
+def both(name="adamw", residency="host", compute=torch.float32, tuning=TUNING, **options):
     """An offloaded model, its optimizer and the plain loop beside them."""
     model = fragile()
     plain = Plain(model, OPTIMIZERS[name], compute)
     optimizer = OPTIMIZERS[name](groups(model))
-    tuning = Tuning(rates=SLOW_HOST)
     model, optimizer = offload(
-        model, optimizer, residency=residency, device_memory="80KB", tuning=tuning, compute=compute
+        model, optimizer, residency=residency, device_memory="80KB", tuning=tuning, compute=compute, **options
     )
     return model, optimizer, plain
 
@@ -271,8 +276,8 @@ def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
     def broken(*_):
         raise OSError("no such memory")
 
-    monkeypatch.setattr(optimizer._engine.helds[0].step, "run", broken)
     backward(model, plain, 0)
+    monkeypatch.setattr(optimizer._engine.helds[0].step, "run", broken)
     optimizer.step()
     with pytest.raises(OSError, match="no such memory"):
         optimizer.wait()
@@ -321,3 +326,114 @@ def test_any_loop_is_the_plain_one_bit_for_bit(seed):
         if draw.random() < 0.3:
             assert_same(model, optimizer, plain)
     assert_same(model, optimizer, plain)
+
+
+# -- host memory ---------------------------------------------------------------------------------------------------
+
+
+def copied_through(optimizer):
+    """Bytes of host memory for copies, in use or not; what is in use is gradients and weights."""
+    pool, helds = optimizer._engine.copies.host, optimizer._engine.helds
+    free = sum(t.nbytes for (_, _, copies), some in pool._free.items() for t in some if copies)
+    found = {}
+    for held in helds:
+        for tensor in (held.home.weights, held.gradient and held.gradient.tensor):
+            if tensor is not None:
+                found[tensor.data_ptr()] = tensor.nbytes
+    assert set(found) >= {at for at, copies in pool._lent.items() if copies}
+    return free + sum(found.values())
+
+
+@pytest.mark.parametrize("residency", ["host", Tiers(1.0, 0.0)], ids=str)
+def test_host_memory_is_what_was_counted(residency):
+    model, optimizer, _ = both(residency=residency)
+    chunks, most = chunk_bytes(units(fragile()), torch.float32, optimizer.inner), 0
+    for at in range(4):
+        loss_of(model, at, False).backward()
+        most = max(most, copied_through(optimizer))
+        optimizer.step()
+        optimizer.wait()
+    state = sum(c.master + c.state for c in chunks)
+    assert most == host_bytes(chunks, OnDisk()) - state
+    assert optimizer.placement().host_bytes == most + state
+
+
+def test_host_memory_is_asked_for_it():
+    least = host_bytes(chunk_bytes(units(fragile()), None, adamw(groups(fragile()))), OnDisk())
+    both(host_memory=least)
+    with pytest.raises(PlanError, match=r"host memory is too small(.|\n)*" + f"{least:,}"):
+        both(host_memory=least - 1)
+
+
+def test_host_memory_does_not_grow_with_steps():
+    """Nor with sums of gradients, which take turns with what comes of each backward."""
+    model, optimizer, plain = both(compute=torch.bfloat16)
+    most = list[int]()
+    for at in range(16):
+        for part in range(1 + at % 2):
+            backward(model, plain, 10 * at + part)
+        if at % 3 == 0:
+            assert model.head.weight.grad is not None
+        step(optimizer, plain)
+        optimizer.wait()
+        most.append(copied_through(optimizer))
+        assert all(optimizer._engine.copies.host._lent.values()), "sums are given back"
+    assert max(most) == max(most[:4])
+
+
+# -- what is late or fails -----------------------------------------------------------------------------------------
+
+
+def test_sums_that_are_not_there_yet():
+    """What comes first of a gradient is given up once the sum is there."""
+    model, optimizer, plain = both(compute=torch.bfloat16)
+    for at in range(5):
+        gate = threading.Event()
+        optimizer.wait()
+        optimizer._engine.worker.submit(gate.wait)
+        for part in range(2):
+            backward(model, plain, 10 * at + part)
+        step(optimizer, plain)
+        gate.set()
+    assert_same(model, optimizer, plain)
+
+
+def test_steps_that_are_awaited_at_once_and_steps_without_gradients():
+    model, optimizer, plain = both(tuning=Tuning(rates=SLOW_HOST, overlap=False))
+    for at in range(5):
+        backward(model, plain, at)
+        step(optimizer, plain)
+        assert all(held._stepping is None for held in optimizer._engine.helds)
+        optimizer.step()
+    assert_same(model, optimizer, plain)
+
+
+def test_a_forward_that_fails_half_way():
+    model, optimizer, plain = both()
+    for at in range(4):
+        backward(model, plain, at)
+        step(optimizer, plain)
+        with pytest.raises(RuntimeError), torch.no_grad():
+            model.layers[3](torch.zeros(1, 2))
+        optimizer.step()
+    assert_same(model, optimizer, plain)
+
+
+@pytest.mark.parametrize("residency", ["host", Tiers(streamed=1.0)], ids=str)
+def test_what_a_step_raised_is_not_lost_where_its_weights_are_not_used(residency, monkeypatch):
+    model, optimizer, plain = both(residency=residency)
+    warm(model, optimizer, plain)
+    held = next(held for held in optimizer._engine.helds if held.trains)
+
+    def broken(*_):
+        raise OSError("no such memory")
+
+    backward(model, plain, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(held.step, "adam", broken)
+        optimizer.step()
+        with contextlib.suppress(OSError):
+            held._stepping.result()
+    held.set_gradient(0, torch.zeros(held.unit.kept[0].numel()))
+    with pytest.raises(OSError, match="no such memory"):
+        optimizer.step()

@@ -189,7 +189,6 @@ def test_auto_streams_where_it_pays_and_only_there(monkeypatch):
 
     assert plan(FAST_LINK).streamed
     assert not plan(FAST_LINK, stream=False).streamed
-    assert not plan(FAST_LINK, delay=True).streamed
     assert not plan(replace(FAST_LINK, host_step=4e12)).streamed
     assert not plan(replace(FAST_LINK, to_device=1e5, to_host=1e5, both=1e5)).streamed
 
@@ -283,17 +282,16 @@ def test_the_search_never_takes_longer_with_pieces_than_without(budget, both):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "said"),
+    ("optimizer", "said"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), {}, r"SGD(.|\n)*leave streamed out"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "without amsgrad"),
-        (lambda p: torch.optim.AdamW(p), {"delay": True}, "are not delayed"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), r"SGD(.|\n)*leave streamed out"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "without amsgrad"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_before_anything_is_moved(optimizer, options, said):
+def test_what_cannot_be_streamed_is_refused_before_anything_is_moved(optimizer, said):
     model, opt = build(optimizer=optimizer)
     with pytest.raises(PlanError, match=said):
-        moved(model, opt, MIXED, **options)
+        moved(model, opt, MIXED)
     assert all(p.dim() != 1 for n, p in model.named_parameters() if "weight" in n and "norm" not in n)
     with pytest.raises(PlanError, match="more state than there is"):
         Tiers(state=0.5, streamed=0.6)

@@ -18,7 +18,6 @@ from cai_gemini.allocator import let_go
 from cai_gemini.budget import UNLIMITED, memory_for
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
-from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_step import step_on_disk
 from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
@@ -65,11 +64,9 @@ class Engine:
 
     Args:
         device: where they are used.
-        delay: whether steps on the host are delayed: its chunks are `DelayedHeld`, then.
     """
 
-    def __init__(self, device: torch.device, *, delay: bool = False):
-        self.delay = delay
+    def __init__(self, device: torch.device):
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini", device), Ledger()
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
@@ -93,7 +90,6 @@ class Engine:
     ) -> None:
         """Take over `helds`; the chunks `always` stay on the device, such as those of a model around its blocks."""
         self.helds, self._schedule = list(helds), schedule
-        self._delayed = [held for held in self.helds if isinstance(held, DelayedHeld)]
         self._clock = Clock(self.copies.device, self.ledger, observe)
         self._always = frozenset(i for i, held in enumerate(helds) if held in always)
         self.plan = Plan(self._always, frozenset())
@@ -268,7 +264,6 @@ class Engine:
 
     def step(self, scale: float | torch.Tensor) -> None:
         """Step every chunk that has a gradient, those used first first."""
-        self.publish()
         if self.ready_to_plan():
             self.make_plan()
         if self.copies.device.type == "cuda":
@@ -288,11 +283,6 @@ class Engine:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)
         self.steps += self.trace is not None  # a step without a pass is none
         self._passes = 0
-
-    def publish(self) -> None:
-        """Let the device have what delayed steps have made since the last time."""
-        for held in self._delayed:
-            held.publish()
 
     def drop_gradients(self) -> None:
         """Forget every gradient: no backward of this step counts."""

@@ -323,7 +323,6 @@ class Held:
         taken = self.take_gradient()
         if taken is None:
             return
-        self.finish_step()
         gradient, groups, step = taken
         if self.on_device:
             step.run(groups, gradient.tensor, there(scale), self.unit.whole.data)
@@ -347,9 +346,13 @@ class Held:
         return self.disk.regions + self.home.regions
 
     def take_gradient(self) -> Taken | None:
-        """The gradient, which is consumed, and what steps with it; None where there is none."""
+        """The gradient, which is consumed, and what steps with it; None where there is none.
+
+        Returns once the last step is done, and raises what that raised.
+        """
         if self.step is None or self.gradient is None or not self.touched:
             return None
+        self.finish_writing()
         taken = (self.gradient, self.step.groups(self.touched), self.step)
         self.home.changes += 1
         self.gradient = None

@@ -23,7 +23,6 @@ class Home:
     Attributes:
         weights: [n] in the dtype of computation; nothing where they are on a disk.
         disk: where they are there.
-        is_behind: whether a delayed step has other weights, or will have, than these.
         changes: of the master weights' values that were taken over.
     """
 
@@ -34,8 +33,6 @@ class Home:
         self.disk: DiskWeights | None = None
         self._version, self.changes = self._versions(), 0
         self._copied: Copied | None = None  # last
-        self._step: Future[None] | None = None  # delayed, the last one
-        self._next: torch.Tensor | None = None  # where it puts new weights, until they are published
 
     def to_disk(self, disk: DiskWeights) -> None:
         """The weights are on a disk now."""
@@ -49,12 +46,8 @@ class Home:
 
     @property
     def is_old(self) -> bool:
-        """Whether somebody has written to the master weights (a checkpoint was loaded).
-
-        Nobody has while a delayed step is under way: whoever writes waits for it first.
-        """
-        under_way = self._step is not None and not self._step.done()
-        return not under_way and self._version != self._versions()
+        """Whether somebody has written to the master weights (a checkpoint was loaded)."""
+        return self._version != self._versions()
 
     def version(self, *, under_way: bool) -> int:
         """Another number whenever the values have changed, or the master weights have, unless a step is `under_way`."""
@@ -69,47 +62,17 @@ class Home:
     def refresh(self) -> None:
         """Take over master weights that somebody has written to."""
         if self.is_old:
-            self.publish()
             self.wait_until_read()
             self._copy()
             self.adopt(changed=True)
 
-    def _copy(self) -> None:
-        if self.disk is not None:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                self.disk.write(self._unit.shard)
-        else:
-            self.copy_to(self.weights)
-
     @torch.no_grad()
-    def copy_to(self, weights: torch.Tensor) -> None:
-        """Let [n] `weights` be the master weights."""
+    def _copy(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            weights.copy_(self._unit.shard)
-
-    # -- delayed steps -------------------------------------------------------------------------------------------
-
-    @property
-    def is_behind(self) -> bool:
-        return self._next is not None
-
-    def delay(self, step: Future[None], weights: torch.Tensor) -> None:
-        """A step under way puts new weights into `weights`, [n] of the host's pool, for the next `publish`."""
-        self._step, self._next = step, weights
-
-    def publish(self) -> Future[None] | None:
-        """Let the weights be those of the delayed step, which is returned: they are there once it is done."""
-        if self._next is None:
-            return None
-        self.wait_until_read()
-        self._copies.host.give(self.weights)
-        self.weights, self._next, self._copied = self._next, None, None
-        return self._step
-
-    def finish(self) -> None:
-        """Return once the last delayed step is done. Raises what it raised."""
-        if self._step is not None:
-            self._step.result()
+            if self.disk is not None:
+                self.disk.write(self._unit.shard)
+            else:
+                self.weights.copy_(self._unit.shard)
 
     @torch.no_grad()
     def send(self, free: torch.cuda.Event | None, coming: Future[Copied], name: str) -> None:

@@ -17,7 +17,6 @@ from torch import nn
 from cai_gemini.allocator import expand_segments
 from cai_gemini.budget import Units, check_device, device_budget, kinds
 from cai_gemini.chunk_step import ChunkStep
-from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
@@ -81,12 +80,8 @@ class Tuning:
         warmup: optimizer steps before the plan.
         rates: of the link and the optimizer; None: measured at once.
         observe: bytes in use on the device at most since the last call; None: of torch's allocator.
-        delay: steps on the host run during all of the next forward and backward, which use the weights from before
-            them: the weights of these blocks are a step old (ZeRO-Offload's delayed parameter update). Pays where the
-            host is what a step waits for; other values than without it. Takes host memory for one more copy of the
-            weights. Not for blocks on a disk.
         stream: let "auto" have state that lives on the host stepped on the device, piece by piece, where the link has
-            time for it; `Tiers(streamed=...)` asks for it. Not with `delay`.
+            time for it; `Tiers(streamed=...)` asks for it.
         expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
             its environment variable is set: less is lost to holes.
     """
@@ -95,7 +90,6 @@ class Tuning:
     warmup: int = 2
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
-    delay: bool = False
     stream: bool = True
     expandable_segments: bool = True
 
@@ -141,17 +135,15 @@ def offload(
     steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
     tiers = tiers_of(residency)
-    _check(model, optimizer, tiers or Tiers(), tuning)
+    _check(model, optimizer, tiers or Tiers())
     where = _device(model, device, materialize)
     budget = device_budget(device_memory, where, needed=tiers is None)
     found = _units(model)
     check_device(found, model, compute, budget, device_memory)
     chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    on_disk = choose(
-        chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, delay=tuning.delay
-    )
+    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
     expand_segments(where, wanted=tuning.expandable_segments)
-    engine = Engine(where, delay=tuning.delay)
+    engine = Engine(where)
     engine.store = open_store(nvme, chunks, on_disk)
     made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
     everything = [held for some in helds.values() for held in some]
@@ -226,7 +218,7 @@ def _held(unit: FlatUnit, engine: Engine) -> Held:
     dtype = unit.whole.dtype
     if not unit.kept[0].requires_grad:
         return Held(unit, None, engine)
-    held = (DelayedHeld if engine.delay else Held)(unit, dtype, engine)
+    held = Held(unit, dtype, engine)
     room = held.expect_gradient
     held.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
     return held
@@ -283,8 +275,8 @@ def tiers_of(residency: str | Tiers) -> Tiers | None:
     return RESIDENCIES.get(residency)
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers, tuning: Tuning) -> None:
-    check_streamed(tiers.streamed, optimizer, delay=tuning.delay)
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+    check_streamed(tiers.streamed, optimizer)
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise PlanError(
@@ -332,8 +324,7 @@ def schedule(
     step = Step(
         [held.unit.shard.numel() if held.trains else 0 for held in helds],
         disk=disk_traffic(helds),
-        delay=tuning.delay,
-        streamable=NONE_STREAMABLE if tuning.delay else _streamable(helds),
+        streamable=_streamable(helds),
     )
     return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup)
 

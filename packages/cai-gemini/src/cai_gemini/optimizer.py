@@ -35,8 +35,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     `param_groups`, learning-rate schedulers and `zero_grad` work as on the optimizer it was made from. `step` returns
     once the chunks on the device are stepped; those on the host are stepped while the next forward runs, each awaited
-    where it is used, or one step later where steps are delayed. Whatever reads a parameter, a gradient or the
-    optimizer's state waits for what it reads, and sees the newest.
+    where it is used. Whatever reads a parameter, a gradient or the optimizer's state waits for what it reads, and sees
+    the newest.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found_inf = getattr(self.inner, "found_inf", None)  # put there by a loss scale
         if found_inf is not None and found_inf.item():
             self.zero_grad()
-            self._engine.publish()
             return
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)

@@ -90,10 +90,6 @@ class HostPool:
         self._lent[tensor.data_ptr()] = copies
         return tensor
 
-    def is_lent(self, tensor: torch.Tensor) -> bool:
-        """Whether it was taken here, for copies, and not given back."""
-        return self._lent.get(tensor.data_ptr(), False)
-
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what nobody uses any more; called from any thread. Others' tensors are left to themselves."""
         copies = self._lent.pop(tensor.data_ptr(), None)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cai_gemini.delay import DelayedHeld
-
 if TYPE_CHECKING:
     from cai_gemini.held import Held
 
@@ -24,8 +22,7 @@ class Placement:
         state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
         state_streamed: of how many they are on the host and stepped on the device.
         device_bytes: of weights, gradients and state that stay on the device.
-        host_bytes: of the weights that copies to the device are made from, with delayed steps those to come too, and
-            gradients and state that live there.
+        host_bytes: of the weights that copies to the device are made from, and gradients and state that live there.
         disk_bytes: of weights and state on the disk.
     """
 
@@ -49,7 +46,6 @@ class Placement:
             sizes = held.sizes
             away = held.home.disk is not None
             host += 0 if away else sizes.weights
-            host += sizes.weights if isinstance(held, DelayedHeld) and not held.on_device else 0
             disk += sizes.weights if away and held.home.disk.own is not None else 0
             device += sizes.weights if held.stays else 0
             if held.step is None:

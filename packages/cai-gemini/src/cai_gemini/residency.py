@@ -54,9 +54,9 @@ class ChunkResidency:
             disk is used from `optimizer` on.
         tuning: details.
 
-    Raises `PlanError` for an unknown residency, `Tuning(delay=True)`, and a device whose memory is not known; and later
-    for memory too small: for one chunk at once when the model is sharded, on the host or the disk when there is an
-    optimizer, for activations after the traced steps, each with the smallest that works.
+    Raises `PlanError` for an unknown residency and a device whose memory is not known; and later for memory too small:
+    for one chunk at once when the model is sharded, on the host or the disk when there is an optimizer, for activations
+    after the traced steps, each with the smallest that works.
     """
 
     def __init__(
@@ -72,13 +72,6 @@ class ChunkResidency:
         if self._tiers is not None and (self._tiers.disk or self._tiers.disk_weights) and nvme is None:
             raise PlanError(
                 "no directory for state on the disk", got=repr(residency), fix="pass nvme='/path/on/a/disk'"
-            )
-        if tuning.delay:
-            raise PlanError(
-                "steps on the rows of a sharded model are not delayed",
-                got="delay=True",
-                cause="what is gathered is the weights of the last step, on every rank",
-                fix="leave delay out, or use offload on one device",
             )
         self._device_memory, self._host_memory, self._tuning = device_memory, host_memory, tuning
         self._stored: list[StoredShard] = []
@@ -165,7 +158,7 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
-        check_streamed((self._tiers or Tiers()).streamed, optimizer, delay=self._tuning.delay)
+        check_streamed((self._tiers or Tiers()).streamed, optimizer)
         self._use_disk(optimizer)
         take_over(optimizer, self._engine.helds, kept)
         tuning = measured(self._tuning, self._engine) if self._tiers is None else self._tuning

@@ -91,14 +91,12 @@ class Step:
         parameters: their number by chunk.
         passes: backward passes a step.
         disk: what chunks on a disk move there.
-        delay: steps on the host are awaited a step later; none of them is on a disk.
         streamable: what may be stepped on the device though it lives on the host.
     """
 
     parameters: Sequence[int]
     passes: int = 1
     disk: Mapping[int, DiskBytes] = field(default_factory=dict)
-    delay: bool = False
     streamable: Streamable = NONE_STREAMABLE
 
 
@@ -112,8 +110,6 @@ def simulate(
 ) -> tuple[float, Lanes]:
     """Seconds of a step in the long run, and its lanes (of the last of a few steps, starting at 0)."""
     run = _Run(trace, sizes, plan, room(trace, sizes, plan, budget), rates, step)
-    if step.delay:
-        return run.delayed(), run.lanes
     before = run.one()
     if step.disk:  # what one step writes is in the way of the next one's reads, and that of its weights
         before = run.one()
@@ -135,7 +131,6 @@ class _Run:
         self._compute = self._link_up = self._link_down = self._host = self._disk = 0.0
         self._streaming = self._streaming_until = 0.0  # as far as chunks are done, and as all of them will be
         self._start = 0.0
-        self._behind: dict[int, float] = {}  # chunks whose step is not published yet, and when it is done
         self.lanes = Lanes()
 
     def one(self) -> float:
@@ -146,18 +141,6 @@ class _Run:
         end = self._compute
         self._update(max(end, self._link_down))
         return end
-
-    def delayed(self) -> float:
-        """Run a few steps; returns the seconds of one in the long run.
-
-        Weights of one step are those of the next but one, so two are looked at; and each lane alone, as what the host
-        is late by adds up over many steps before anything waits for it.
-        """
-        ends = list[tuple[float, ...]]()
-        for _ in range(6):
-            self.one()
-            ends.append((self._compute, self._link_up, self._link_down, self._host))
-        return max(late - early for early, late in zip(ends[3], ends[5], strict=True)) / 2
 
     def _pass(self) -> None:
         present: dict[int, float] = {}
@@ -211,9 +194,6 @@ class _Run:
 
     def _update(self, known: float) -> None:
         """The optimizer, once the norm is known: on the device at once, on the host in the order of use."""
-        behind, self._behind = self._behind, {}
-        for chunk, ready in behind.items():
-            self._stepped(chunk, max(ready, self._compute))
         device = (
             sum(self._step.parameters[c] for c in self._plan.state) * HOST_BYTES / self._rates.device_step
         )
@@ -233,11 +213,7 @@ class _Run:
             if chunk in self._plan.streamed:
                 self._stepped(chunk, self._step_streamed(chunk))
             elif chunk not in reading:
-                ready = self._step_on_host(chunk, known)
-                if self._step.delay:
-                    self._behind[chunk] = ready
-                else:
-                    self._stepped(chunk, ready)
+                self._stepped(chunk, self._step_on_host(chunk, known))
         self._update_disk(reading, known)
 
     def _streaming_seconds(self, chunk: int) -> float:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 AHEAD = 6  # pieces queued
 
 
-def check_streamed(wanted: float, optimizer: torch.optim.Optimizer, *, delay: bool) -> None:
+def check_streamed(wanted: float, optimizer: torch.optim.Optimizer) -> None:
     """Raise `PlanError` where state cannot be stepped on the device piece by piece as asked."""
     if wanted and not has_two_moments(optimizer):
         raise PlanError(
@@ -41,12 +41,6 @@ def check_streamed(wanted: float, optimizer: torch.optim.Optimizer, *, delay: bo
             got=f"streamed={wanted} with {type(optimizer).__name__}",
             expected="torch.optim.Adam or AdamW, without amsgrad or differentiable",
             fix="leave streamed out: the host steps what does not stay on the device",
-        )
-    if wanted and delay:
-        raise PlanError(
-            "steps that the device takes are not delayed",
-            got=f"streamed={wanted}, delay=True",
-            fix="leave out one of them",
         )
 
 
