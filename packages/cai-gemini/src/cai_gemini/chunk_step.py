@@ -2,20 +2,18 @@
 
 Adam and AdamW run torch's fused kernel over blocks that stay in the processor's cache, so that gradients are widened
 and scaled on the way and the new weights written in the dtype of computation: 28 bytes of memory a parameter. Any other
-optimizer runs its own `step` on the chunk's parameters.
+optimizer runs its own `step`, on stand-ins for the chunk's parameters.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cai_gemini.apart_step import step_apart
+from cai_gemini.stand_ins import step_stand_ins
 from cai_gemini.unit import Unit
 
 HOST_BLOCK = 2**20
@@ -92,8 +90,7 @@ class ChunkStep:
 
     def put_state(self, index: int, state: dict[str, Any]) -> None:
         """Let `state` be, or be among, the optimizer's state of kept parameter `index`."""
-        if state:
-            self._optimizer.state[self._unit.kept[index]].update(state)
+        self._optimizer.state[self._unit.kept[index]].update(state)
 
     @property
     def has_state(self) -> bool:
@@ -137,7 +134,9 @@ class ChunkStep:
                 state = (self._unit.shard, first, second)
                 self.run_adam(groups, gradient, scale, weights, state)
             else:
-                self._run_any(groups, gradient, scale, weights)
+                made = self.run_any(groups, gradient, scale, weights, self._unit.shard, {})
+                for i, state in made.items():
+                    self.put_state(i, state)
 
     # -- Adam ----------------------------------------------------------------------------------------------------
 
@@ -254,57 +253,33 @@ class ChunkStep:
 
     # -- any other -----------------------------------------------------------------------------------------------
 
-    def _run_any(
+    @torch.no_grad()
+    def run_any(
         self,
         groups: Groups,
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
-    ) -> None:
-        unit = self._unit
-        wide = gradient.to(unit.shard.dtype, copy=True).mul_(scale)
-        part = copy.copy(self._optimizer)
-        part.param_groups = []
-        for group, indices in groups:
-            params = [unit.kept[i] for i in indices]
-            for i, param in zip(indices, params, strict=True):
-                low, high = unit.ranges[i]
-                param.grad_dtype = wide.dtype  # type: ignore[attr-defined]  # that of its view for readers may differ
-                torch.Tensor.grad.__set__(param, wide[low:high])  # type: ignore[attr-defined]
-            part.param_groups.append({**group, "params": params})
-        inspect.unwrap(type(self._optimizer).step)(part)
-        for _, indices in groups:
-            for i in indices:
-                torch.Tensor.grad.__set__(unit.kept[i], None)  # type: ignore[attr-defined]
-        if weights.data_ptr() != unit.shard.data_ptr():
-            weights.copy_(unit.shard)
-
-    @torch.no_grad()
-    def run_apart(
-        self,
-        groups: Groups,
-        gradient: torch.Tensor,
-        scale: float,
-        weights: torch.Tensor,
         master: torch.Tensor,
-        tensors: Sequence[dict[str, torch.Tensor]],
+        tensors: Mapping[int, dict[str, torch.Tensor]],
     ) -> dict[int, dict[str, Any]]:
-        """As `run` for any optimizer, on master weights that are not where the chunk's are.
+        """The optimizer's own step on `master`, master weights that need not be where the chunk's are.
 
         Args:
             master: [n], stepped in place.
-            tensors: by parameter, what is not where the optimizer's state says.
+            tensors: by parameter, state that is not where the optimizer says.
 
-        Returns the state of the parameters that were stepped.
+        Returns the state that the step left, by parameter.
         """
         wide = gradient.to(master.dtype, copy=True).mul_(scale)
         parts = {i: slice(*self._unit.ranges[i]) for _, indices in groups for i in indices}
+        states = {i: {**self.state_of(i), **tensors.get(i, {})} for i in parts}
         with torch._C.DisableTorchFunctionSubclass():
-            made = step_apart(
+            made = step_stand_ins(
                 self._optimizer,
                 groups,
                 {i: (master[part], wide[part]) for i, part in parts.items()},
-                {i: {**self._optimizer.state.get(self._unit.kept[i], {}), **tensors[i]} for i in parts},
+                {i: state for i, state in states.items() if state},
             )
         if weights.data_ptr() != master.data_ptr():
             weights.copy_(master)

@@ -8,7 +8,7 @@ other small things stay in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -214,11 +214,13 @@ class DiskState:
             step.run_adam(groups, *gradient, weights, (tensors[0], tensors[1], tensors[2]))
             return
         keys, kept = list(self.slots), self._held.unit.kept
-        parts = [
-            {key[0]: flat[slice(*self._held.unit.ranges[i])] for key, flat in self._pairs(keys, tensors, i)}
+        parts = {
+            i: {
+                key[0]: flat[slice(*self._held.unit.ranges[i])] for key, flat in self._pairs(keys, tensors, i)
+            }
             for i in range(len(kept))
-        ]
-        made = step.run_apart(groups, *gradient, weights, tensors[0], parts)
+        }
+        made = step.run_any(groups, *gradient, weights, tensors[0], parts)
         with torch._C.DisableTorchFunctionSubclass():
             self._keep(made, parts, dict(zip(keys, tensors[1:], strict=False)))
 
@@ -231,7 +233,7 @@ class DiskState:
     def _keep(
         self,
         made: dict[int, dict],
-        parts: Sequence[dict[str, torch.Tensor]],
+        parts: Mapping[int, dict[str, torch.Tensor]],
         flats: dict[tuple[str, torch.dtype], torch.Tensor],
     ) -> None:
         """Take over the state that a step left: into what was read, or into a new region for what was not there."""
