@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import torch
 
 from cai_gemini.copies import Scalar
-from cai_gemini.disk_state import Job
+from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore, stream
 from cai_gemini.timeline import host_span
 
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
+Job = Callable[[list[torch.Tensor]], None]
 
 
 def step_on_disk(store: NvmeStore, helds: Sequence[Held], scale: float | Scalar) -> None:
@@ -59,17 +57,17 @@ def _job(held: Held, scale: float | Scalar) -> Job | None:
     disk = held.disk
     assert disk is not None
     held.finish_writing()
-    disk.give_back()
+    held.unload()
     taken = held.take_gradient()
     if taken is None:
         return None
-    gradient, groups, step = taken
+    gradient, groups, _ = taken
 
     def run(tensors: list[torch.Tensor]) -> None:
         ready = gradient.settled()
         partly = sum(len(indices) for _, indices in groups) < len(held.unit.kept)
         with host_span(held.copies.recorder, held.name):
-            disk.step(step, groups, (ready, float(scale)), tensors, held.home.among(tensors, partly=partly))
+            disk.step(groups, (ready, float(scale)), tensors, held.home.among(tensors, partly=partly))
         held.copies.host.give(gradient.tensor)
 
     return run

@@ -79,6 +79,8 @@ class Held:
     def prepare(self, step: ChunkStep) -> None:
         """Take what steps the chunk, once the optimizer holds its parameters."""
         self.step = step if self.trains else None
+        if self.disk is not None and self.step is not None:
+            self.disk.adopt_state(self.step)
 
     @property
     def trains(self) -> bool:
@@ -92,7 +94,7 @@ class Held:
 
     def to_disk(self, store: NvmeStore, staging: Staging | None) -> None:
         """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
-        self.disk = DiskState(self, store)
+        self.disk = DiskState(self.name, self.unit, self.home, store)
         if staging is not None:
             self.home.to_disk(DiskWeights(self.name, self.home.weights, self.disk.master, store, staging))
 
@@ -302,7 +304,14 @@ class Held:
         """Return once the master weights are in memory, as the last step has left them. Raises what it raised."""
         self.finish_writing()
         if self.disk is not None:
-            self.disk.borrow()
+            self.disk.load()
+
+    def unload(self) -> None:
+        """Write what somebody has changed of what is on a disk, and let go of what was loaded."""
+        if self.disk is not None:
+            if self.disk.is_changed:
+                self.show_writes()
+            self.disk.unload()
 
     def finish_step(self) -> None:
         """Return once the last step is done."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from cai_gemini.held import Held
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import BoxedTensor
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 GROUPS = OPTIMIZER + "param_groups"
@@ -36,8 +34,8 @@ class Lending:
     def close(self) -> None:
         """Let go of the last one; what was written to it goes to the disk."""
         held, self._held = self._held, None
-        if held is not None and held.disk is not None:
-            held.disk.give_back()
+        if held is not None:
+            held.unload()
 
 
 def parameters(helds: Sequence[Held]) -> Iterator[tuple[str, Held, int]]:

@@ -301,8 +301,6 @@ def take_over(
             group["params"][i] = home
     for held in helds:
         held.prepare(ChunkStep(optimizer, held.unit))
-        if held.disk is not None:
-            held.disk.adopt_state()
 
 
 def _at_home(value: Any, home: nn.Parameter) -> Any:

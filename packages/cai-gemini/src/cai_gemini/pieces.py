@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cai_gemini.chunk_step import AdamBlock
 from cai_gemini.copies import Copied
 from cai_gemini.gradient import wide
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
+from cai_gemini.held import Held
 
 PIECE = 2**22  # elements: copies of 16 MB run at the link's rate
 SLOTS = 3  # one on its way here, one stepped, one on its way back

@@ -14,21 +14,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.copies import FIRST, Copied, Copies, Scalar
+from cai_gemini.held import Held, Taken
 from cai_gemini.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
 from cai_gemini.worker import Worker
 from cai_mesh.errors import PlanError
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held, Taken
-
 
 AHEAD = 6  # pieces queued
 
