@@ -2,8 +2,8 @@
 
 Between uses the kept parameters have shapes and no values. When somebody reads one, master weights and state of the
 chunk are loaded into memory, where they stay until the next step, which writes back what was changed. Of an optimizer's
-state, every tensor with as many elements as its parameter is on the disk, in a region for all of the chunk; counters and
-other small things stay in memory.
+state, every tensor with as many elements as its parameter is on the disk, in a region for all of the chunk; counters
+and other small things stay in memory.
 """
 
 from __future__ import annotations
