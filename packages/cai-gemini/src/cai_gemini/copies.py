@@ -8,6 +8,7 @@ import torch
 
 from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
+from cai_mesh.comm import SideStream
 
 Tensors = list[torch.Tensor]
 # Priority of streams: a GPU has few queues, and those that streams share can make compute stand behind copies.
@@ -93,12 +94,11 @@ class Copies:
         self.device = device
         self.recorder: Recorder | None = None
         self.host = HostPool(device)
-        self._up = torch.cuda.Stream(device, FIRST) if device.type == "cuda" else None
-        self._down = torch.cuda.Stream(device, FIRST) if device.type == "cuda" else None
+        self._up, self._down = SideStream(device, priority=FIRST), SideStream(device, priority=FIRST)
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the compute stream is now."""
-        if self._up is None:
+        if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
@@ -148,17 +148,15 @@ class Copies:
 
     def _copy(
         self,
-        lane: tuple[torch.cuda.Stream | None, str],
+        lane: tuple[SideStream, str],
         targets: Tensors,
         sources: Tensors,
         after: torch.cuda.Event | None,
         held: bool,
         name: str,
     ) -> Copied:
-        stream, recorder = lane[0], self.recorder
-        with torch.cuda.stream(stream):
-            if stream is not None and after is not None:
-                stream.wait_event(after)
+        stream, recorder = lane[0].stream, self.recorder
+        with lane[0].work(after):
             begin = recorder.now(stream) if recorder is not None else None
             torch._foreach_copy_(
                 targets, sources, non_blocking=stream is not None
@@ -170,7 +168,7 @@ class Copies:
             tensors = targets if targets[0].is_cuda else sources
             if not held:
                 for tensor in tensors:
-                    tensor.record_stream(stream)
+                    lane[0].keep(tensor)
             done = torch.cuda.Event(blocking=True)  # a thread that spins takes a core from host steps
             done.record(stream)
             return Copied(done, stream, tensors if held else ())

@@ -24,6 +24,7 @@ from cai_gemini.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
 from cai_gemini.worker import Worker
+from cai_mesh.comm import SideStream
 from cai_mesh.errors import PlanError
 
 AHEAD = 6  # pieces queued
@@ -86,7 +87,7 @@ class Streaming:
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):
         self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device, threads=1)
-        self._stream = torch.cuda.Stream(copies.device, FIRST) if copies.device.type == "cuda" else None
+        self._stream = SideStream(copies.device, priority=FIRST)
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
         free = Copied(copies.mark())  # of what the memory was before
@@ -109,9 +110,7 @@ class Streaming:
         """free: where the device has read the weights of chunks that stay."""
         queued: deque[tuple[Copied, _Job | None]] = deque()
         try:
-            with self._on_stream():
-                if self._stream is not None and free is not None:
-                    self._stream.wait_event(free)
+            with self._stream.work(free), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for job in jobs:
                     for sent, last in self._pieces(job, float(scale)):
                         queued.append((sent, job if last else None))
@@ -126,11 +125,6 @@ class Streaming:
             for job in jobs:
                 if not job.done.done():
                     job.done.set_exception(error)
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            yield
 
     def _pieces(self, job: _Job, scale: float) -> Iterator[tuple[Copied, bool]]:
         """Queue a chunk's pieces, one at a time; gives their copies to the host, and whether these are the last."""

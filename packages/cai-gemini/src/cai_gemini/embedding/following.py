@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from cai_gemini.embedding.rows import Lane, Pair, Rows
+from cai_gemini.embedding.rows import Pair, Rows
 from cai_gemini.embedding.slots import SlotMap
+from cai_mesh.comm import SideStream
 from cai_mesh.errors import PlanError
 
 STATE = "state."
@@ -26,11 +27,11 @@ class Follower:
         weight: the cache, [slots, dim].
         rows: receives a pair for every row-wise state tensor.
         slots: which row is where.
-        lane: on which `slots` is kept.
+        stream: on which `slots` is kept.
     """
 
-    def __init__(self, weight: nn.Parameter, rows: Rows, slots: SlotMap, lane: Lane):
-        self._weight, self._rows, self._map, self._lane = weight, rows, slots, lane
+    def __init__(self, weight: nn.Parameter, rows: Rows, slots: SlotMap, stream: SideStream):
+        self._weight, self._rows, self._map, self._stream = weight, rows, slots, stream
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         me = weakref.ref(self)
@@ -131,7 +132,7 @@ class Follower:
                 got=f"{'sparse ' if value.is_sparse else ''}shape {tuple(value.shape)}",
                 expected=f"{self._weight.shape[0]} rows, as the cache has",
             )
-        self._lane.join()
+        self._stream.join()
         idle = self._map.held[: self._map.slots] == 0
         if not fresh and bool(value[idle].any()):
             raise PlanError(

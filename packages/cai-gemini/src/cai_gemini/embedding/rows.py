@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from cai_gemini.embedding.slots import Placement
-
-
-class Lane:
-    """The stream on which a cache keeps its books and moves rows; on the CPU everything is done in order."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Work launched inside goes to the lane."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def after_compute(self) -> None:
-        """What the lane does next waits for what the compute stream was given so far. Called outside `work`."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def join(self) -> None:
-        """Let the compute stream wait for the lane. Called outside `work`."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Do not reuse the memory of a tensor of the compute stream while the lane reads it."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """An event after everything the lane was given so far."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def show(self, tensor: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        """Let the compute stream use a tensor made on the lane, after `event`. Called outside `work`."""
-        if event is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(event)
-            tensor.record_stream(current)
+from cai_mesh.comm import SideStream
 
 
 class Pair:
@@ -91,11 +44,15 @@ class _Return:
 
 
 class Rows:
-    """Fetches and returns the rows of several pairs together. Everything but `finish` is called inside `Lane.work`."""
+    """Fetches and returns the rows of several pairs together.
 
-    def __init__(self, lane: Lane):
+    Args:
+        stream: on which rows move. Everything but `finish` is called inside its `work`.
+    """
+
+    def __init__(self, stream: SideStream):
         self.pairs: dict[str, Pair] = {}
-        self._lane = lane
+        self._stream = stream
         self._returning: list[_Return] = []
 
     def fetch(self, host_rows: torch.Tensor, slots: torch.Tensor, pairs: Iterable[Pair] | None = None) -> int:
@@ -116,7 +73,7 @@ class Rows:
         """Start copying `slots` home to `rows` (both on the device); `finish` completes it. Returns the bytes moved."""
         values = tuple((pair, _to_host(pair.cache.index_select(0, slots))) for pair in pairs)
         host_rows = _to_host(rows)
-        self._returning.append(_Return(self._lane.mark(), host_rows, values))
+        self._returning.append(_Return(self._stream.mark().event, host_rows, values))
         return sum(value.nbytes for _, value in values)
 
     def exchange(
