@@ -305,8 +305,8 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
     if engine.store is not None:
         read, write = measure_disk(options.nvme)
         rates = replace(rates, disk_read=read, disk_write=write)
-    numel = [held.unit.shard.numel() if held.trains else 0 for held in engine.helds]
-    sized = Sized(numel, disk=disk_traffic(engine.helds))
+    numel = [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in engine.chunks]
+    sized = Sized(numel, disk=disk_traffic(engine.chunks))
     budget, alone = engine._schedule.budget, replace(engine.plan, streamed=frozenset())
     return {
         "chunks": len(sizes),

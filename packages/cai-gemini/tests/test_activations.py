@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from cai_gemini import Tuning, offload, offload_activations
-from cai_gemini.away import HostStore, is_dense
 from cai_gemini.copies import Copies
+from cai_gemini.host_store import HostStore, is_dense
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import blocks
 
@@ -433,7 +433,7 @@ def test_the_store_takes_the_smallest_piece_that_fits():
     assert away._piece.numel() == 8 * 4
     larger = store.send(torch.zeros(32))  # in place of the one of 16
     turned = store.send(torch.zeros(2, 2).t())
-    assert turned.home.stride() == (1, 2)  # else the copy would have to turn it
+    assert turned.host.stride() == (1, 2)  # else the copy would have to turn it
     assert larger._piece.numel() == 32 * 4 and store.nbytes == (4 + 8 + 32) * 4
 
 

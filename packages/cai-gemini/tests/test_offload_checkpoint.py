@@ -84,7 +84,7 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
         before = disk.in_memory
         load(disk)
         loaded.extend([] if before else [disk])
-        most.append(sum(in_memory(held) > 8 * 40 for held in on_disk(ours)))
+        most.append(sum(in_memory(chunk) > 8 * 40 for chunk in on_disk(ours)))
 
     monkeypatch.setattr(DiskState, "load", watched)
     ours.save(tmp_path / "saved", step=2)
@@ -93,7 +93,7 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
     ours.load(tmp_path / "saved")
     assert len(loaded) == 12
     assert max(most) == 1
-    assert not any(held.disk.in_memory for held in on_disk(ours))
+    assert not any(chunk.disk.in_memory for chunk in on_disk(ours))
 
 
 def test_a_save_that_is_cut_short_leaves_the_last_one(tmp_path, monkeypatch):

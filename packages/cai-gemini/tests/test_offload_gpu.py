@@ -191,7 +191,7 @@ def test_the_budget_holds_with_several_backwards_a_step():
     torch.cuda.synchronize()
     peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
     assert peak - before <= usable(budget, torch.device("cuda"))
-    assert optimizer._engine.plan.state and optimizer._engine.helds[0].sizes.sums
+    assert optimizer._engine.plan.state and optimizer._engine.chunks[0].sizes.sums
 
 
 def test_host_memory_is_registered_and_a_refusal_is_forgotten():

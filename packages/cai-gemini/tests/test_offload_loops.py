@@ -359,7 +359,7 @@ def test_a_backward_that_fails_half_way():
         backward(model, plain, fails)
         step(optimizer, plain)
         assert_same(model, optimizer, plain)
-    assert optimizer._engine.ledger.held["gradients"] == 0
+    assert optimizer._engine.ledger.nbytes["gradients"] == 0
 
 
 def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
@@ -370,7 +370,7 @@ def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
         raise OSError("no such memory")
 
     backward(model, plain, 0)
-    monkeypatch.setattr(optimizer._engine.helds[0].step, "run", broken)
+    monkeypatch.setattr(optimizer._engine.chunks[0].step, "run", broken)
     optimizer.step()
     with pytest.raises(OSError, match="no such memory"):
         optimizer.wait()
@@ -426,28 +426,28 @@ def test_any_loop_is_the_plain_one_bit_for_bit(seed):
 
 def copied_through(optimizer):
     """Bytes of host memory for copies, in use or not; what is in use is gradients and weights."""
-    pool, helds = optimizer._engine.copies.host, optimizer._engine.helds
+    pool, chunks = optimizer._engine.copies.host, optimizer._engine.chunks
     free = sum(t.nbytes for (_, _, copies), some in pool._free.items() for t in some if copies)
     found = {}
-    for held in helds:
-        for tensor in (held.home.weights, held.gradient and held.gradient.tensor):
+    for chunk in chunks:
+        for tensor in (chunk.host_weights.tensor, chunk.gradient and chunk.gradient.tensor):
             if tensor is not None:
                 found[tensor.data_ptr()] = tensor.nbytes
-    assert set(found) >= {at for at, copies in pool._lent.items() if copies}
+    assert set(found) >= {at for at, copies in pool._taken.items() if copies}
     return free + sum(found.values())
 
 
 @pytest.mark.parametrize("residency", ["host", Tiers(1.0, 0.0)], ids=str)
 def test_host_memory_is_what_was_counted(residency):
     model, optimizer, _ = both(residency=residency)
-    chunks, most = chunk_bytes(units(fragile()), torch.float32, optimizer.inner), 0
+    sizes, most = chunk_bytes(units(fragile()), torch.float32, optimizer.inner), 0
     for at in range(4):
         loss_of(model, at, False).backward()
         most = max(most, copied_through(optimizer))
         optimizer.step()
         optimizer.wait()
-    state = sum(c.master + c.state for c in chunks)
-    assert most == host_bytes(chunks, OnDisk()) - state
+    state = sum(c.master + c.state for c in sizes)
+    assert most == host_bytes(sizes, OnDisk()) - state
     assert optimizer.placement().host_bytes == most + state
 
 
@@ -470,9 +470,9 @@ def test_host_memory_does_not_grow_with_steps():
         step(optimizer, plain)
         optimizer.wait()
         most = max(most, copied_through(optimizer))
-        assert all(optimizer._engine.copies.host._lent.values()), "sums are given back"
-    helds = optimizer._engine.helds
-    assert most <= sum(held.sizes.weights * (3 if held.trains else 1) for held in helds)
+        assert all(optimizer._engine.copies.host._taken.values()), "sums are given back"
+    chunks = optimizer._engine.chunks
+    assert most <= sum(chunk.sizes.weights * (3 if chunk.trains else 1) for chunk in chunks)
 
 
 # -- what is late or fails -----------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def test_steps_that_are_awaited_at_once_and_steps_without_gradients():
     for at in range(5):
         backward(model, plain, at)
         step(optimizer, plain)
-        assert all(held._stepping is None for held in optimizer._engine.helds)
+        assert all(chunk._stepping is None for chunk in optimizer._engine.chunks)
         optimizer.step()
     assert_same(model, optimizer, plain)
 
@@ -517,17 +517,17 @@ def test_a_forward_that_fails_half_way():
 def test_what_a_step_raised_is_not_lost_where_its_weights_are_not_used(residency, monkeypatch):
     model, optimizer, plain = both(residency=residency)
     warm(model, optimizer, plain)
-    held = next(held for held in optimizer._engine.helds if held.trains)
+    chunk = next(chunk for chunk in optimizer._engine.chunks if chunk.trains)
 
     def broken(*_):
         raise OSError("no such memory")
 
     backward(model, plain, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(held.step, "adam", broken)
+        patch.setattr(chunk.step, "adam", broken)
         optimizer.step()
         with contextlib.suppress(OSError):
-            held._stepping.result()
-    held.set_gradient(0, torch.zeros(held.unit.kept[0].numel()))
+            chunk._stepping.result()
+    chunk.set_gradient(0, torch.zeros(chunk.unit.kept[0].numel()))
     with pytest.raises(OSError, match="no such memory"):
         optimizer.step()

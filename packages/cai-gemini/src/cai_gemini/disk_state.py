@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cai_gemini.chunk_step import ChunkStep, Groups
-from cai_gemini.home import Home
+from cai_gemini.host_weights import HostWeights
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.unit import Unit
 
@@ -43,7 +43,7 @@ class DiskState:
     Args:
         name: of the chunk.
         unit: the chunk, not stepped yet.
-        home: its weights to copy to the device, which are those of the master weights.
+        host_weights: what is copied to the device, with the values of the master weights.
         store: takes the regions. Raises `NvmeError` where the disk has no room.
 
     Attributes:
@@ -51,8 +51,8 @@ class DiskState:
         slots: the state's, by name and dtype.
     """
 
-    def __init__(self, name: str, unit: Unit, home: Home, store: NvmeStore):
-        self._name, self._unit, self._home, self._store = name, unit, home, store
+    def __init__(self, name: str, unit: Unit, host_weights: HostWeights, store: NvmeStore):
+        self._name, self._unit, self._host_weights, self._store = name, unit, host_weights, store
         self._step: ChunkStep | None = None
         shard = unit.shard
         self.master = store.reserve(f"{name} (master weights)", shard.numel(), shard.dtype)
@@ -156,7 +156,7 @@ class DiskState:
                 for (name, _), slot, flat in zip(self.slots, self.slots.values(), self._flats, strict=True):
                     for i in slot.members:
                         step.put_state(i, {name: flat[slice(*self._unit.ranges[i])]})
-        self._home.adopt()
+        self._host_weights.adopt()
 
     @torch.no_grad()
     def unload(self) -> None:

@@ -16,11 +16,11 @@ from torch import nn
 
 from cai_gemini.allocator import expand_segments
 from cai_gemini.budget import Units, check_device, device_budget, kinds
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.chunk_step import ChunkStep
 from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
-from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.pieces import buffer_bytes
 from cai_gemini.policy import NONE_STREAMABLE, Streamable, fractions
@@ -140,18 +140,18 @@ def offload(
     budget = device_budget(device_memory, where, needed=tiers is None)
     found = _units(model)
     check_device(found, model, compute, budget, device_memory)
-    chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
+    sizes, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
+    on_disk = choose(sizes, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
     expand_segments(where, wanted=tuning.expandable_segments)
     engine = Engine(where)
-    engine.store = open_store(nvme, chunks, on_disk)
-    made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
-    everything = [held for some in helds.values() for held in some]
-    take_over(optimizer, everything, _homes(made))
-    ModuleUses(engine, model, made, helds)
+    engine.store = open_store(nvme, sizes, on_disk)
+    made, chunks = _chunks(model, found, engine, compute, materialize, disk_user(engine, sizes, on_disk))
+    everything = [chunk for some in chunks.values() for chunk in some]
+    take_over(optimizer, everything, _flat_parameters(made))
+    ModuleUses(engine, model, made, chunks)
     tuning = measured(tuning, engine) if tiers is None else tuning
     plans = schedule(tiers, everything, budget, where, tuning)
-    engine.start(everything, plans, tuning.observe, helds[model])
+    engine.start(everything, plans, tuning.observe, chunks[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
 
 
@@ -169,24 +169,24 @@ def _chunks(
     engine: Engine,
     compute: torch.dtype | None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
-    use_disk: Callable[[int, Held], None],
-) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[Held]]]:
-    """Move the model's parameters into chunks at home, one after the other, which ask the engine for room."""
+    use_disk: Callable[[int, OffloadedChunk], None],
+) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[OffloadedChunk]]]:
+    """Move the model's parameters into chunks in host memory, one after the other, which ask the engine for room."""
     made: dict[nn.Module, list[FlatUnit]] = {}
-    helds: dict[nn.Module, list[Held]] = {}
+    chunks: dict[nn.Module, list[OffloadedChunk]] = {}
     index = 0
     _move_buffers(model, engine.copies.device)
     for module, params in found.items():
-        made[module], helds[module] = [], []
+        made[module], chunks[module] = [], []
         for members in kinds(params):
             unit = _unit(model, members, compute, engine.copies.device, materialize)
-            held = _held(unit, engine)
-            use_disk(index, held)
+            chunk = _chunk(unit, engine)
+            use_disk(index, chunk)
             made[module].append(unit)
-            helds[module].append(held)
+            chunks[module].append(chunk)
             index += 1
-    direct_linears(model, _homes(made).values())
-    return made, helds
+    direct_linears(model, _flat_parameters(made).values())
+    return made, chunks
 
 
 def _unit(
@@ -208,20 +208,20 @@ def _unit(
     )
 
 
-def _homes(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
-    """The parameters at home by the ids of those they were made from."""
+def _flat_parameters(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
+    """The flat parameters by the ids of those they were made from."""
     flats = [unit for some in made.values() for unit in some]
     return {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)}
 
 
-def _held(unit: FlatUnit, engine: Engine) -> Held:
+def _chunk(unit: FlatUnit, engine: Engine) -> OffloadedChunk:
     dtype = unit.whole.dtype
     if not unit.kept[0].requires_grad:
-        return Held(unit, None, engine)
-    held = Held(unit, dtype, engine)
-    room = held.expect_gradient
-    held.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
-    return held
+        return OffloadedChunk(unit, None, engine)
+    chunk = OffloadedChunk(unit, dtype, engine)
+    room = chunk.expect_gradient
+    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
+    return chunk
 
 
 def measured(tuning: Tuning, engine: Engine) -> Tuning:
@@ -285,50 +285,50 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers) -> 
 
 
 def take_over(
-    optimizer: torch.optim.Optimizer, helds: Sequence[Held], homes: Mapping[int, nn.Parameter]
+    optimizer: torch.optim.Optimizer, chunks: Sequence[OffloadedChunk], flat: Mapping[int, nn.Parameter]
 ) -> None:
-    """Let the optimizer hold the parameters at home, with what state it has, and step chunk by chunk.
+    """Let the optimizer have the flat parameters, with what state it has, and step chunk by chunk.
 
     Args:
-        homes: the parameter at home by the id of the one the optimizer may hold in its place.
+        flat: the flat parameter by the id of the one the optimizer may have in its place.
     """
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
-            home = homes[id(param)]
+            own = flat[id(param)]
             state = optimizer.state.pop(param, None)
             if state is not None:
-                optimizer.state[home] = {name: _at_home(value, home) for name, value in state.items()}
-            group["params"][i] = home
-    for held in helds:
-        held.prepare(ChunkStep(optimizer, held.unit))
+                optimizer.state[own] = {name: _flat_on_host(value, own) for name, value in state.items()}
+            group["params"][i] = own
+    for chunk in chunks:
+        chunk.prepare(ChunkStep(optimizer, chunk.unit))
 
 
-def _at_home(value: Any, home: nn.Parameter) -> Any:
+def _flat_on_host(value: Any, param: nn.Parameter) -> Any:
     """State of a parameter, flat where it is as large; counters too are read on the host at every step."""
     if not isinstance(value, torch.Tensor):
         return value
-    like = value.dim() > 0 and value.numel() == home.numel()
+    like = value.dim() > 0 and value.numel() == param.numel()
     return value.detach().flatten().cpu() if like else value.detach().cpu()
 
 
 def schedule(
     tiers: Tiers | None,
-    helds: Sequence[Held],
+    chunks: Sequence[OffloadedChunk],
     budget: int,
     device: torch.device,
     tuning: Tuning,
 ) -> Schedule:
     """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
     step = Step(
-        [held.unit.shard.numel() if held.trains else 0 for held in helds],
-        disk=disk_traffic(helds),
-        streamable=_streamable(helds),
+        [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in chunks],
+        disk=disk_traffic(chunks),
+        streamable=_streamable(chunks),
     )
     return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup)
 
 
-def _streamable(helds: Sequence[Held]) -> Streamable:
-    able = {i: held for i, held in enumerate(helds) if can_stream(held)}
+def _streamable(chunks: Sequence[OffloadedChunk]) -> Streamable:
+    able = {i: chunk for i, chunk in enumerate(chunks) if can_stream(chunk)}
     return Streamable(frozenset(able), buffer_bytes([*able.values()]))
 
 

@@ -262,8 +262,8 @@ def floor(trace: Trace, sizes: Sequence[Sizes], plan: Plan, rates: Rates, step: 
     down = step.passes * sum(sizes[c].gradients for c in moving if _has_backward(trace, c))
     link = rates.link_seconds(up, down + sum(down for _, down in pieces))
     host = sum(step.parameters[c] for c in moving if c not in plan.streamed) * HOST_BYTES / rates.host_step
-    away = [step.disk[c] for c in moving if c in step.disk]
-    read, written = sum(d.read + d.weights for d in away), sum(d.written for d in away)
+    on_disk = [step.disk[c] for c in moving if c in step.disk]
+    read, written = sum(d.read + d.weights for d in on_disk), sum(d.written for d in on_disk)
     return max(compute, link, host, read / rates.disk_read + written / rates.disk_write)
 
 
@@ -287,10 +287,10 @@ def best_plan(
     order = [*dict.fromkeys(use.chunk for use in trace.uses)]
     found: dict[bool, tuple[float, Plan]] = {}
     for count in range(len(order) + 1):
-        held = frozenset(order[:count])
+        state = frozenset(order[:count])
         streamed = _shared_out(order[count:], sizes, rates, step)
         for some in dict.fromkeys([frozenset[int](), streamed]):
-            least = Plan(held | frozenset(stays), held, some, step.streamable.buffers)
+            least = Plan(state | frozenset(stays), state, some, step.streamable.buffers)
             most = _most_weights(trace, sizes, budget, least, order)
             for kept in [] if most is None else {most, (count + most) // 2}:
                 plan = replace(least, weights=least.weights | frozenset(order[:kept]))

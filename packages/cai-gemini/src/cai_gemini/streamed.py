@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cai_gemini.chunk import OffloadedChunk, Taken
 from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.copies import FIRST, Copied, Copies, Scalar
-from cai_gemini.held import Held, Taken
 from cai_gemini.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
@@ -41,34 +41,34 @@ def check_streamed(wanted: float, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def can_stream(held: Held) -> bool:
+def can_stream(chunk: OffloadedChunk) -> bool:
     """Whether a chunk's state in host memory can be stepped on the device."""
-    return held.step is not None and held.step.fused and held.disk is None
+    return chunk.step is not None and chunk.step.fused and chunk.disk is None
 
 
 @torch.no_grad()
-def keep_streamed(held: Held, device: torch.device) -> None:
+def keep_streamed(chunk: OffloadedChunk, device: torch.device) -> None:
     """Let master weights and moments be where copies to and from `device` run at full speed."""
-    step = held.step
+    step = chunk.step
     assert step is not None
-    held.settle()
-    held.show_writes()
+    chunk.settle()
+    chunk.show_writes()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return in_host_memory(tensor, device)
 
     with torch._C.DisableTorchFunctionSubclass():
-        held.unit.move_shard(moved(held.unit.shard))
-        held.home.adopt()
+        chunk.unit.move_shard(moved(chunk.unit.shard))
+        chunk.host_weights.adopt()
         step.move_moments(moved)
-    held.streamed = True
+    chunk.streamed = True
 
 
 @dataclass(frozen=True)
 class _Job:
     """A chunk to be stepped."""
 
-    held: Held
+    chunk: OffloadedChunk
     taken: Taken
     done: Future[None] = field(default_factory=Future)
 
@@ -93,18 +93,18 @@ class Streaming:
         free = Copied(copies.mark())  # of what the memory was before
         self._slots = itertools.cycle([Slot(each, free) for each in memory])
 
-    def step(self, helds: Sequence[Held], scale: float | Scalar) -> None:
+    def step(self, chunks: Sequence[OffloadedChunk], scale: float | Scalar) -> None:
         """Step chunks in order, in the background: each is awaited where it is used."""
-        jobs = [_Job(held, taken) for held in helds if (taken := held.take_gradient()) is not None]
+        jobs = [_Job(chunk, taken) for chunk in chunks if (taken := chunk.take_gradient()) is not None]
         if not jobs:
             return
         for job in jobs:
-            if job.held.stays:
-                job.held.arrive()  # no copy that is under way writes after the step
+            if job.chunk.stays:
+                job.chunk.arrive()  # no copy that is under way writes after the step
         free = self._copies.mark()
         self._worker.submit(lambda: self._run(jobs, scale, free))
         for job in jobs:
-            job.held.stepped_by(job.done, there=job.held.stays)
+            job.chunk.stepped_by(job.done, there=job.chunk.stays)
 
     def _run(self, jobs: Sequence[_Job], scale: float | Scalar, free: torch.cuda.Event | None) -> None:
         """free: where the device has read the weights of chunks that stay."""
@@ -128,12 +128,12 @@ class Streaming:
 
     def _pieces(self, job: _Job, scale: float) -> Iterator[tuple[Copied, bool]]:
         """Queue a chunk's pieces, one at a time; gives their copies to the host, and whether these are the last."""
-        held, (gradient, groups, step) = job.held, job.taken
-        ready, unit = gradient.settled(), held.unit
-        held.home.wait_until_read()
-        held.home.refresh()
-        tensors = (unit.shard, *step.moments(), ready, held.home.weights)
-        whole = unit.whole.data if held.stays else None
+        chunk, (gradient, groups, step) = job.chunk, job.taken
+        ready, unit = gradient.settled(), chunk.unit
+        chunk.host_weights.wait_until_read()
+        chunk.host_weights.refresh()
+        tensors = (unit.shard, *step.moments(), ready, chunk.host_weights.tensor)
+        whole = unit.whole.data if chunk.stays else None
         cut = pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE)
         if not cut:  # the optimizer leaves the chunk's parameters out
             yield Copied(None), True
@@ -152,7 +152,7 @@ class Streaming:
             here: on the host, master weights, both moments, gradient, and where new weights go.
             used: weights on the device, that get the new ones, where they stay.
         """
-        slot, step, name = next(self._slots), job.taken[2], job.held.name
+        slot, step, name = next(self._slots), job.taken[2], job.chunk.name
         there = slot.views(here)
         arriving = there.gradient if there.coming is None else there.coming
         self._copies.all_to_device([*there.state, arriving], here[:4], slot.sent.event, name).wait()
@@ -174,6 +174,6 @@ class Streaming:
         """over: the chunk whose pieces have all been sent then."""
         sent.synchronize()
         if over is not None:
-            over.held.home.adopt()
+            over.chunk.host_weights.adopt()
             self._copies.host.give(over.taken[0].tensor)
             over.done.set_result(None)

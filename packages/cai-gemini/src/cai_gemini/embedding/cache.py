@@ -283,7 +283,7 @@ class RowCache:
                 ahead.number = self._uses
 
     def flush(self) -> int:
-        """Bring every changed row home; rows stay cached. Returns how many there were. The host waits."""
+        """Copy every changed row back to the host; rows stay cached. Returns how many there were. The host waits."""
         self._notice()
         self._stream.wait_for_compute()
         with self._stream.work():
@@ -318,14 +318,14 @@ class RowCache:
         make_state(optimizer, self.weight)
         self._seen = self.weight._version
         self.flush()
-        homes = {
-            n.removeprefix(STATE): pair.home for n, pair in self._rows.pairs.items() if n.startswith(STATE)
+        host = {
+            n.removeprefix(STATE): pair.host for n, pair in self._rows.pairs.items() if n.startswith(STATE)
         }
         state = optimizer.state.get(self.weight, {})
         for key, value in state.items():
-            if key not in homes and isinstance(value, torch.Tensor | int | float):
-                homes[key] = value.item() if isinstance(value, torch.Tensor) else value
-        return homes
+            if key not in host and isinstance(value, torch.Tensor | int | float):
+                host[key] = value.item() if isinstance(value, torch.Tensor) else value
+        return host
 
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:

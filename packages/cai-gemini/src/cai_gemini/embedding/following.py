@@ -19,7 +19,7 @@ STATE = "state."
 
 
 class Follower:
-    """Meets the torch optimizer that steps a cache at its first step and gives its state rows homes in host memory.
+    """Meets the torch optimizer that steps a cache at its first step, and gives its state rows in host memory.
 
     torch calls a hook before the step of every optimizer; this one looks whether the cache is among its parameters.
 
@@ -80,7 +80,7 @@ class Follower:
         return True
 
     def refresh(self) -> None:
-        """Give homes to state that appeared in a step."""
+        """Give host memory to state that appeared in a step."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
             self._adopt(optimizer, fresh=False)
@@ -116,7 +116,7 @@ class Follower:
                 continue
             pair = self._rows.pairs.get(STATE + key)
             if pair is None:
-                self._rows.pairs[STATE + key] = Pair(self._home(key, value, fresh), value)
+                self._rows.pairs[STATE + key] = Pair(self._host(key, value, fresh), value)
             elif pair.cache is not value:
                 raise PlanError(
                     f"optimizer state {key!r} of a cached embedding was replaced",
@@ -124,7 +124,7 @@ class Follower:
                     fix="save with embedding.optimizer_state and restore with embedding.load_optimizer_state",
                 )
 
-    def _home(self, key: str, value: torch.Tensor, fresh: bool) -> torch.Tensor:
+    def _host(self, key: str, value: torch.Tensor, fresh: bool) -> torch.Tensor:
         """Host rows of a state tensor, all at the value an unused row has."""
         if value.is_sparse or value.shape[0] != self._weight.shape[0]:
             raise PlanError(
@@ -146,8 +146,8 @@ class Follower:
                 cause="optimizer.load_state_dict restored what the cache held in another run",
                 fix="save with embedding.optimizer_state and restore with embedding.load_optimizer_state",
             )
-        home = torch.empty(self._map.rows, *value.shape[1:], dtype=value.dtype)
-        return home.copy_(start)
+        host = torch.empty(self._map.rows, *value.shape[1:], dtype=value.dtype)
+        return host.copy_(start)
 
 
 def make_state(optimizer: Optimizer, weight: nn.Parameter) -> None:

@@ -15,28 +15,28 @@ class Pair:
     """A value with one entry for each row of the table.
 
     Args:
-        home: host tensor [rows, ...].
-        cache: device tensor [slots, ...], same dtype; an entry of a cached row is newer than its home.
-        written: whether entries change on the device and go home when their row leaves.
+        host: host tensor [rows, ...].
+        cache: device tensor [slots, ...], same dtype; an entry of a cached row is newer than that on the host.
+        written: whether entries change on the device and are copied back when their row leaves.
     """
 
-    def __init__(self, home: torch.Tensor, cache: torch.Tensor, *, written: bool = True):
-        self.home, self.cache, self.written = home, cache, written
-        self._version = home._version
+    def __init__(self, host: torch.Tensor, cache: torch.Tensor, *, written: bool = True):
+        self.host, self.cache, self.written = host, cache, written
+        self._version = host._version
 
     @property
     def rewritten(self) -> bool:
-        """Whether somebody else wrote into `home` (a checkpoint that was loaded)."""
-        return self.home._version != self._version
+        """Whether somebody else wrote into `host` (a checkpoint that was loaded)."""
+        return self.host._version != self._version
 
     def seen(self) -> None:
-        """Take note of the present content of `home`."""
-        self._version = self.home._version
+        """Take note of the present content of `host`."""
+        self._version = self.host._version
 
 
 @dataclass(frozen=True)
 class _Return:
-    """Rows on their way home: complete once `event` is past."""
+    """Rows on their way to the host: complete once `event` is past."""
 
     event: torch.cuda.Event | None
     rows: torch.Tensor
@@ -58,19 +58,19 @@ class Rows:
     def fetch(self, host_rows: torch.Tensor, slots: torch.Tensor, pairs: Iterable[Pair] | None = None) -> int:
         """Copy rows (int64 [M], host) of the pairs (None: of all) into `slots` (device); returns the bytes moved.
 
-        Rows on their way home are not looked at: call `finish` first where they may be among the wanted.
+        Rows on their way to the host are not looked at: call `finish` first where they may be among these.
         """
         moved = 0
         for pair in self.pairs.values() if pairs is None else pairs:
-            shape = (len(host_rows), *pair.home.shape[1:])
-            staged = torch.empty(shape, dtype=pair.home.dtype, pin_memory=slots.is_cuda)
-            torch.index_select(pair.home, 0, host_rows, out=staged)
+            shape = (len(host_rows), *pair.host.shape[1:])
+            staged = torch.empty(shape, dtype=pair.host.dtype, pin_memory=slots.is_cuda)
+            torch.index_select(pair.host, 0, host_rows, out=staged)
             pair.cache.index_copy_(0, slots, staged.to(slots.device, non_blocking=True))
             moved += staged.nbytes
         return moved
 
     def give_back(self, rows: torch.Tensor, slots: torch.Tensor, pairs: Iterable[Pair]) -> int:
-        """Start copying `slots` home to `rows` (both on the device); `finish` completes it. Returns the bytes moved."""
+        """Start copying `slots` back to `rows` (both on the device); `finish` completes it. Returns the bytes moved."""
         values = tuple((pair, _to_host(pair.cache.index_select(0, slots))) for pair in pairs)
         host_rows = _to_host(rows)
         self._returning.append(_Return(self._stream.mark().event, host_rows, values))
@@ -90,12 +90,12 @@ class Rows:
         return self.fetch(missing, placement.slots), out
 
     def finish(self) -> None:
-        """Write into the homes what was on its way. The host waits for copies that are not complete."""
+        """Write into the host tensors what was on its way. The host waits for copies that are not complete."""
         for back in self._returning:
             if back.event is not None:
                 back.event.synchronize()
             for pair, value in back.values:
-                pair.home.index_copy_(0, back.rows, value)
+                pair.host.index_copy_(0, back.rows, value)
                 pair.seen()
         self._returning.clear()
 

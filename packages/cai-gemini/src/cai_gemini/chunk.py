@@ -1,4 +1,4 @@
-"""One chunk of an offloaded model: its weights on the device, its home, its gradient and its step."""
+"""One chunk of an offloaded model: its weights on device and host, its gradient and its step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cai_gemini.copies import Copied, Copies, Scalar, there
 from cai_gemini.disk_state import DiskState
 from cai_gemini.disk_weights import DiskWeights, Staging
 from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares, wide
-from cai_gemini.home import Home
+from cai_gemini.host_weights import HostWeights
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
@@ -37,7 +37,7 @@ class Shared(Protocol):
         """Called before a gradient takes device memory that will go to the host."""
 
 
-class Held:
+class OffloadedChunk:
     """A chunk and where its parts are.
 
     Host memory holds master weights and optimizer state (unless they stay on the device), the weights in the dtype
@@ -45,13 +45,13 @@ class Held:
     on a disk instead.
 
     Args:
-        unit: the chunk, or a rank's rows of it; its shard is the master weights.
+        unit: the chunk, or a rank's shard of it; `unit.shard` is the master weights.
         gradients: dtype of those that are received; None for a frozen chunk.
         shared: what all chunks of a model have in common.
 
     Attributes:
         buffer: where gradients accumulate, if they are collected from there.
-        wanted: whether somebody waits for the weights, or uses them.
+        in_flight: whether the weights were fetched and not released yet: they may not be freed.
         streamed: whether master weights and state, on the host, are stepped on the device piece by piece.
     """
 
@@ -63,8 +63,8 @@ class Held:
         self._make_room = shared.make_room
         self.disk: DiskState | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
-        self.stays = self.wanted = self.streamed = False
-        self.home = Home(unit, self.copies)
+        self.stays = self.in_flight = self.streamed = False
+        self.host_weights = HostWeights(unit, self.copies)
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
@@ -90,13 +90,15 @@ class Held:
     @property
     def in_use(self) -> bool:
         """Whether its weights may not be freed now."""
-        return self.wanted or self.state is State.COMPUTE
+        return self.in_flight or self.state is State.COMPUTE
 
     def to_disk(self, store: NvmeStore, staging: Staging | None) -> None:
         """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
-        self.disk = DiskState(self.name, self.unit, self.home, store)
+        self.disk = DiskState(self.name, self.unit, self.host_weights, store)
         if staging is not None:
-            self.home.to_disk(DiskWeights(self.name, self.home.weights, self.disk.master, store, staging))
+            self.host_weights.to_disk(
+                DiskWeights(self.name, self.host_weights.tensor, self.disk.master, store, staging)
+            )
 
     @property
     def sizes(self) -> Sizes:
@@ -132,8 +134,8 @@ class Held:
                 if there:
                     coming.set_result(Copied(None))
                     return
-                self.home.refresh()
-                self.home.send(free, coming, self.name)
+                self.host_weights.refresh()
+                self.host_weights.send(free, coming, self.name)
             except BaseException as error:
                 coming.set_exception(error)
 
@@ -145,14 +147,14 @@ class Held:
 
     def show_writes(self) -> None:
         """Let weights that are on the device, and what is copied there, be master weights that somebody has written."""
-        if self.home.is_old:
-            self.home.refresh()
+        if self.host_weights.is_old:
+            self.host_weights.refresh()
             self._renew()
 
     @property
     def version(self) -> int:
         """Another number whenever the weights have, or will have, got other values: by a step or somebody's write."""
-        return self.home.version(under_way=self._stepping is not None and not self._stepping.done())
+        return self.host_weights.version(under_way=self._stepping is not None and not self._stepping.done())
 
     def arrive(self) -> None:
         """Return with the weights usable by the compute stream."""
@@ -165,7 +167,7 @@ class Held:
     def use(self) -> None:
         """Let the modules see the weights, which have arrived."""
         self.finish_step()
-        if self.home.is_old and self.state is not State.COMPUTE:
+        if self.host_weights.is_old and self.state is not State.COMPUTE:
             self._renew()
             self.arrive()
         self._happens(Event.USE)
@@ -197,7 +199,7 @@ class Held:
             if self.on_device:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     self.unit.whole.copy_(self.unit.shard)
-                self.home.adopt(changed=True)
+                self.host_weights.adopt(changed=True)
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
             else:
@@ -232,14 +234,14 @@ class Held:
         before = self.gradient
         squares = sums_of_squares(arrived, self._counted()) if before is None else None
         self._summed = self._summed or before is not None
-        home, sent = arrived, None
+        landed, sent = arrived, None
         if not self.on_device:
-            home = self.copies.host.take(arrived.numel(), arrived.dtype)
-            sent = self.copies.to_host(home, arrived, name=self.name)
+            landed = self.copies.host.take(arrived.numel(), arrived.dtype)
+            sent = self.copies.to_host(landed, arrived, name=self.name)
         if before is None:
-            self.gradient = Gradient(home, sent, squares)
+            self.gradient = Gradient(landed, sent, squares)
         else:
-            before.add(home, sent, self.worker, self.copies.host, copies=self.streamed)
+            before.add(landed, sent, self.worker, self.copies.host, copies=self.streamed)
         return sent
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
@@ -335,16 +337,16 @@ class Held:
         gradient, groups, step = taken
         if self.on_device:
             step.run(groups, gradient.tensor, there(scale), self.unit.whole.data)
-            self.home.adopt()
+            self.host_weights.adopt()
             return
 
         def run() -> None:
             ready, factor = gradient.settled(), float(scale)
-            self.home.wait_until_read()
-            self.home.refresh()
+            self.host_weights.wait_until_read()
+            self.host_weights.refresh()
             with host_span(self.copies.recorder, self.name):
-                step.run(groups, ready, factor, self.home.weights)
-            self.home.adopt()
+                step.run(groups, ready, factor, self.host_weights.tensor)
+            self.host_weights.adopt()
             self.copies.host.give(ready)
 
         self.stepped_by(self.worker.submit(run))
@@ -352,7 +354,7 @@ class Held:
     def disk_regions(self) -> list[Region]:
         """What a step reads and writes: master weights, state, and the weights where they are apart."""
         assert self.disk is not None
-        return self.disk.regions + self.home.regions
+        return self.disk.regions + self.host_weights.regions
 
     def take_gradient(self) -> Taken | None:
         """The gradient, which is consumed, and what steps with it; None where there is none.
@@ -363,7 +365,7 @@ class Held:
             return None
         self.finish_writing()
         taken = (self.gradient, self.step.groups(self.touched), self.step)
-        self.home.changes += 1
+        self.host_weights.changes += 1
         self.gradient = None
         self.touched.clear()
         return taken
@@ -390,14 +392,14 @@ class Held:
         self.settle()
         self.show_writes()
         self.arrive()
-        self.disk = self.home.disk = None
+        self.disk = self.host_weights.disk = None
         device = self.copies.device
         sizes = self.sizes
         self._ledger.change("state", sizes.state)
         self._ledger.change("gradients", max(sizes.gradients, sizes.sums))
         with torch._C.DisableTorchFunctionSubclass():
             self.unit.move_shard(self.unit.shard.to(device, copy=True))
-        self.home.adopt()
+        self.host_weights.adopt()
         self.step.move_state(device)
         if self.gradient is not None:
             self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.squares)

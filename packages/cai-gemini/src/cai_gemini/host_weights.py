@@ -1,4 +1,4 @@
-"""A chunk's weights in the dtype of computation in host memory, from where they are copied to the device."""
+"""A chunk's weights in host memory, in the dtype of computation: what is copied to the device."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from cai_gemini.nvme import Region
 from cai_gemini.unit import Unit
 
 
-class Home:
-    """What copies of a chunk's weights to the device read, and whether its values are those of the master weights.
+class HostWeights:
+    """The host copy of a chunk's weights, which copies to the device read; it follows the master weights.
 
     Args:
         unit: the chunk.
         copies: to its device.
 
     Attributes:
-        weights: [n] in the dtype of computation; nothing where they are on a disk.
+        tensor: [n] in the dtype of computation; nothing where the weights are on a disk.
         disk: where they are there.
         changes: of the master weights' values that were taken over.
     """
 
     def __init__(self, unit: Unit, copies: Copies):
         self._unit, self._copies = unit, copies
-        self.weights = copies.host.take(unit.shard.numel(), unit.whole.dtype)
-        self.weights.copy_(unit.shard)
+        self.tensor = copies.host.take(unit.shard.numel(), unit.whole.dtype)
+        self.tensor.copy_(unit.shard)
         self.disk: DiskWeights | None = None
         self._version, self.changes = self._versions(), 0
         self._copied: Copied | None = None  # last
 
     def to_disk(self, disk: DiskWeights) -> None:
         """The weights are on a disk now."""
-        self._copies.host.give(self.weights)
-        self.disk, self.weights = disk, self.weights.new_empty(0)
+        self._copies.host.give(self.tensor)
+        self.disk, self.tensor = disk, self.tensor.new_empty(0)
 
     def _versions(self) -> int:
         """Grows with every write to the master weights."""
@@ -72,7 +72,7 @@ class Home:
             if self.disk is not None:
                 self.disk.write(self._unit.shard)
             else:
-                self.weights.copy_(self._unit.shard)
+                self.tensor.copy_(self._unit.shard)
 
     @torch.no_grad()
     def send(self, free: torch.cuda.Event | None, coming: Future[Copied], name: str) -> None:
@@ -81,7 +81,7 @@ class Home:
         if self.disk is not None:
             self.disk.fetch(self._copies, target, free, coming, name)
             return
-        self._copied = self._copies.to_device(target, self.weights, free, held=True, name=name)
+        self._copied = self._copies.to_device(target, self.tensor, free, kept=True, name=name)
         coming.set_result(self._copied)
 
     @property
@@ -97,7 +97,7 @@ class Home:
             partly: whether it leaves parameters out.
         """
         if self.disk is None:
-            return self.weights
+            return self.tensor
         if not self.regions:
             return tensors[0]
         if partly:
