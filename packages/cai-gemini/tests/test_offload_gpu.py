@@ -45,7 +45,7 @@ def nothing_else_on_the_device():
     """
     end = time.monotonic() + 120
     while gc.collect() + sum(t.name.startswith("cai_gemini") for t in threading.enumerate()) > 0:
-        assert time.monotonic() < end, "a model of an earlier test is still held"
+        assert time.monotonic() < end, "a model of an earlier test still lives"
         time.sleep(0.02)
     torch.cuda.empty_cache()
 

@@ -40,8 +40,8 @@ class Shared(Protocol):
 class OffloadedChunk:
     """A chunk and where its parts are.
 
-    Host memory holds master weights and optimizer state (unless they stay on the device), the weights in the dtype
-    of computation, which is what is copied to the device, and the gradient that came back. All but the gradient may be
+    In host memory are master weights and optimizer state, unless they stay on the device; the host weights, in the
+    dtype of computation, which are copied to the device; and the gradient that came back. All but the gradient may be
     on a disk instead.
 
     Args:
@@ -102,7 +102,7 @@ class OffloadedChunk:
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes on the device when there."""
+        """Bytes of its parts, for those that are on the device."""
         numel = self.unit.shard.numel()
         weights = numel * self.unit.whole.element_size()
         if self.gradient_dtype is None:
@@ -117,7 +117,7 @@ class OffloadedChunk:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def bring(self) -> None:
-        """Begin to bring the weights to the device; as soon as they are stepped, if they are being."""
+        """Begin to copy the weights to the device, after the step that is under way, if there is one."""
         self._happens(Event.BRING)
         self._ledger.change("weights", self.sizes.weights)
         self.unit.allocate_storage()
@@ -146,14 +146,14 @@ class OffloadedChunk:
             self._stepping.add_done_callback(copy)
 
     def show_writes(self) -> None:
-        """Let weights that are on the device, and what is copied there, be master weights that somebody has written."""
+        """Where somebody has written to the master weights, copy them to the host weights and to the device."""
         if self.host_weights.is_old:
             self.host_weights.refresh()
             self._renew()
 
     @property
     def version(self) -> int:
-        """Another number whenever the weights have, or will have, got other values: by a step or somebody's write."""
+        """A number that is another one after every step, also one under way, and every write to the master weights."""
         return self.host_weights.version(under_way=self._stepping is not None and not self._stepping.done())
 
     def arrive(self) -> None:
@@ -192,7 +192,10 @@ class OffloadedChunk:
         self.unit.free_storage()
 
     def _renew(self, *, there: bool = False) -> None:
-        """The weights on the device are old: copy new ones as soon as a step has them, unless it puts them `there`."""
+        """Replace the weights on the device, which are old, after the step under way.
+
+        there: that step writes them to the device itself.
+        """
         self.arrive()
         self._happens(Event.RENEWED)
         if self.state is State.COMING:

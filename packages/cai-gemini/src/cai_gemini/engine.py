@@ -57,13 +57,12 @@ class Schedule:
 
 
 class Engine:
-    """Chunks on one device, which are made with it; then it is started.
+    """Moves the chunks of a model between host and device. The chunks are made with it; then `start` takes them.
 
-    A pass is what lies between `begin` and `end`, usually a forward and a backward: that is what is traced while
-    `recording`.
+    A pass is what lies between `begin` and `end`, usually a forward and a backward. While `recording`, it is traced.
 
     Args:
-        device: where they are used.
+        device: where the chunks are used.
     """
 
     def __init__(self, device: torch.device):
@@ -88,7 +87,7 @@ class Engine:
         observe: Callable[[], int] | None,
         always: Collection[OffloadedChunk] = (),
     ) -> None:
-        """Take over `chunks`; the chunks `always` stay on the device, such as those of a model around its blocks."""
+        """Take the chunks of a model; those of `always` stay on the device, such as what lies around the blocks."""
         self.chunks, self._schedule = list(chunks), schedule
         self._clock = Clock(self.copies.device, self.ledger, observe)
         self._always = frozenset(i for i, chunk in enumerate(chunks) if chunk in always)

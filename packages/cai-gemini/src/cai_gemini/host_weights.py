@@ -14,7 +14,7 @@ from cai_gemini.unit import Unit
 
 
 class HostWeights:
-    """The host copy of a chunk's weights, which copies to the device read; it follows the master weights.
+    """The host copy of a chunk's weights. The device gets its weights from here; a step writes new ones here.
 
     Args:
         unit: the chunk.
@@ -22,8 +22,8 @@ class HostWeights:
 
     Attributes:
         tensor: [n] in the dtype of computation; nothing where the weights are on a disk.
-        disk: where they are there.
-        changes: of the master weights' values that were taken over.
+        disk: the weights on a disk, where they are there.
+        changes: how often the master weights got other values that the host copy has or will have.
     """
 
     def __init__(self, unit: Unit, copies: Copies):
@@ -32,35 +32,41 @@ class HostWeights:
         self.tensor.copy_(unit.shard)
         self.disk: DiskWeights | None = None
         self._version, self.changes = self._versions(), 0
-        self._copied: Copied | None = None  # last
+        self._copied: Copied | None = None  # the last copy to the device
 
     def to_disk(self, disk: DiskWeights) -> None:
-        """The weights are on a disk now."""
+        """Keep the weights on a disk from now on; the host memory is given up."""
         self._copies.host.give(self.tensor)
         self.disk, self.tensor = disk, self.tensor.new_empty(0)
 
     def _versions(self) -> int:
-        """Grows with every write to the master weights."""
+        """A number that grows with every write to the master weights."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._unit.shard._version + sum(param._version for param in self._unit.kept)
 
     @property
     def is_old(self) -> bool:
-        """Whether somebody has written to the master weights (a checkpoint was loaded)."""
+        """Whether somebody has written to the master weights since (a checkpoint was loaded, say)."""
         return self._version != self._versions()
 
     def version(self, *, under_way: bool) -> int:
-        """Another number whenever the values have changed, or the master weights have, unless a step is `under_way`."""
+        """A number that is another one whenever the weights got other values.
+
+        under_way: a step is writing to the master weights now, which `changes` has counted already.
+        """
         return self.changes + (0 if under_way else self._versions() - self._version)
 
     def adopt(self, *, changed: bool = False) -> None:
-        """The values are those of the master weights; `changed`: others than before, which no step made."""
+        """Take note that the host copy has the values of the master weights.
+
+        changed: they are others than before, and no step made them.
+        """
         now = self._versions()
         self.changes += now - self._version if changed else 0
         self._version = now
 
     def refresh(self) -> None:
-        """Take over master weights that somebody has written to."""
+        """Copy the master weights here if somebody has written to them."""
         if self.is_old:
             self.wait_until_read()
             self._copy()
@@ -76,7 +82,10 @@ class HostWeights:
 
     @torch.no_grad()
     def send(self, free: torch.cuda.Event | None, coming: Future[Copied], name: str) -> None:
-        """Begin to copy to the device, once the compute stream has passed `free`; `coming` gets the copy."""
+        """Begin to copy the weights to the device; `coming` gets the copy.
+
+        free: an event of the compute stream, after which the device memory may be written.
+        """
         target = self._unit.whole.data
         if self.disk is not None:
             self.disk.fetch(self._copies, target, free, coming, name)
@@ -86,15 +95,15 @@ class HostWeights:
 
     @property
     def regions(self) -> list[Region]:
-        """What a step on a disk writes for the weights, beside the master weights."""
+        """Regions that a step on a disk writes new weights to, beside those of the master weights."""
         return [] if self.disk is None or self.disk.own is None else [self.disk.own]
 
     def among(self, tensors: Sequence[torch.Tensor], *, partly: bool) -> torch.Tensor:
-        """Where a step on a disk puts new weights: here, or among what it read, with the values of what it leaves out.
+        """Where a step on a disk puts new weights: into the host copy, or into one of the tensors that it read.
 
         Args:
-            tensors: the master weights first, those of `regions` last.
-            partly: whether it leaves parameters out.
+            tensors: what it read: the master weights first, those of `regions` last.
+            partly: whether it leaves parameters out, whose weights are filled in here.
         """
         if self.disk is None:
             return self.tensor

@@ -38,13 +38,13 @@ class Tiers:
     """How much stays on the device and how much goes to a disk, as fractions of all bytes; the rest lives on the host.
 
     Args:
-        weights: in the dtype of computation. What does not stay comes before its use and goes after it.
-        state: master weights, optimizer state and gradients. What does not stay is stepped on the host; the weights of
-            what stays do too.
-        streamed: state that lives on the host and is stepped on the device all the same: it comes over the link in
-            pieces and goes back. Of what a disk takes nothing is. Adam and AdamW only.
-        disk: master weights and optimizer state, of the chunks used last.
-        disk_weights: what is copied to the device, of the chunks used last; their state is on the disk as well.
+        weights: in the dtype of computation, that stay on the device. Others are copied there before each use.
+        state: master weights, optimizer state and gradients that stay on the device, and their weights with them. Other
+            state is stepped on the host.
+        streamed: state that lives on the host and is stepped on the device: it goes there in pieces and comes back.
+            Nothing that is on a disk is streamed. Adam and AdamW only.
+        disk: master weights and optimizer state on the disk, of the chunks used last.
+        disk_weights: weights in the dtype of computation on the disk, of the chunks used last, and their state too.
 
     Raises `PlanError` outside 0..1, and for more state than there is.
     """
@@ -76,12 +76,12 @@ class Tuning:
     """How `offload` works, and what it would otherwise measure.
 
     Args:
-        overlap: False waits for the host in `step`.
-        warmup: optimizer steps before the plan.
-        rates: of the link and the optimizer; None: measured at once.
-        observe: bytes in use on the device at most since the last call; None: of torch's allocator.
-        stream: let "auto" have state that lives on the host stepped on the device, piece by piece, where the link has
-            time for it; `Tiers(streamed=...)` asks for it.
+        overlap: whether host steps run in the background; False: `step` waits for them.
+        warmup: optimizer steps that are traced before the plan is made.
+        rates: of the link, the disk and the optimizer; None: measured when the model is offloaded.
+        observe: returns the most bytes in use on the device since its last call; None: torch's allocator is asked.
+        stream: whether "auto" may stream state: state that lives on the host is stepped on the device, piece by piece.
+            `Tiers(streamed=...)` asks for it whatever this says.
         expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
             its environment variable is set: less is lost to holes.
     """
@@ -171,7 +171,7 @@ def _chunks(
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
     use_disk: Callable[[int, OffloadedChunk], None],
 ) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[OffloadedChunk]]]:
-    """Move the model's parameters into chunks in host memory, one after the other, which ask the engine for room."""
+    """Move the model's parameters into chunks in host memory, one after the other."""
     made: dict[nn.Module, list[FlatUnit]] = {}
     chunks: dict[nn.Module, list[OffloadedChunk]] = {}
     index = 0

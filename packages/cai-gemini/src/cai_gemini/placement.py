@@ -42,9 +42,9 @@ class Placement:
         device = host = disk = 0
         for chunk in chunks:
             sizes = chunk.sizes
-            away = chunk.host_weights.disk is not None
-            host += 0 if away else sizes.weights
-            disk += sizes.weights if away and chunk.host_weights.disk.own is not None else 0
+            on_disk = chunk.host_weights.disk
+            host += sizes.weights if on_disk is None else 0
+            disk += sizes.weights if on_disk is not None and on_disk.own is not None else 0
             device += sizes.weights if chunk.stays else 0
             if chunk.step is None:
                 master = chunk.unit.shard.numel() * chunk.unit.shard.element_size()

@@ -1,9 +1,9 @@
-"""Steps that the device takes with state that lives on the host, which comes in pieces and goes back.
+"""Streamed state: it lives on the host and is stepped on the device, to which it goes in pieces and comes back.
 
-While the host steps some chunks, master weights, optimizer state and gradients of others cross the link in both
-directions at once, 28 bytes a parameter as the host's step moves, and the device's arithmetic takes next to no time
-(interleaved updates: Deep Optimizer States, Maurya et al., arXiv:2410.21316). Host memory does both, with a rate of
-about twice what a few cores make of it.
+The host steps some chunks. At the same time master weights, optimizer state and gradients of others cross the link, in
+both directions at once: 28 bytes a parameter, as many as a host step moves. The device's arithmetic takes next to no
+time (interleaved updates: Deep Optimizer States, Maurya et al., arXiv:2410.21316). Host memory has the bandwidth for
+both: about twice what a few cores use of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from cai_mesh.errors import PlanError
 AHEAD = 6  # pieces queued
 
 
-def check_streamed(wanted: float, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `PlanError` where state cannot be stepped on the device piece by piece as asked."""
-    if wanted and not has_two_moments(optimizer):
+def check_streamed(fraction: float, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `PlanError` where a fraction of the state is to be streamed and the optimizer's cannot be."""
+    if fraction and not has_two_moments(optimizer):
         raise PlanError(
             "state of this optimizer is not stepped on the device in pieces",
-            got=f"streamed={wanted} with {type(optimizer).__name__}",
+            got=f"streamed={fraction} with {type(optimizer).__name__}",
             expected="torch.optim.Adam or AdamW, without amsgrad or differentiable",
             fix="leave streamed out: the host steps what does not stay on the device",
         )
@@ -48,7 +48,7 @@ def can_stream(chunk: OffloadedChunk) -> bool:
 
 @torch.no_grad()
 def keep_streamed(chunk: OffloadedChunk, device: torch.device) -> None:
-    """Let master weights and moments be where copies to and from `device` run at full speed."""
+    """Stream a chunk's state from now on: move it to page-locked memory, where copies run at full speed."""
     step = chunk.step
     assert step is not None
     chunk.settle()
