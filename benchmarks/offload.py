@@ -5,7 +5,6 @@
 The allocator is capped with `torch.cuda.set_per_process_memory_fraction`. A LLaMA shape of about the asked size with
 random weights, sequence 2048, every block recomputed, AdamW with clipping, bfloat16 compute, float32 masters. Every
 form trains the same model on the same random tokens with the same attention. `cai-swap` runs cai_kernels in the model,
-`cai-early` takes host steps during backward (`--speculate` bytes of before-images), `cai-delay` delays them by a step,
 `cai-unstreamed` lets the host step all that does not stay on the device.
 `--host-memory` and `--nvme` limit what our forms keep in host memory and say where the rest goes.
 `--state-dtype bfloat16` keeps master weights and moments in it, `--activations` the inputs of blocks in host memory.
@@ -127,8 +126,6 @@ def cai(options: argparse.Namespace, device: torch.device, facts: dict) -> Step:
         compute=torch.bfloat16,
         materialize=values,
         tuning=Tuning(
-            speculate=options.speculate if options.form == "cai-early" else 0,
-            delay=options.form == "cai-delay",
             stream=options.form != "cai-unstreamed",
         ),
     )
@@ -239,8 +236,6 @@ FORMS = {
     "cai": cai,
     "cai-host": cai,
     "cai-swap": cai,
-    "cai-early": cai,
-    "cai-delay": cai,
     "cai-unstreamed": cai,
     "deepspeed-2": deepspeed,
     "deepspeed-3": deepspeed,
@@ -293,7 +288,7 @@ def run_form(options: argparse.Namespace) -> dict:
                 float(step(ids))
             optimizer.timeline().save(options.timeline)
         row["norms"] = [float(norm) for norm in facts.pop("norms")]
-        row |= {"placement": str(optimizer.placement()), "early": str(optimizer.speculation)}
+        row["placement"] = str(optimizer.placement())
         row |= planned(facts.pop("engine"), device, options)
     return row | facts
 
@@ -310,8 +305,8 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
     if engine.store is not None:
         read, write = measure_disk(options.nvme)
         rates = replace(rates, disk_read=read, disk_write=write)
-    numel = [held.unit.shard.numel() if held.trains else 0 for held in engine.helds]
-    sized = Sized(numel, disk=disk_traffic(engine.helds), early=engine._schedule.early, delay=engine.delay)
+    numel = [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in engine.chunks]
+    sized = Sized(numel, disk=disk_traffic(engine.chunks))
     budget, alone = engine._schedule.budget, replace(engine.plan, streamed=frozenset())
     return {
         "chunks": len(sizes),
@@ -344,7 +339,6 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     parser.add_argument("--host-memory", help="of our forms, such as 100GB")
     parser.add_argument("--nvme", help="directory on a disk, for our forms")
-    parser.add_argument("--speculate", default="40GB", help="host memory for before-images of cai-early")
     parser.add_argument("--forms", default="cai,cai-host,deepspeed-2,deepspeed-3,fsdp2")
     parser.add_argument(
         "--state-dtype", default="float32", choices=("float32", "bfloat16"), help="of our forms"
@@ -383,7 +377,7 @@ def apart(form: str, options: argparse.Namespace) -> dict:
     command = [sys.executable, __file__, "--form", form]
     for name in names:
         command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
-    for name in ("host_memory", "nvme", "speculate", "timeline"):
+    for name in ("host_memory", "nvme", "timeline"):
         if getattr(options, name):
             command += ["--" + name.replace("_", "-"), getattr(options, name)]
     command += ["--activations"] if options.activations and form.startswith("cai") else []

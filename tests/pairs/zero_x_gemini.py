@@ -84,7 +84,7 @@ def train(case: Case):
         losses.append(twin.mean_over(data.get_group(), loss))
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     assert rows._engine.planned is not case.plain
-    assert any(held.disk is not None for held in rows._engine.helds) == (case.folder is not None)
+    assert any(chunk.disk is not None for chunk in rows._engine.chunks) == (case.folder is not None)
     return losses, norms, twin.whole(boxed)
 
 
@@ -357,7 +357,7 @@ def test_a_step_runs_until_its_rows_are_needed():
     """`step` returns while a late chunk is not stepped; the forward waits for that chunk."""
     (plain, theirs), (model, ours) = pair(residency="host")
     assert losses_of(model, ours, range(3)) == losses_of(plain, theirs, range(3))
-    gate, late = threading.Event(), ours._engine.helds[-2]
+    gate, late = threading.Event(), ours._engine.chunks[-2]
     run = late.step.run
     late.step.run = lambda *args: (gate.wait(), run(*args))  # type: ignore[method-assign]
     for m, opt in ((model, ours), (plain, theirs)):
@@ -366,7 +366,7 @@ def test_a_step_runs_until_its_rows_are_needed():
     assert late._stepping is not None and not late._stepping.done()
     reached = []
     model.layers[0].register_forward_pre_hook(lambda *_: reached.append("first"))
-    first = ours._engine.helds[0]
+    first = ours._engine.chunks[0]
     assert first.name.startswith(("embed", "layers.0"))
     threading.Thread(target=lambda: (first.finish_step(), reached.append("open"), gate.set())).start()
     with torch.no_grad():
@@ -389,10 +389,10 @@ def test_errors():
         net(ChunkResidency("auto", device_memory="5KB"))
     rows = planned("host")
     assert isinstance(rows, Residency)
-    with pytest.raises(PlanError, match="no rows to step yet"):
+    with pytest.raises(PlanError, match="no shards to step yet"):
         rows.optimizer(adamw(Net().parameters()))
     model = net(rows)
-    with pytest.raises(PlanError, match="already has a model's rows"):
+    with pytest.raises(PlanError, match="already has a model's shards"):
         net(rows)
     with pytest.raises(PlanError, match="does not have"):
         rows.optimizer(adamw(Net().parameters()))

@@ -47,17 +47,15 @@ class Plain:
     Args:
         optimizer: from param groups.
         compute: the model's dtype; gradients of several backwards are summed in float32.
-        lags: names of parameters whose weights the model has a step later, from step `after` on.
     """
 
-    def __init__(self, model, optimizer, compute=torch.float32, lags=(), after=0):
+    def __init__(self, model, optimizer, compute=torch.float32):
         masters = copy.deepcopy(model)
         self.names = [n for n, _ in masters.named_parameters()]
         self.masters = list(masters.parameters())
         self.optimizer = optimizer(groups(masters))
         self.model = copy.deepcopy(model).to(compute)
         self.gradients: list[torch.Tensor | None] = [None] * len(self.masters)
-        self.lags, self.after, self.steps = set(lags), after, 0
 
     def backward(self, seed, skip, factor=1.0):
         loss = loss_of(self.model, seed, skip, factor)
@@ -80,11 +78,8 @@ class Plain:
     def step(self):
         for master, gradient in zip(self.masters, self.gradients, strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)
-        before = [m.detach().clone() for m in self.masters]
         self.optimizer.step()
-        late = [n in self.lags and self.steps >= self.after for n in self.names]
-        self.show([old if lag else new for lag, old, new in zip(late, before, self.masters, strict=True)])
-        self.steps += 1
+        self.show(self.masters)
         self.zero_grad()
 
     @torch.no_grad()

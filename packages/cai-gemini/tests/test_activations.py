@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from cai_gemini import Tuning, offload, offload_activations
-from cai_gemini.away import HostStore, is_dense
 from cai_gemini.copies import Copies
+from cai_gemini.host_store import HostStore, is_dense
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import blocks
 
@@ -429,11 +429,11 @@ def test_the_store_takes_the_smallest_piece_that_fits():
     store.begin()
     pieces = [store.send(torch.zeros(n)) for n in (4, 16, 8)]
     del pieces
-    away = store.send(torch.zeros(6))
-    assert away._piece.numel() == 8 * 4
+    offloaded = store.send(torch.zeros(6))
+    assert offloaded._piece.numel() == 8 * 4
     larger = store.send(torch.zeros(32))  # in place of the one of 16
     turned = store.send(torch.zeros(2, 2).t())
-    assert turned.home.stride() == (1, 2)  # else the copy would have to turn it
+    assert turned.host.stride() == (1, 2)  # else the copy would have to turn it
     assert larger._piece.numel() == 32 * 4 and store.nbytes == (4 + 8 + 32) * 4
 
 
@@ -457,7 +457,7 @@ def test_memory_comes_back_while_another_is_taken():
     """Finalizers run anywhere, also where the thread that runs one has the store's lock."""
     store = HostStore(torch.device("cpu"), 1)
     store.begin()
-    away = [store.send(torch.zeros(8))]
+    offloaded = [store.send(torch.zeros(8))]
     with store._lock:
-        away.clear()
+        offloaded.clear()
     assert store.send(torch.zeros(8))._piece.numel() == store.nbytes == 32

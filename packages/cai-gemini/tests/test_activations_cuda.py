@@ -64,10 +64,10 @@ def test_bit_for_bit_recompute_in_less_memory(in_flight):
     losses, grads, most = steps(twin)
     del twin
     model = Net().cuda()
-    away = offload_activations(model, in_flight=in_flight)
+    offloaded = offload_activations(model, in_flight=in_flight)
     got = steps(model)
     assert all(torch.equal(a, b) for a, b in zip(got[0], losses, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(got[1], grads, strict=True))
     boundary = TOKENS * DIM * 4
-    assert away.host_bytes == pytest.approx((DEPTH - 1) * boundary, rel=0.01)
+    assert offloaded.host_bytes == pytest.approx((DEPTH - 1) * boundary, rel=0.01)
     assert got[2] < most - (DEPTH - 4 - 2 * in_flight) * boundary

@@ -60,9 +60,9 @@ def test_reads_run_ahead_of_host_steps():
 
 def test_state_on_the_device_leaves_the_disk():
     disk = {c: DiskBytes(60, 60) for c in range(BLOCKS)}
-    held = Plan(frozenset({0}), frozenset({0}))
-    assert run(held, disk=disk)[1] == pytest.approx(3 * (60 / 4 + 60 / 2))
-    assert {chunk for _, _, chunk in run(held, disk=disk)[0][1].disk} == {1, 2, 3}
+    stays = Plan(frozenset({0}), frozenset({0}))
+    assert run(stays, disk=disk)[1] == pytest.approx(3 * (60 / 4 + 60 / 2))
+    assert {chunk for _, _, chunk in run(stays, disk=disk)[0][1].disk} == {1, 2, 3}
     found = best_plan(palindrome(BLOCKS), SIZES, 300, SLOW, Step([1] * BLOCKS, 1, disk))
     assert len(found.state) == 3, "memory that is there spares the disk"
 
@@ -100,7 +100,7 @@ def test_auto_plans_with_the_disk(tmp_path, monkeypatch):
     assert asked == [str(tmp_path)]
     *_, known, step = seen[0]
     assert (known.disk_read, known.disk_write) == (1e3, 2e3)
-    assert set(step.disk) >= {i for i, h in enumerate(ours._engine.helds) if h.disk is not None}
+    assert set(step.disk) >= {i for i, h in enumerate(ours._engine.chunks) if h.disk is not None}
 
 
 @pytest.mark.parametrize("residency", MIXES, ids=str)
@@ -108,12 +108,12 @@ def test_what_is_said_of_the_disk_is_what_it_moves(tmp_path, residency):
     model, ours = moved(*build(), tmp_path, residency, compute=torch.bfloat16)
     train(model, ours, steps=3)
     ours.wait()
-    store, helds = ours._engine.store, ours._engine.helds
-    traffic = disk_traffic(helds)
+    store, chunks = ours._engine.store, ours._engine.chunks
+    traffic = disk_traffic(chunks)
     before = store.traffic
     train(model, ours, steps=1, micro=1)
     ours.wait()
-    stepped = {i: d for i, d in traffic.items() if helds[i].touched or helds[i].step is not None}
+    stepped = {i: d for i, d in traffic.items() if chunks[i].touched or chunks[i].step is not None}
     written = store.traffic.written_bytes - before.written_bytes
     assert written == sum(d.written for d in stepped.values())
     read = store.traffic.read_bytes - before.read_bytes - sum(d.read for d in stepped.values())
@@ -121,7 +121,7 @@ def test_what_is_said_of_the_disk_is_what_it_moves(tmp_path, residency):
     assert read >= 0
     assert bool(read) == bool(weights)
     said = ours.placement()
-    assert said.disk_bytes == sum(r.nbytes for held in on_disk(ours) for r in held.disk_regions())
+    assert said.disk_bytes == sum(r.nbytes for chunk in on_disk(ours) for r in chunk.disk_regions())
 
 
 def test_a_timeline_shows_the_disk(tmp_path):
@@ -132,7 +132,7 @@ def test_a_timeline_shows_the_disk(tmp_path):
     train(model, ours, steps=1)
     found = ours.timeline()
     named = {name for _, _, name in found.lanes["disk"]}
-    trained = {held.name for held in on_disk(ours) if held.step is not None}
+    trained = {chunk.name for chunk in on_disk(ours) if chunk.step is not None}
     assert named >= trained
     assert len(found.lanes["disk"]) > len(trained), "steps, and weights that were brought"
     assert all(0 <= begin <= end <= found.end for begin, end, _ in found.lanes["disk"])

@@ -93,10 +93,10 @@ def test_gradients_can_be_read_and_written():
 
 def test_weights_are_on_the_device_only_while_needed():
     model, ours = moved(*build(), "host")
-    helds, seen = ours._engine.helds, []
+    chunks, seen = ours._engine.chunks, []
     layer = model.layers[3]
     layer.register_forward_pre_hook(
-        lambda *_: seen.append([h.name for h in helds if h.state is not State.FREE]), prepend=False
+        lambda *_: seen.append([h.name for h in chunks if h.state is not State.FREE]), prepend=False
     )
     with torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long), False)
@@ -149,7 +149,7 @@ def test_a_branch_taken_for_the_first_time():
 
     assert run(model, ours) == run(twin, theirs)
     assert_equal(model, twin)
-    uses = [(ours._engine.helds[use.chunk].name, use.backward) for use in ours._engine.trace.uses]
+    uses = [(ours._engine.chunks[use.chunk].name, use.backward) for use in ours._engine.trace.uses]
     assert uses[0] == ("embed.weight", False), "traced from the middle of a pass"
     blocks = [f"layers.{i}.up.weight" for i in range(5)]
     assert [name for name, backward in uses if name in blocks and not backward] == blocks
@@ -159,7 +159,7 @@ def test_a_branch_taken_for_the_first_time():
 def test_host_memory_does_not_grow_with_steps():
     """Sums of several backwards are wider than what arrives; the memory of both is that of the step before."""
     model, ours = moved(*build(), "host", compute=torch.bfloat16)
-    pool, trained = ours._engine.copies.host, [h for h in ours._engine.helds if h.step is not None]
+    pool, trained = ours._engine.copies.host, [h for h in ours._engine.chunks if h.step is not None]
     for _ in range(12):
         train(model, ours, steps=1, micro=3)
         ours.wait()
@@ -184,9 +184,9 @@ def test_steps_run_while_the_next_forward_does():
     ids = torch.zeros(2, 3, dtype=torch.long)
     model(ids, False).square().mean().backward()
     gate, engine = threading.Event(), ours._engine
-    engine.helds[0].worker.submit(gate.wait)
+    engine.chunks[0].worker.submit(gate.wait)
     ours.step()
-    assert any(h._stepping is not None and not h._stepping.done() for h in engine.helds)
+    assert any(h._stepping is not None and not h._stepping.done() for h in engine.chunks)
     threading.Timer(0.05, gate.set).start()
     before = torch.cat([p.detach().clone() for p in model.parameters()])  # waits
     assert gate.is_set()
@@ -197,7 +197,7 @@ def test_steps_run_while_the_next_forward_does():
 def test_without_overlap_a_step_is_over_when_it_returns():
     model, ours = offload(*build(), residency="host", tuning=Tuning(overlap=False))
     train(model, ours, steps=1)
-    assert all(h._stepping is None for h in ours._engine.helds)
+    assert all(h._stepping is None for h in ours._engine.chunks)
 
 
 def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
@@ -207,7 +207,7 @@ def test_what_a_step_raises_in_the_background_is_raised(monkeypatch):
     def broken(*_):
         raise OSError("no such memory")
 
-    monkeypatch.setattr(ours._engine.helds[0].step, "run", broken)
+    monkeypatch.setattr(ours._engine.chunks[0].step, "run", broken)
     with pytest.raises(OSError, match="no such memory"):
         train(model, ours, steps=2)
 
@@ -324,7 +324,7 @@ def test_errors():
 def test_sums_of_several_backwards_are_counted_in_their_dtype(residency):
     model, ours = moved(*build(), residency, compute=torch.bfloat16)
     train(model, ours, steps=4, micro=1)
-    trained = [h for h in ours._engine.helds if h.step is not None]
+    trained = [h for h in ours._engine.chunks if h.step is not None]
     assert {h.sizes.sums for h in trained} == {0}
     train(model, ours, steps=1, micro=2)
     assert [h.sizes.sums for h in trained if h.name != "layers.2.up.weight"] == [

@@ -78,22 +78,22 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
     model, ours = made(tmp_path, "nvme")
     train(model, ours, steps=2)
     ours.wait()
-    borrow, lent, most = DiskState.borrow, [], []
+    load, loaded, most = DiskState.load, [], []
 
     def watched(disk):
         before = disk.in_memory
-        borrow(disk)
-        lent.extend([] if before else [disk])
-        most.append(sum(in_memory(held) > 8 * 40 for held in on_disk(ours)))
+        load(disk)
+        loaded.extend([] if before else [disk])
+        most.append(sum(in_memory(chunk) > 8 * 40 for chunk in on_disk(ours)))
 
-    monkeypatch.setattr(DiskState, "borrow", watched)
+    monkeypatch.setattr(DiskState, "load", watched)
     ours.save(tmp_path / "saved", step=2)
-    assert len(lent) == 6, "a chunk was read more than once"
+    assert len(loaded) == 6, "a chunk was read more than once"
     assert max(most) == 1
     ours.load(tmp_path / "saved")
-    assert len(lent) == 12
+    assert len(loaded) == 12
     assert max(most) == 1
-    assert not any(held.disk.in_memory for held in on_disk(ours))
+    assert not any(chunk.disk.in_memory for chunk in on_disk(ours))
 
 
 def test_a_save_that_is_cut_short_leaves_the_last_one(tmp_path, monkeypatch):
@@ -103,15 +103,15 @@ def test_a_save_that_is_cut_short_leaves_the_last_one(tmp_path, monkeypatch):
     train(model, ours, steps=1)
     ours.save(tmp_path / "saved", step=1)
     train(model, ours, steps=1)
-    borrow, calls = DiskState.borrow, []
+    load, calls = DiskState.load, []
 
     def broken(disk):
         calls.append(disk)
         if len(calls) > 3:
             raise OSError("power failure")
-        borrow(disk)
+        load(disk)
 
-    monkeypatch.setattr(DiskState, "borrow", broken)
+    monkeypatch.setattr(DiskState, "load", broken)
     with pytest.raises(CheckpointError, match="power failure"):
         ours.save(tmp_path / "saved", step=2)
     monkeypatch.undo()
@@ -151,21 +151,15 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path):
 
 
 def test_between_a_backward_and_its_step_it_is_what_the_last_step_left(tmp_path):
-    """Also where the host has stepped ahead of being asked to."""
-
     def backward(net):
         ids = torch.arange(6).view(2, 3)
         net(ids, False).square().mean().backward()
 
     twin, theirs = build()
-    model, ours = offload(
-        *build(), residency="host", device_memory="80KB", tuning=Tuning(rates=SLOW_HOST, speculate="1MB")
-    )
+    model, ours = offload(*build(), residency="host", device_memory="80KB", tuning=Tuning(rates=SLOW_HOST))
     for net, opt in ((twin, theirs), (model, ours)):
         train(net, opt, steps=3, micro=1)
         backward(net)
-    for held in ours._engine.helds:
-        held.worker.submit(lambda: None).result()
     path = ours.save(tmp_path / "saved", step=3)
     other, resumed = made(tmp_path, "nvme")
     resumed.load(path)

@@ -16,8 +16,8 @@ from test_nvme_faults import Disk, fails
 from torch import nn
 
 from cai_gemini import Tiers, Tuning, disk_plan, offload, pinned
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.disk_plan import ChunkBytes, OnDisk, choose, chunk_bytes, disk_bytes, host_bytes
-from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeError, store
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
@@ -50,17 +50,17 @@ def moved(model, opt, place, residency="nvme", **options):
 
 
 def on_disk(optimizer):
-    return [held for held in optimizer._engine.helds if held.disk is not None]
+    return [chunk for chunk in optimizer._engine.chunks if chunk.disk is not None]
 
 
 def clip(model, opt):
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
-def in_memory(held):
+def in_memory(chunk):
     """Bytes of master weights and state that the chunk has on the host."""
-    states = [] if held.step is None else [held.step.state_of(i) for i in range(len(held.unit.kept))]
-    tensors = [held.unit.shard, *(v for state in states for v in state.values() if v.dim())]
+    states = [] if chunk.step is None else [chunk.step.state_of(i) for i in range(len(chunk.unit.kept))]
+    tensors = [chunk.unit.shard, *(v for state in states for v in state.values() if v.dim())]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -123,8 +123,8 @@ def test_any_elementwise_optimizer(tmp_path, name, residency):
     model, ours = moved(*build(optimizer=OPTIMIZERS[name]), tmp_path, residency)
     assert train(model, ours) == expected
     ours.wait()
-    for held in on_disk(ours):
-        assert in_memory(held) <= 8 * (1 + 4 * len(held.unit.kept)), "state stayed in memory"
+    for chunk in on_disk(ours):
+        assert in_memory(chunk) <= 8 * (1 + 4 * len(chunk.unit.kept)), "state stayed in memory"
     assert_equal(model, twin)
     expected, got = theirs.state_dict()["state"], ours.state_dict()["state"]
     assert got.keys() == expected.keys()
@@ -189,21 +189,21 @@ def test_parts_of_a_chunk_that_are_not_stepped_keep_their_weights(tmp_path):
 def test_values_leave_memory_and_come_back_when_read(tmp_path):
     model, ours = moved(*build(), tmp_path)
     train(model, ours, steps=2)
-    helds = on_disk(ours)
-    assert len(helds) == 6  # every chunk, the frozen one too
-    assert all(in_memory(held) <= 8 * (1 + 2 * len(held.unit.kept)) for held in helds)
-    assert all(held.home.weights.numel() == 0 for held in helds)
+    chunks = on_disk(ours)
+    assert len(chunks) == 6  # every chunk, the frozen one too
+    assert all(in_memory(chunk) <= 8 * (1 + 2 * len(chunk.unit.kept)) for chunk in chunks)
+    assert all(chunk.host_weights.tensor.numel() == 0 for chunk in chunks)
     twin, theirs = build()
     train(twin, theirs, steps=2)
     assert_equal(model, twin)  # reads all of them
-    assert all(held.unit.shard.untyped_storage().nbytes() > 8 for held in helds)
+    assert all(chunk.unit.shard.untyped_storage().nbytes() > 8 for chunk in chunks)
     train(model, ours, steps=1)
-    assert all(held.unit.shard.untyped_storage().nbytes() <= 8 for held in helds)
+    assert all(chunk.unit.shard.untyped_storage().nbytes() <= 8 for chunk in chunks)
 
 
 @pytest.mark.parametrize("residency", MIXES, ids=str)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_written_while_it_is_lent_goes_back(tmp_path, residency, compute):
+def test_what_is_written_while_it_is_loaded_goes_back(tmp_path, residency, compute):
     """Between steps, and between a backward and its step, frozen and unused parameters too."""
     twin, theirs = moved(*build(), tmp_path, "host", compute=compute)
     model, ours = moved(*build(), tmp_path, residency, compute=compute)
@@ -241,14 +241,14 @@ def test_what_is_written_right_before_the_plan_is_seen(tmp_path, residency):
     twin, theirs = build()
     model, ours = moved(*build(), tmp_path, residency)
     assert run(model, ours) == run(twin, theirs)
-    assert ours._engine.helds[0].on_device
+    assert ours._engine.chunks[0].on_device
     assert_equal(model, twin)
 
 
 def test_frozen_weights_are_never_written_again(tmp_path):
     model, ours = moved(*build(), tmp_path, compute=torch.bfloat16)
-    frozen = [held for held in on_disk(ours) if held.step is None]
-    regions = [r for held in frozen for r in (held.disk.master, held.home.disk.own)]
+    frozen = [chunk for chunk in on_disk(ours) if chunk.step is None]
+    regions = [r for chunk in frozen for r in (chunk.disk.master, chunk.host_weights.disk.own)]
     writes = [region._contents.last_write for region in regions]
     train(model, ours, steps=3)
     ours.state_dict(), [p.sum() for p in model.parameters()]
@@ -260,12 +260,12 @@ def test_frozen_weights_are_never_written_again(tmp_path):
 def test_float32_weights_are_on_the_disk_once(tmp_path):
     model, ours = moved(*build(), tmp_path)
     train(model, ours, steps=1)
-    assert all(held.home.disk.own is None for held in on_disk(ours))
-    chunks = chunk_bytes(units(build()[0]), None, build()[1])
-    everything = frozenset(range(len(chunks)))
-    trained = frozenset(i for i in everything if chunks[i].trains)
-    expected = disk_bytes(chunks, OnDisk(trained, everything))
-    assert expected == sum(r.nbytes for held in on_disk(ours) for r in held.disk_regions())
+    assert all(chunk.host_weights.disk.own is None for chunk in on_disk(ours))
+    sizes = chunk_bytes(units(build()[0]), None, build()[1])
+    everything = frozenset(range(len(sizes)))
+    trained = frozenset(i for i in everything if sizes[i].trains)
+    expected = disk_bytes(sizes, OnDisk(trained, everything))
+    assert expected == sum(r.nbytes for chunk in on_disk(ours) for r in chunk.disk_regions())
 
 
 @pytest.mark.parametrize("residency", ["nvme", Tiers(disk=0.5), "device"], ids=str)
@@ -315,20 +315,20 @@ def sizes():
 
 def test_auto_takes_the_disk_for_what_host_memory_lacks(tmp_path, monkeypatch):
     """State first, then weights; less than that is refused with what would do."""
-    monkeypatch.setattr(disk_plan, "PAGE", 128)  # the chunks here are small
-    chunks = sizes()
-    trained = frozenset(i for i, chunk in enumerate(chunks) if chunk.trains)
-    whole, states = host_bytes(chunks, OnDisk()), host_bytes(chunks, OnDisk(trained))
-    least = host_bytes(chunks, OnDisk(trained, frozenset(range(len(chunks)))))
-    assert least < states < whole
-    plain, theirs = moved(*build(), tmp_path, "auto", compute=torch.bfloat16, host_memory=whole)
+    monkeypatch.setattr(disk_plan, "PAGE", 128)  # the sizes here are small
+    every = sizes()
+    trained = frozenset(i for i, chunk in enumerate(every) if chunk.trains)
+    everything, states = host_bytes(every, OnDisk()), host_bytes(every, OnDisk(trained))
+    least = host_bytes(every, OnDisk(trained, frozenset(range(len(every)))))
+    assert least < states < everything
+    plain, theirs = moved(*build(), tmp_path, "auto", compute=torch.bfloat16, host_memory=everything)
     expected = train(plain, theirs)
     assert not on_disk(theirs)
-    for memory, state, weights in ((whole - 1, 1, 0), (states, 5, 0), (least, 6, 6)):
+    for memory, state, weights in ((everything - 1, 1, 0), (states, 5, 0), (least, 6, 6)):
         model, ours = moved(*build(), tmp_path, "auto", compute=torch.bfloat16, host_memory=memory)
         found = on_disk(ours)
         assert state <= len(found) <= max(state, 5)
-        assert sum(held.home.disk is not None for held in found) == weights
+        assert sum(chunk.host_weights.disk is not None for chunk in found) == weights
         assert train(model, ours) == expected
     with pytest.raises(PlanError, match=rf"host memory is too small(.|\n)*{least:,} bytes"):
         moved(*build(), tmp_path, "auto", compute=torch.bfloat16, host_memory=least - 1)
@@ -336,19 +336,19 @@ def test_auto_takes_the_disk_for_what_host_memory_lacks(tmp_path, monkeypatch):
 
 def test_chunks_used_last_go_first_and_no_more_than_needed():
     one = ChunkBytes(10**6, 4 * 10**6, 8 * 10**6, 2 * 10**6, trains=True, shared=False)
-    chunks = [one, ChunkBytes(10**6, 4 * 10**6, 0, 2 * 10**6, trains=False, shared=False), *[one] * 8]
+    sizes = [one, ChunkBytes(10**6, 4 * 10**6, 0, 2 * 10**6, trains=False, shared=False), *[one] * 8]
     trained = [9, 8, 7, 6, 5, 4, 3, 2, 0]
     before = None
     for disk in _orders(trained, [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]):
-        needed = host_bytes(chunks, disk)
+        needed = host_bytes(sizes, disk)
         if before is None or needed < before:
-            assert choose(chunks, 0.0, 0.0, needed, disk=True) == disk
+            assert choose(sizes, 0.0, 0.0, needed, disk=True) == disk
             before = needed
-    assert before == host_bytes(chunks, OnDisk(frozenset(trained), frozenset(range(10))))
-    assert choose(chunks, 0.3, 0.15, None, disk=True) == OnDisk(frozenset({9, 8, 7}), frozenset({9, 8}))
-    assert choose(chunks, 0.0, 0.85, None, disk=True).weights == frozenset(range(1, 10))
+    assert before == host_bytes(sizes, OnDisk(frozenset(trained), frozenset(range(10))))
+    assert choose(sizes, 0.3, 0.15, None, disk=True) == OnDisk(frozenset({9, 8, 7}), frozenset({9, 8}))
+    assert choose(sizes, 0.0, 0.85, None, disk=True).weights == frozenset(range(1, 10))
     with pytest.raises(PlanError, match="or pass nvme"):
-        choose(chunks, 0.0, 0.0, host_bytes(chunks, OnDisk()) - 1, disk=False)
+        choose(sizes, 0.0, 0.0, host_bytes(sizes, OnDisk()) - 1, disk=False)
 
 
 def _orders(states, weights):
@@ -362,12 +362,12 @@ def _orders(states, weights):
 
 @pytest.mark.parametrize("residency", ["host", *MIXES[:2], MIXES[3]], ids=str)
 def test_host_memory_held_is_what_was_counted(tmp_path, monkeypatch, residency):
-    held, lock = {"now": 0, "most": 0}, threading.Lock()
+    used, lock = {"now": 0, "most": 0}, threading.Lock()
 
     def add(nbytes):
         with lock:
-            held["now"] += nbytes
-            held["most"] = max(held["most"], held["now"])
+            used["now"] += nbytes
+            used["most"] = max(used["most"], used["now"])
 
     def counted(make):
         def made(*arguments):
@@ -383,15 +383,15 @@ def test_host_memory_held_is_what_was_counted(tmp_path, monkeypatch, residency):
     model, ours = moved(*build(), tmp_path, residency, compute=torch.bfloat16)
     train(model, ours, steps=4, micro=1)
     ours.wait()
-    helds = ours._engine.helds
+    chunks = ours._engine.chunks
     disk = OnDisk(
-        frozenset(i for i, h in enumerate(helds) if h.disk is not None and h.step is not None),
-        frozenset(i for i, h in enumerate(helds) if h.home.disk is not None),
+        frozenset(i for i, h in enumerate(chunks) if h.disk is not None and h.step is not None),
+        frozenset(i for i, h in enumerate(chunks) if h.host_weights.disk is not None),
     )
     bound = host_bytes(sizes(), disk)
     apart = sum(c.master + c.state for i, c in enumerate(sizes()) if i not in disk.every)
-    assert held["most"] + apart <= bound
-    assert held["most"] + apart > 0.6 * bound, "the count is far from what is held"
+    assert used["most"] + apart <= bound
+    assert used["most"] + apart > 0.6 * bound, "the count is far from what is used"
 
 
 def test_a_chunk_is_on_the_disk_before_the_next_is_made(tmp_path, monkeypatch):
@@ -400,19 +400,19 @@ def test_a_chunk_is_on_the_disk_before_the_next_is_made(tmp_path, monkeypatch):
         model = build()[0]
     model.layers[1].requires_grad_(False)
     values, made, seen = dict(build()[0].named_parameters()), [], []
-    init = Held.__init__
+    init = OffloadedChunk.__init__
 
-    def watched(held, *arguments):
+    def watched(chunk, *arguments):
         seen.append(max([in_memory(other) for other in made], default=0))
-        init(held, *arguments)
-        made.append(held)
+        init(chunk, *arguments)
+        made.append(chunk)
 
-    monkeypatch.setattr(Held, "__init__", watched)
+    monkeypatch.setattr(OffloadedChunk, "__init__", watched)
     twin, theirs = build()
     options = {"device": "cpu", "materialize": lambda name, _: values[name].detach()}
     model, ours = moved(model, adamw(groups(model)), tmp_path, **options)
     assert len(seen) == 6
-    assert max(*seen, *(in_memory(held) for held in made)) <= 8 * 13
+    assert max(*seen, *(in_memory(chunk) for chunk in made)) <= 8 * 13
     assert train(model, ours, 2) == train(twin, theirs, 2)
 
 
@@ -455,8 +455,8 @@ def test_a_failing_disk_is_an_error_that_names_path_and_parameter(tmp_path, part
     expected = twin.train(6, 1)
     model, ours = moved(*build(), tmp_path, compute=torch.bfloat16)
     losses = train(model, ours, steps=2, micro=1)
-    held = next(h for h in on_disk(ours) if "layers.3" in h.name)
-    region = {r.name: r for r in held.disk_regions()}[f"{held.name} ({part})"]
+    chunk = next(h for h in on_disk(ours) if "layers.3" in h.name)
+    region = {r.name: r for r in chunk.disk_regions()}[f"{chunk.name} ({part})"]
     broken(ours, **{call: within(region, fault)})
 
     def go_on():
@@ -474,9 +474,9 @@ def test_a_failing_disk_is_an_error_that_names_path_and_parameter(tmp_path, part
     assert str(tmp_path) in str(caught.value)
     assert losses == expected[: len(losses)], "trained on with other weights"
     if call == "pwritev" and part == "weights":
-        held._copy_when_stepped()
+        chunk._copy_when_stepped()
         with pytest.raises(NvmeError, match="holds nothing that may be used"):
-            held.arrive()
+            chunk.arrive()
 
 
 def test_the_loop_does_not_wait_for_reads(tmp_path):
@@ -484,15 +484,15 @@ def test_the_loop_does_not_wait_for_reads(tmp_path):
     train(model, ours, steps=1)
     gate = threading.Event()
     broken(ours, preadv=lambda *_: gate.wait() and None)
-    helds = [h for h in ours._engine.helds if h.state is State.FREE]
-    assert len(helds) > 2  # more than there are buffers
-    for held in helds:
-        held.bring()
-    assert not any(held._coming.done() for held in helds)
+    chunks = [h for h in ours._engine.chunks if h.state is State.FREE]
+    assert len(chunks) > 2  # more than there are buffers
+    for chunk in chunks:
+        chunk.bring()
+    assert not any(chunk._coming.done() for chunk in chunks)
     gate.set()
-    for held in helds:
-        held.arrive()
-        assert torch.equal(held.unit.whole.data, held.unit.shard) or not held.disk.in_memory
+    for chunk in chunks:
+        chunk.arrive()
+        assert torch.equal(chunk.unit.whole.data, chunk.unit.shard) or not chunk.disk.in_memory
 
 
 def test_errors(tmp_path, monkeypatch):

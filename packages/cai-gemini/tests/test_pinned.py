@@ -101,7 +101,7 @@ def test_a_scalar_waits_for_its_copy_alone():
     assert float(copies.scalar(torch.tensor(0.25, dtype=torch.float64))) == 0.25
 
 
-class Held:
+class OffloadedChunk:
     def __init__(self):
         self.streams = []
 
@@ -110,7 +110,7 @@ class Held:
 
 
 def test_the_allocator_is_told_of_a_copy_that_nobody_waited_for():
-    kept, left = Held(), Held()
+    kept, left = OffloadedChunk(), OffloadedChunk()
     waited, dropped = Copied(None, "stream", [kept]), Copied(None, "stream", [left])
     waited.wait()
     del waited, dropped

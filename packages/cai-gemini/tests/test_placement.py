@@ -24,9 +24,9 @@ def test_bytes_on_the_device_are_those_of_the_ledger(residency):
     opt.wait()
     found = opt.placement()
     assert found.planned
-    held = opt._engine.ledger.held
-    staying = sum(chunk.sizes.weights for chunk in opt._engine.helds if chunk.stays)
-    assert found.device_bytes == staying + held["state"] + held["gradients"]
+    nbytes = opt._engine.ledger.nbytes
+    staying = sum(chunk.sizes.weights for chunk in opt._engine.chunks if chunk.stays)
+    assert found.device_bytes == staying + nbytes["state"] + nbytes["gradients"]
     wanted = {"host": (1, 0), "device": (6, 5)}.get(residency) if isinstance(residency, str) else None
     if wanted is not None:
         assert (found.weights_stay, found.state_stays) == wanted
@@ -43,7 +43,7 @@ def test_bytes_on_the_host(tmp_path):
     """
     _, opt = offload(*build(), residency="host", device="cpu")
     trained, frozen = (
-        sum(held.unit.chunk.numel for held in opt._engine.helds if (held.step is not None) is trains)
+        sum(chunk.unit.chunk.numel for chunk in opt._engine.chunks if (chunk.step is not None) is trains)
         for trains in (True, False)
     )
     assert opt.placement().host_bytes == 20 * trained + 8 * frozen

@@ -1,4 +1,4 @@
-"""Plans and moves: no chunk is used while away and no budget passed, over random traces; Belady; the search."""
+"""Plans and moves: no chunk is used while offloaded and no budget passed, over random traces; Belady; the search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(trace: Trace, sizes, plan: Plan, budget: int, *, start=()):
         assert not set(moves.bring) & (present | plan.weights)
         present |= set(moves.bring)
         brought += moves.bring
-        assert use.chunk in present or use.chunk in plan.weights, "used while it is away"
+        assert use.chunk in present or use.chunk in plan.weights, "used while it is offloaded"
         assert sum(sizes[c].weights for c in present) <= left[moment], "over the budget"
     return brought
 

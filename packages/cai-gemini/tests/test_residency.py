@@ -126,8 +126,8 @@ def test_a_failing_disk_is_an_error_that_names_path_and_parameter(tmp_path, part
     for number in range(2):
         step(rows, stored, optimizer, number)
     optimizer.wait()
-    held = rows._engine.helds[2]
-    region = {r.name: r for r in held.disk_regions()}[f"{held.name} ({part})"]
+    chunk = rows._engine.chunks[2]
+    region = {r.name: r for r in chunk.disk_regions()}[f"{chunk.name} ({part})"]
     rows._engine.store._file._sys = Disk(**{call: within(region, fails(errno.EIO))})
 
     def go_on():
@@ -180,8 +180,6 @@ def test_a_step_that_is_left_out_is_not_traced():
             step(rows, stored, optimizer, number)
             expected = expected or rows._engine.trace.uses
     assert rows._engine.trace.uses == expected
-    with pytest.raises(PlanError, match="before they are asked for"):
-        planned(speculate="1MB")
 
 
 def test_nothing_is_traced_without_an_optimizer():
@@ -216,7 +214,7 @@ def test_a_version_is_that_of_the_step_while_the_step_writes():
     rows = planned("host")
     stored = rows_of(rows)
     optimizer = rows.optimizer(torch.optim.SGD(trained(stored), lr=1e-2))  # whose writes are counted
-    chunk_step, written, gate = rows._engine.helds[0].step, threading.Event(), threading.Event()
+    chunk_step, written, gate = rows._engine.chunks[0].step, threading.Event(), threading.Event()
     run = chunk_step.run
     chunk_step.run = lambda *args: (run(*args), written.set(), gate.wait())  # type: ignore[method-assign]
     step(rows, stored, optimizer, 0)
@@ -248,12 +246,12 @@ def test_rows_in_use_are_not_freed():
     for handle in coming:
         handle.wait()
     assert all(one.on_device is not None for one in stored)
-    helds = rows._engine.helds
-    assert all(held.in_use for held in helds)
+    chunks = rows._engine.chunks
+    assert all(chunk.in_use for chunk in chunks)
     for one in stored:
         rows.release(one)
     step(rows, stored, optimizer, 0)
-    assert all(held.state is State.FREE for held in helds if held.trains)
+    assert all(chunk.state is State.FREE for chunk in chunks if chunk.trains)
 
 
 # -- the pure parts ------------------------------------------------------------------------------------------------

@@ -56,10 +56,10 @@ def test_training_is_that_without_offload_bit_for_bit(residency, micro, clip, pi
     model, ours = moved(*build(), residency)
     assert train(model, ours, micro=micro, clip=torchs_clip if clip else None) == expected
     assert_equal(model, twin)
-    helds = ours._engine.helds
-    assert [i for i, held in enumerate(helds) if held.streamed] == sorted(ours._engine.plan.streamed)
+    chunks = ours._engine.chunks
+    assert [i for i, chunk in enumerate(chunks) if chunk.streamed] == sorted(ours._engine.plan.streamed)
     ours.wait()
-    assert not any(held.home.is_old for held in helds), "the weights at home are those of the step"
+    assert not any(chunk.host_weights.is_old for chunk in chunks), "the host weights are those of the step"
     assert ours.placement().state_streamed == (5 if residency == ALL else 2)
 
 
@@ -148,7 +148,7 @@ def test_reading_waits_and_writing_counts():
 def test_a_step_that_fails_is_raised_where_its_weights_are_used(monkeypatch):
     model, ours = moved(*build(), ALL)
     train(model, ours, steps=3)
-    third = ours._engine.helds[2]
+    third = ours._engine.chunks[2]
 
     def broken(*_):
         raise MemoryError("no more")
@@ -167,11 +167,11 @@ def test_pieces_count_in_the_budget(residency, monkeypatch):
     model, ours = offload(*build(), residency=residency, device_memory="40KB", tuning=Tuning(rates=FAST_LINK))
     ours._engine.ledger.limit = 40_000
     train(model, ours)
-    plan, held = ours._engine.plan, ours._engine.ledger.held
+    plan, nbytes = ours._engine.plan, ours._engine.ledger.nbytes
     assert plan.streamed
-    assert plan.buffers == buffer_bytes([h for h in ours._engine.helds if h.step is not None])
-    state = sum(ours._engine.helds[i].sizes.state for i in plan.state)
-    assert held["state"] == plan.buffers + state
+    assert plan.buffers == buffer_bytes([h for h in ours._engine.chunks if h.step is not None])
+    state = sum(ours._engine.chunks[i].sizes.state for i in plan.state)
+    assert nbytes["state"] == plan.buffers + state
     model, ours = offload(
         *build(), residency=ALL, device_memory=12_800 + plan.buffers // 2, tuning=Tuning(rates=SLOW_HOST)
     )
@@ -189,7 +189,6 @@ def test_auto_streams_where_it_pays_and_only_there(monkeypatch):
 
     assert plan(FAST_LINK).streamed
     assert not plan(FAST_LINK, stream=False).streamed
-    assert not plan(FAST_LINK, delay=True).streamed
     assert not plan(replace(FAST_LINK, host_step=4e12)).streamed
     assert not plan(replace(FAST_LINK, to_device=1e5, to_host=1e5, both=1e5)).streamed
 
@@ -283,17 +282,16 @@ def test_the_search_never_takes_longer_with_pieces_than_without(budget, both):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "said"),
+    ("optimizer", "said"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), {}, r"SGD(.|\n)*leave streamed out"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "without amsgrad"),
-        (lambda p: torch.optim.AdamW(p), {"delay": True}, "are not delayed"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), r"SGD(.|\n)*leave streamed out"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "without amsgrad"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_before_anything_is_moved(optimizer, options, said):
+def test_what_cannot_be_streamed_is_refused_before_anything_is_moved(optimizer, said):
     model, opt = build(optimizer=optimizer)
     with pytest.raises(PlanError, match=said):
-        moved(model, opt, MIXED, **options)
+        moved(model, opt, MIXED)
     assert all(p.dim() != 1 for n, p in model.named_parameters() if "weight" in n and "norm" not in n)
     with pytest.raises(PlanError, match="more state than there is"):
         Tiers(state=0.5, streamed=0.6)

@@ -35,10 +35,10 @@ def test_a_recorded_step(residency, tmp_path):
     optimizer._engine.worker.submit(lambda: time.sleep(0.5))  # the host is late
     train(model, optimizer, steps=1, micro=1)
     timeline = optimizer.timeline()
-    helds = optimizer._engine.helds
+    chunks = optimizer._engine.chunks
     assert timeline.budget == BUDGET and timeline.times == sorted(timeline.times)
     assert {kind: values[-1] for kind, values in timeline.memory.items()} == dict(
-        optimizer._engine.ledger.held
+        optimizer._engine.ledger.nbytes
     )
     assert all(len(values) == len(timeline.times) for values in timeline.memory.values())
     assert len(set(timeline.memory["weights"])) > 1
@@ -46,12 +46,12 @@ def test_a_recorded_step(residency, tmp_path):
         assert all(0 <= begin <= end for begin, end, _ in spans), lane
         if lane != "to_device":  # which two threads copy to, where there are no streams
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), lane
-    moving = {h.name for h in helds if not h.on_device and h.step is not None}
+    moving = {h.name for h in chunks if not h.on_device and h.step is not None}
     assert {name for *_, name in timeline.lanes["host"]} == moving
     assert {name for *_, name in timeline.lanes["to_host"]} == moving
-    assert {name for *_, name in timeline.lanes["compute"]} == {h.name for h in helds}
+    assert {name for *_, name in timeline.lanes["compute"]} == {h.name for h in chunks}
     came = {name for *_, name in timeline.lanes["to_device"]}
-    assert moving <= came <= moving | {h.name for h in helds if not h.stays}
+    assert moving <= came <= moving | {h.name for h in chunks if not h.stays}
     timeline.save(tmp_path / "step.json")
     assert Timeline.load(tmp_path / "step.json") == timeline
 

@@ -6,7 +6,6 @@ from cai_gemini.offload import Tiers, Tuning, offload
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.placement import Placement
 from cai_gemini.residency import ChunkResidency
-from cai_gemini.speculation import Speculation
 from cai_gemini.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -19,7 +18,6 @@ __all__ = [
     "Placement",
     "RowwiseAdagrad",
     "ShardedEmbedding",
-    "Speculation",
     "Tiers",
     "Timeline",
     "Tuning",

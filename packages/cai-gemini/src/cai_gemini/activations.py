@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from cai_gemini.away import Away, HostStore, Kept, is_dense
+from cai_gemini.host_store import HostStore, OffloadedTensor, ResidentTensor, is_dense
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import blocks
 
@@ -108,7 +108,7 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held for activations, in use or for the next step."""
+        """Host memory kept for activations, in use or for the next step."""
         return sum(store.nbytes for store in self._stores.values())
 
     @property
@@ -142,12 +142,12 @@ class ActivationOffload:
             self._stores[device] = HostStore(device, self._in_flight)
         store = self._stores[device]
         store.begin()
-        entries: dict[Key, Away | Kept] = {}
+        entries: dict[Key, OffloadedTensor | ResidentTensor] = {}
         sent: list[_Sent] = []
         for tensor in tensors:
             if not stays and tensor.device == device and self._may_leave(tensor):
                 sent.append(self._send(store, tensor))
-                entries[key_of(tensor)] = sent[-1].away
+                entries[key_of(tensor)] = sent[-1].offloaded
             else:
                 entries.setdefault(key_of(tensor), _keep(tensor))
         boundary = Boundary(store, entries, sent, self._last, self._in_flight - 1)
@@ -175,15 +175,15 @@ def _nothing() -> None:
     return None
 
 
-def _keep(tensor: torch.Tensor) -> Kept:
-    return Kept(tensor.detach(), None if tensor.is_inference() else tensor._version)
+def _keep(tensor: torch.Tensor) -> ResidentTensor:
+    return ResidentTensor(tensor.detach(), None if tensor.is_inference() else tensor._version)
 
 
 class _Sent:
     """A tensor that has left, to be found again when another block is called with it."""
 
-    def __init__(self, tensor: weakref.ref[torch.Tensor], version: int, away: Away):
-        self.tensor, self.version, self.away = tensor, version, away
+    def __init__(self, tensor: weakref.ref[torch.Tensor], version: int, offloaded: OffloadedTensor):
+        self.tensor, self.version, self.offloaded = tensor, version, offloaded
 
 
 Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
@@ -210,7 +210,7 @@ class Boundary:
     def __init__(
         self,
         store: HostStore,
-        entries: dict[Key, Away | Kept],
+        entries: dict[Key, OffloadedTensor | ResidentTensor],
         sent: list[_Sent],
         previous: Callable[[], Boundary | None],
         ahead: int,

@@ -2,20 +2,18 @@
 
 Adam and AdamW run torch's fused kernel over blocks that stay in the processor's cache, so that gradients are widened
 and scaled on the way and the new weights written in the dtype of computation: 28 bytes of memory a parameter. Any other
-optimizer runs its own `step` on the chunk's parameters.
+optimizer runs its own `step`, on stand-ins for the chunk's parameters.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from cai_gemini.apart_step import step_apart
+from cai_gemini.stand_ins import step_stand_ins
 from cai_gemini.unit import Unit
 
 HOST_BLOCK = 2**20
@@ -23,16 +21,6 @@ DEVICE_BLOCK = 2**24
 
 Group = dict[str, Any]
 Groups = list[tuple[Group, list[int]]]
-
-
-class Before(Protocol):
-    """Keeps what a step is about to change."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """A tensor on the host."""
-
-    def keep_state(self, states: MutableMapping[Any, Any], key: Any) -> None:
-        """What an optimizer holds under `key`."""
 
 
 def has_two_moments(optimizer: torch.optim.Optimizer) -> bool:
@@ -102,8 +90,7 @@ class ChunkStep:
 
     def put_state(self, index: int, state: dict[str, Any]) -> None:
         """Let `state` be, or be among, the optimizer's state of kept parameter `index`."""
-        if state:
-            self._optimizer.state[self._unit.kept[index]].update(state)
+        self._optimizer.state[self._unit.kept[index]].update(state)
 
     @property
     def has_state(self) -> bool:
@@ -125,11 +112,6 @@ class ChunkStep:
             for group, indices in found
         ]
 
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether a step with a `Before` can be undone: the first of Adam makes moments for all parameters at once."""
-        return not self.fused or self._moments is not None
-
     @torch.no_grad()
     def run(
         self,
@@ -137,7 +119,6 @@ class ChunkStep:
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
-        before: Before | None = None,
     ) -> None:
         """Step with `gradient * scale` and write the new weights.
 
@@ -146,15 +127,16 @@ class ChunkStep:
             gradient: [n], as the unit's shard, where the state is, any float dtype.
             scale: of the gradient.
             weights: [n] in the dtype of computation; the new values go there.
-            before: is given master weights and state, piece by piece, before they change.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.fused:
                 first, second = self._adam_state()
                 state = (self._unit.shard, first, second)
-                self.run_adam(groups, gradient, scale, weights, state, before)
+                self.run_adam(groups, gradient, scale, weights, state)
             else:
-                self._run_any(groups, gradient, scale, weights, before)
+                made = self.run_any(groups, gradient, scale, weights, self._unit.shard, {})
+                for i, state in made.items():
+                    self.put_state(i, state)
 
     # -- Adam ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +148,6 @@ class ChunkStep:
         scale: float | torch.Tensor,
         weights: torch.Tensor,
         state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        before: Before | None = None,
     ) -> None:
         """Adam on `state`: master weights and both moments, flat, which need not be where the chunk's are."""
         master, first, second = state
@@ -174,11 +155,8 @@ class ChunkStep:
         size = DEVICE_BLOCK if master.is_cuda else HOST_BLOCK
         apart = scaled or gradient.dtype != master.dtype
         scratch = master.new_empty(min(size, master.numel())) if apart else None
-        for block in self.blocks(groups, size, master.device, before):
+        for block in self.blocks(groups, size, master.device):
             part = slice(block.low, block.high)
-            if before is not None:
-                for tensor in state:
-                    before.keep(tensor[part])
             grad = gradient[part]
             if scratch is not None:
                 grad = scratch[: grad.numel()].copy_(grad)
@@ -187,9 +165,7 @@ class ChunkStep:
             if weights.data_ptr() != master.data_ptr():
                 weights[part].copy_(master[part])
 
-    def blocks(
-        self, groups: Groups, size: int, device: torch.device, before: Before | None = None
-    ) -> list[AdamBlock]:
+    def blocks(self, groups: Groups, size: int, device: torch.device) -> list[AdamBlock]:
         """What a step of Adam runs over, at most `size` elements each, and counts that step.
 
         One parameter after the other: the host's kernel rounds the last few elements of a tensor in its own way.
@@ -198,8 +174,6 @@ class ChunkStep:
         for group, indices in groups:
             for i in indices:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
-                if before is not None:
-                    before.keep(count)
                 count += 1
                 step = torch.full((), float(count), device=device)
                 low, high = self._unit.ranges[i]
@@ -279,61 +253,33 @@ class ChunkStep:
 
     # -- any other -----------------------------------------------------------------------------------------------
 
-    def _run_any(
+    @torch.no_grad()
+    def run_any(
         self,
         groups: Groups,
         gradient: torch.Tensor,
         scale: float | torch.Tensor,
         weights: torch.Tensor,
-        before: Before | None,
-    ) -> None:
-        unit = self._unit
-        wide = gradient.to(unit.shard.dtype, copy=True).mul_(scale)
-        part = copy.copy(self._optimizer)
-        part.param_groups = []
-        for group, indices in groups:
-            params = [unit.kept[i] for i in indices]
-            for i, param in zip(indices, params, strict=True):
-                low, high = unit.ranges[i]
-                if before is not None:
-                    before.keep(param)
-                    before.keep_state(self._optimizer.state, param)
-                param.grad_dtype = wide.dtype  # type: ignore[attr-defined]  # that of its view for readers may differ
-                torch.Tensor.grad.__set__(param, wide[low:high])  # type: ignore[attr-defined]
-            part.param_groups.append({**group, "params": params})
-        inspect.unwrap(type(self._optimizer).step)(part)
-        for _, indices in groups:
-            for i in indices:
-                torch.Tensor.grad.__set__(unit.kept[i], None)  # type: ignore[attr-defined]
-        if weights.data_ptr() != unit.shard.data_ptr():
-            weights.copy_(unit.shard)
-
-    @torch.no_grad()
-    def run_apart(
-        self,
-        groups: Groups,
-        gradient: torch.Tensor,
-        scale: float,
-        weights: torch.Tensor,
         master: torch.Tensor,
-        tensors: Sequence[dict[str, torch.Tensor]],
+        tensors: Mapping[int, dict[str, torch.Tensor]],
     ) -> dict[int, dict[str, Any]]:
-        """As `run` for any optimizer, on master weights that are not where the chunk's are.
+        """The optimizer's own step on `master`, master weights that need not be where the chunk's are.
 
         Args:
             master: [n], stepped in place.
-            tensors: by parameter, what is not where the optimizer's state says.
+            tensors: by parameter, state that is not where the optimizer says.
 
-        Returns the state of the parameters that were stepped.
+        Returns the state that the step left, by parameter.
         """
         wide = gradient.to(master.dtype, copy=True).mul_(scale)
         parts = {i: slice(*self._unit.ranges[i]) for _, indices in groups for i in indices}
+        states = {i: {**self.state_of(i), **tensors.get(i, {})} for i in parts}
         with torch._C.DisableTorchFunctionSubclass():
-            made = step_apart(
+            made = step_stand_ins(
                 self._optimizer,
                 groups,
                 {i: (master[part], wide[part]) for i, part in parts.items()},
-                {i: {**self._optimizer.state.get(self._unit.kept[i], {}), **tensors[i]} for i in parts},
+                {i: state for i, state in states.items() if state},
             )
         if weights.data_ptr() != master.data_ptr():
             weights.copy_(master)

@@ -1,4 +1,4 @@
-"""What a pass took and held: seconds of compute and bytes beside the chunks, use by use."""
+"""What a pass took: seconds of compute and bytes beside the chunks, use by use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
 
     Args:
         device: whose compute stream is timed.
-        ledger: of the bytes that chunks hold there.
+        ledger: of the bytes that chunks take there.
         observe: bytes in use on the device at most since the last call; default: of torch's allocator on CUDA, and
             what the ledger has on a CPU, where nothing else is counted.
     """

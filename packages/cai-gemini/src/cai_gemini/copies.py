@@ -8,6 +8,7 @@ import torch
 
 from cai_gemini.pinned import HostPool, host_memory
 from cai_gemini.timeline import Recorder
+from cai_mesh.comm import SideStream
 
 Tensors = list[torch.Tensor]
 # Priority of streams: a GPU has few queues, and those that streams share can make compute stand behind copies.
@@ -20,7 +21,7 @@ class Copied:
     Args:
         event: behind the copy; None: it is done.
         stream: that copies.
-        held: the device tensors it reads or writes. They are kept until somebody has waited; where nobody ever does,
+        kept: the device tensors it reads or writes. They are kept until somebody has waited; where nobody ever does,
             the allocator is told of the stream before they are let go.
     """
 
@@ -28,22 +29,22 @@ class Copied:
         self,
         event: torch.cuda.Event | None,
         stream: torch.cuda.Stream | None = None,
-        held: Sequence[torch.Tensor] = (),
+        kept: Sequence[torch.Tensor] = (),
     ):
-        self.event, self._stream, self._held = event, stream, held
+        self.event, self._stream, self._kept = event, stream, kept
 
     def wait(self) -> None:
         """Let the current stream, of the device of the copy, wait for it."""
         if self.event is not None:
             device = None if self._stream is None else self._stream.device
             torch.cuda.current_stream(device).wait_event(self.event)
-        self._held = ()
+        self._kept = ()
 
     def synchronize(self) -> None:
         """Wait on the host."""
         if self.event is not None:
             self.event.synchronize()
-        self._held = ()
+        self._kept = ()
 
     @property
     def done(self) -> bool:
@@ -51,7 +52,7 @@ class Copied:
 
     def __del__(self) -> None:
         if self._stream is not None:
-            for tensor in self._held:
+            for tensor in self._kept:
                 tensor.record_stream(self._stream)
 
 
@@ -93,12 +94,11 @@ class Copies:
         self.device = device
         self.recorder: Recorder | None = None
         self.host = HostPool(device)
-        self._up = torch.cuda.Stream(device, FIRST) if device.type == "cuda" else None
-        self._down = torch.cuda.Stream(device, FIRST) if device.type == "cuda" else None
+        self._up, self._down = SideStream(device, priority=FIRST), SideStream(device, priority=FIRST)
 
     def mark(self) -> torch.cuda.Event | None:
         """Where the compute stream is now."""
-        if self._up is None:
+        if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
@@ -110,22 +110,22 @@ class Copies:
         source: torch.Tensor,
         after: torch.cuda.Event | None,
         *,
-        held: bool = False,
+        kept: bool = False,
         name: str = "activations",
     ) -> Copied:
         """Copy pinned host memory to the device, once the compute stream has passed `after`.
 
-        held: the device memory is not given up before the compute stream has waited for the copy. Otherwise the
+        kept: the device memory is not given up before the compute stream has waited for the copy. Otherwise the
             allocator keeps it until all that the copying stream has been given by then is done.
         name: of what is copied, on a timeline.
         """
-        return self._copy((self._up, "to_device"), [target], [source], after, held, name)
+        return self._copy((self._up, "to_device"), [target], [source], after, kept, name)
 
     def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, *, held: bool = False, name: str = "activations"
+        self, target: torch.Tensor, source: torch.Tensor, *, kept: bool = False, name: str = "activations"
     ) -> Copied:
         """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
-        return self._copy((self._down, "to_host"), [target], [source], self.mark(), held, name)
+        return self._copy((self._down, "to_host"), [target], [source], self.mark(), kept, name)
 
     def all_to_device(
         self, targets: Tensors, sources: Tensors, after: torch.cuda.Event | None, name: str
@@ -148,17 +148,15 @@ class Copies:
 
     def _copy(
         self,
-        lane: tuple[torch.cuda.Stream | None, str],
+        lane: tuple[SideStream, str],
         targets: Tensors,
         sources: Tensors,
         after: torch.cuda.Event | None,
-        held: bool,
+        kept: bool,
         name: str,
     ) -> Copied:
-        stream, recorder = lane[0], self.recorder
-        with torch.cuda.stream(stream):
-            if stream is not None and after is not None:
-                stream.wait_event(after)
+        stream, recorder = lane[0].stream, self.recorder
+        with lane[0].work(after):
             begin = recorder.now(stream) if recorder is not None else None
             torch._foreach_copy_(
                 targets, sources, non_blocking=stream is not None
@@ -168,9 +166,9 @@ class Copies:
             if stream is None:
                 return Copied(None)
             tensors = targets if targets[0].is_cuda else sources
-            if not held:
+            if not kept:
                 for tensor in tensors:
-                    tensor.record_stream(stream)
+                    lane[0].keep(tensor)
             done = torch.cuda.Event(blocking=True)  # a thread that spins takes a core from host steps
             done.record(stream)
-            return Copied(done, stream, tensors if held else ())
+            return Copied(done, stream, tensors if kept else ())

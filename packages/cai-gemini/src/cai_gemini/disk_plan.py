@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
@@ -88,25 +87,17 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> int:
     return 1 + bool(options.get("centered")) + bool(options.get("momentum") and "alpha" in options)
 
 
-def host_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk, *, delay: bool = False) -> int:
-    """The most host memory that chunks take between steps and in one, with one backward a step.
-
-    delay: whether steps on the host are delayed.
-    """
+def host_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
+    """The most host memory that chunks take between steps and in one, with one backward a step."""
     total = 0
     for i, chunk in enumerate(chunks):
         gradient = chunk.weights if chunk.gradient is None else chunk.gradient
-        total += gradient * (2 if delay else 1) if chunk.trains else 0  # and the one before
+        total += gradient if chunk.trains else 0
         total += 0 if i in disk.every else chunk.master + chunk.state
         total += 0 if i in disk.weights else chunk.weights
     streamed = [_streamed(chunks[i], i in disk.weights) for i in disk.state]
     staged = [chunks[i].weights for i in disk.weights]
     return total + STREAMED * max(streamed, default=0) + BUFFERS * max(staged, default=0)
-
-
-def _stepped_there(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
-    """Bytes of what steps change in host memory, but for weights to copy."""
-    return sum(c.master + c.state for i, c in enumerate(chunks) if c.trains and i not in disk.every)
 
 
 def _streamed(chunk: ChunkBytes, weights: bool) -> int:
@@ -147,13 +138,8 @@ def choose(
     host_memory: int | str | None,
     *,
     disk: bool,
-    images: int = 0,
-    delay: bool = False,
 ) -> OnDisk:
     """Which chunks use the disk: as asked by fractions, and more where host memory would not do, state first.
-
-    images: bytes for before-images of state in memory, which are no more than it.
-    delay: whether steps on the host are delayed, which those on a disk cannot be.
 
     Raises `PlanError` where that is not possible, with what host memory would do.
     """
@@ -165,33 +151,18 @@ def choose(
     allowed = math.inf if host_memory is None else parse_bytes(host_memory)
     first = OnDisk(asked, also)
     for found in _more(chunks, first) if disk else [first]:
-        needed = host_bytes(chunks, found, delay=delay) + min(images, _stepped_there(chunks, found))
+        needed = host_bytes(chunks, found)
         if needed <= allowed:
-            if delay and found.state:
-                _refuse_delay(found, asked)
             return found
         least = min(least, needed)
     raise PlanError(
         "the host memory is too small for what may have to live there",
         got=host_memory if isinstance(host_memory, str) else f"{host_memory:,} bytes",
         expected=f"{least:,} bytes",
-        cause=(
-            "gradients, and chunks on their way from and to the disk"
-            if disk
-            else "gradients and weights to copy, master weights and optimizer state"
-        )
-        + (", before-images of steps taken early" if images else "")
-        + (", new weights of delayed steps" if delay else ""),
+        cause="gradients, and chunks on their way from and to the disk"
+        if disk
+        else "gradients and weights to copy, master weights and optimizer state",
         fix="raise host_memory, or train in a smaller dtype" + ("" if disk else ", or pass nvme"),
-    )
-
-
-def _refuse_delay(found: OnDisk, asked: frozenset[int]) -> NoReturn:
-    raise PlanError(
-        "steps over state on a disk are not delayed",
-        got=f"delay=True and the state of {len(found.state)} chunks on the disk",
-        cause="asked for" if asked else "host memory, of which delay takes more, has no room for it",
-        fix="leave delay out, or keep state in host memory",
     )
 
 

@@ -1,27 +1,27 @@
-"""Master weights and optimizer state of one chunk on a disk: lent to whoever reads them, stepped where they are read.
+"""Master weights and optimizer state of one chunk on a disk: loaded for whoever reads them, stepped as they are read.
 
-Between uses the kept parameters have shapes and no values. Whoever reads one is lent the chunk: its master weights and
-state come into memory, and stay until the next step, which writes back what was changed. Of an optimizer's state, every
-tensor with as many elements as its parameter is there, in a region for all of the chunk's parameters; counters and
-other small things stay in memory.
+Between uses the kept parameters have shapes and no values. When somebody reads one, master weights and state of the
+chunk are loaded into memory, where they stay until the next step, which writes back what was changed. Of an optimizer's
+state, every tensor with as many elements as its parameter is on the disk, in a region for all of the chunk; counters
+and other small things stay in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import nn
 
 from cai_gemini.chunk_step import ChunkStep, Groups
+from cai_gemini.host_weights import HostWeights
 from cai_gemini.nvme import NvmeStore, Region
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
+from cai_gemini.unit import Unit
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Job = Callable[[list[torch.Tensor]], None]
+Key = tuple[str, torch.dtype]
 
 
 @dataclass(eq=False)
@@ -41,7 +41,9 @@ class DiskState:
     """Master weights of one chunk, and what state its optimizer has, on a disk from now on.
 
     Args:
-        held: the chunk, not stepped yet.
+        name: of the chunk.
+        unit: the chunk, not stepped yet.
+        host_weights: what is copied to the device, with the values of the master weights.
         store: takes the regions. Raises `NvmeError` where the disk has no room.
 
     Attributes:
@@ -49,16 +51,16 @@ class DiskState:
         slots: the state's, by name and dtype.
     """
 
-    def __init__(self, held: Held, store: NvmeStore):
-        self._held, self._store = held, store
-        shard = held.unit.shard
-        self.master = store.reserve(f"{held.name} (master weights)", shard.numel(), shard.dtype)
-        self.slots: dict[tuple[str, torch.dtype], Slot] = {}
-        self._flats: list[torch.Tensor] = []  # lent, in the order of slots
-        self._lent: (
-            list[tuple[torch.Tensor, int]] | None
-        ) = []  # what is in memory, and its versions; [] once written to
-        self.give_back()
+    def __init__(self, name: str, unit: Unit, host_weights: HostWeights, store: NvmeStore):
+        self._name, self._unit, self._host_weights, self._store = name, unit, host_weights, store
+        self._step: ChunkStep | None = None
+        shard = unit.shard
+        self.master = store.reserve(f"{name} (master weights)", shard.numel(), shard.dtype)
+        self.slots: dict[Key, Slot] = {}
+        self._flats: list[torch.Tensor] = []  # state that is loaded, in the order of slots
+        # what is loaded, with its versions then; [] once it was written to; None where nothing is
+        self._loaded: list[tuple[torch.Tensor, int]] | None = []
+        self.unload()
 
     @property
     def regions(self) -> list[Region]:
@@ -67,8 +69,8 @@ class DiskState:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it is lent."""
-        return self._lent is not None
+        """Whether it is loaded."""
+        return self._loaded is not None
 
     def _nothing(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(1, dtype=dtype).expand(self.master.numel)
@@ -76,62 +78,63 @@ class DiskState:
     # -- state ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def adopt_state(self) -> None:
-        """Take the optimizer's state, once the chunk is stepped by it. Adam's starts as zeros that take no writing."""
-        step = self._held.step
-        if step is None:
-            return
+    def adopt_state(self, step: ChunkStep) -> None:
+        """Take the state of what steps the chunk from now on. Adam's starts as zeros that take no writing."""
         has_state = step.has_state
         if has_state:
-            self.borrow()
+            self.load()
+        self._step = step
         if step.fused:
             for name in MOMENTS:
                 slot = self._slot((name, self.master.dtype), zeros=True)
-                slot.members.update(range(len(self._held.unit.kept)))
+                slot.members.update(range(len(self._unit.kept)))
         if has_state:
-            self._lent = []
-            self.give_back()
+            self._loaded = []
+            self.unload()
         elif step.fused:
             self._put([self._nothing(self.master.dtype)] * 3)
 
-    def _slot(self, key: tuple[str, torch.dtype], *, zeros: bool = False) -> Slot:
+    def _slot(self, key: Key, *, zeros: bool = False) -> Slot:
         if key not in self.slots:
-            name = f"{self._held.name} ({key[0]})"
+            name = f"{self._name} ({key[0]})"
             self.slots[key] = Slot(self._store.reserve(name, self.master.numel, key[1], zeros=zeros), set())
         return self.slots[key]
 
-    def _found(self) -> dict[tuple[str, torch.dtype], dict[int, torch.Tensor]]:
+    def _found(self) -> dict[Key, dict[int, torch.Tensor]]:
         """The optimizer's tensors that belong on the disk, by name and dtype, by parameter."""
-        step = self._held.step
+        step = self._step
         if step is None:
             return {}
         if step.fused:
             step.moments()  # there from the start, for every parameter
-        return belonging({i: step.state_of(i) for i in range(len(self._held.unit.kept))}, self._held)
+        return belonging({i: step.state_of(i) for i in range(len(self._unit.kept))}, self._unit.kept)
 
     def _everything(self) -> list[torch.Tensor]:
-        """Everything that is lent, as it is now."""
+        """Everything that is loaded, as it is now."""
         found = self._found()
         return [
-            self._held.unit.shard,
-            *self._held.unit.kept,
+            self._unit.shard,
+            *self._unit.kept,
             *(tensor for tensors in found.values() for _, tensor in sorted(tensors.items())),
         ]
 
-    def _changed(self) -> bool:
-        assert self._lent is not None
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written to what is loaded."""
+        if self._loaded is None:
+            return False
         with torch._C.DisableTorchFunctionSubclass():
             now = self._everything()
-            return len(now) != len(self._lent) or any(
-                a is not b or a._version != version for a, (b, version) in zip(now, self._lent, strict=True)
+            return len(now) != len(self._loaded) or any(
+                a is not b or a._version != version for a, (b, version) in zip(now, self._loaded, strict=True)
             )
 
-    # -- lending -------------------------------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def borrow(self) -> None:
+    def load(self) -> None:
         """Bring all of it into memory, unless it is there."""
-        if self._lent is not None:
+        if self._loaded is not None:
             return
         buffers = [self._store.buffer(region.numel, region.dtype) for region in self.regions]
         reads = [self._store.read(region, out) for region, out in zip(self.regions, buffers, strict=True)]
@@ -139,36 +142,35 @@ class DiskState:
             read.wait()
         self._put(buffers)
         with torch._C.DisableTorchFunctionSubclass():
-            self._lent = [(tensor, tensor._version) for tensor in self._everything()]
+            self._loaded = [(tensor, tensor._version) for tensor in self._everything()]
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let these be master weights and state, in the order of `regions`."""
-        held = self._held
+        step = self._step
         with torch._C.DisableTorchFunctionSubclass():
-            held.unit.move_shard(tensors[0])
+            self._unit.move_shard(tensors[0])
             self._flats = list(tensors[1:])
-            if held.step is not None and held.step.fused and self.slots:
-                held.step.put_moments(tensors[1], tensors[2])
-            elif held.step is not None:
+            if step is not None and step.fused and self.slots:
+                step.put_moments(tensors[1], tensors[2])
+            elif step is not None:
                 for (name, _), slot, flat in zip(self.slots, self.slots.values(), self._flats, strict=True):
                     for i in slot.members:
-                        held.step.put_state(i, {name: flat[slice(*held.unit.ranges[i])]})
-        held.home.adopt()
+                        step.put_state(i, {name: flat[slice(*self._unit.ranges[i])]})
+        self._host_weights.adopt()
 
     @torch.no_grad()
-    def give_back(self) -> None:
-        """Write what has changed in memory and let go of it."""
-        if self._lent is None:
+    def unload(self) -> None:
+        """Write what was changed in memory, and let go of it."""
+        if self._loaded is None:
             return
-        if self._changed():
-            self._held.show_writes()
+        if self.is_changed:
             with torch._C.DisableTorchFunctionSubclass():
                 self._write()
         self._put([self._nothing(region.dtype) for region in self.regions])
-        self._lent, self._flats = None, []
+        self._loaded, self._flats = None, []
 
     def _write(self) -> None:
-        writes = [self._store.write(self.master, self._held.unit.shard)]
+        writes = [self._store.write(self.master, self._unit.shard)]
         found = self._found()
         for slot in self.slots.values():
             slot.members.clear()
@@ -179,12 +181,14 @@ class DiskState:
         for write in writes:
             write.wait()
 
-    def _flat(self, key: tuple[str, torch.dtype], tensors: dict[int, torch.Tensor]) -> torch.Tensor:
-        """State of one name and dtype, [n]: what was lent, while nothing was put in its place."""
-        parts = {i: slice(*self._held.unit.ranges[i]) for i in tensors}
-        lent = dict(zip(self.slots, self._flats, strict=False)).get(key)
-        if lent is not None and all(t.data_ptr() == lent[parts[i]].data_ptr() for i, t in tensors.items()):
-            return lent
+    def _flat(self, key: Key, tensors: dict[int, torch.Tensor]) -> torch.Tensor:
+        """State of one name and dtype, [n]: what was loaded, while nothing was put in its place."""
+        parts = {i: slice(*self._unit.ranges[i]) for i in tensors}
+        loaded = dict(zip(self.slots, self._flats, strict=False)).get(key)
+        if loaded is not None and all(
+            t.data_ptr() == loaded[parts[i]].data_ptr() for i, t in tensors.items()
+        ):
+            return loaded
         flat = self._store.buffer(self.master.numel, key[1]).zero_()
         for i, tensor in tensors.items():
             flat[parts[i]].copy_(tensor.flatten())
@@ -195,7 +199,6 @@ class DiskState:
     @torch.no_grad()
     def step(
         self,
-        step: ChunkStep,
         groups: Groups,
         gradient: tuple[torch.Tensor, float],
         tensors: Sequence[torch.Tensor],
@@ -204,63 +207,66 @@ class DiskState:
         """Step what was read from the disk; it is to be written back.
 
         Args:
-            step: steps the chunk.
             groups: of `ChunkStep.groups`.
             gradient: [n], and what it is multiplied by.
             tensors: what `regions` held; state that the step makes gets regions, and is written, here.
             weights: [n] in the dtype of computation; the new values go there. May be the master weights.
         """
+        step = self._step
+        assert step is not None
         if step.fused:
             step.run_adam(groups, *gradient, weights, (tensors[0], tensors[1], tensors[2]))
             return
-        keys, kept = list(self.slots), self._held.unit.kept
-        parts = [
-            {key[0]: flat[slice(*self._held.unit.ranges[i])] for key, flat in self._pairs(keys, tensors, i)}
-            for i in range(len(kept))
-        ]
-        made = step.run_apart(groups, *gradient, weights, tensors[0], parts)
+        keys, ranges = list(self.slots), self._unit.ranges
+        parts = {
+            i: {key[0]: flat[slice(*ranges[i])] for key, flat in self._pairs(keys, tensors, i)}
+            for i in range(len(self._unit.kept))
+        }
+        made = step.run_any(groups, *gradient, weights, tensors[0], parts)
         with torch._C.DisableTorchFunctionSubclass():
-            self._keep(made, parts, dict(zip(keys, tensors[1:], strict=False)))
+            self._keep(step, made, parts, dict(zip(keys, tensors[1:], strict=False)))
 
     def _pairs(
-        self, keys: Sequence[tuple[str, torch.dtype]], tensors: Sequence[torch.Tensor], index: int
-    ) -> list[tuple[tuple[str, torch.dtype], torch.Tensor]]:
+        self, keys: Sequence[Key], tensors: Sequence[torch.Tensor], index: int
+    ) -> list[tuple[Key, torch.Tensor]]:
         slots = zip(keys, tensors[1 : 1 + len(keys)], strict=True)
         return [(key, flat) for key, flat in slots if index in self.slots[key].members]
 
     def _keep(
         self,
-        made: dict[int, dict],
-        parts: Sequence[dict[str, torch.Tensor]],
-        flats: dict[tuple[str, torch.dtype], torch.Tensor],
+        step: ChunkStep,
+        made: dict[int, dict[str, Any]],
+        parts: Mapping[int, dict[str, torch.Tensor]],
+        flats: dict[Key, torch.Tensor],
     ) -> None:
         """Take over the state that a step left: into what was read, or into a new region for what was not there."""
-        held, new = self._held, {}
-        assert held.step is not None
-        found = belonging(made, held)
+        ranges, new = self._unit.ranges, dict[Key, torch.Tensor]()
+        found = belonging(made, self._unit.kept)
         for key, tensors in found.items():
             for i, tensor in tensors.items():
                 if parts[i].get(key[0]) is not tensor:
                     if key not in flats:
                         flats[key] = new[key] = self._store.buffer(self.master.numel, key[1]).zero_()
-                    flats[key][slice(*held.unit.ranges[i])].copy_(tensor.flatten())
+                    flats[key][slice(*ranges[i])].copy_(tensor.flatten())
                 self._slot(key).members.add(i)
         for i, state in made.items():
-            away = {
-                name: self._nothing(dtype)[slice(*held.unit.ranges[i])]
+            on_disk = {
+                name: self._nothing(dtype)[slice(*ranges[i])]
                 for (name, dtype), tensors in found.items()
                 if i in tensors
             }
-            held.step.put_state(i, {**state, **away})
+            step.put_state(i, {**state, **on_disk})
         for write in [self._store.write(self.slots[key].region, flat) for key, flat in new.items()]:
             write.wait()
 
 
-def belonging(states: dict[int, dict], held: Held) -> dict[tuple[str, torch.dtype], dict[int, torch.Tensor]]:
+def belonging(
+    states: Mapping[int, dict[str, Any]], kept: Sequence[nn.Parameter]
+) -> dict[Key, dict[int, torch.Tensor]]:
     """The tensors of parameters' states that are as large as their parameters, by name and dtype, by parameter."""
-    found: dict[tuple[str, torch.dtype], dict[int, torch.Tensor]] = {}
+    found: dict[Key, dict[int, torch.Tensor]] = {}
     for i, state in states.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == held.unit.kept[i].numel():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == kept[i].numel():
                 found.setdefault((name, value.dtype), {})[i] = value
     return found

@@ -1,4 +1,4 @@
-"""From which chunks are to use a disk to chunks that do."""
+"""Lets chunks use the disk that a plan puts there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.disk_plan import ChunkBytes, OnDisk, disk_bytes
 from cai_gemini.disk_weights import Staging
 from cai_gemini.engine import Engine
-from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.rates import measure_disk
 from cai_gemini.simulate import DiskBytes, Rates
@@ -18,7 +18,7 @@ from cai_mesh.errors import PlanError
 
 
 def open_store(
-    nvme: str | os.PathLike[str] | None, chunks: Sequence[ChunkBytes], on_disk: OnDisk
+    nvme: str | os.PathLike[str] | None, sizes: Sequence[ChunkBytes], on_disk: OnDisk
 ) -> NvmeStore | None:
     """A store in directory `nvme`, if any chunk uses one.
 
@@ -26,7 +26,7 @@ def open_store(
     """
     if nvme is None or not on_disk.every:
         return None
-    store, needed = NvmeStore(nvme), disk_bytes(chunks, on_disk)
+    store, needed = NvmeStore(nvme), disk_bytes(sizes, on_disk)
     free = shutil.disk_usage(nvme).free
     if needed > free:
         store.close()
@@ -47,29 +47,31 @@ def rates_with_disk(store: NvmeStore | None, known: Rates) -> Rates:
     return replace(known, disk_read=read, disk_write=written)
 
 
-def disk_traffic(helds: Sequence[Held]) -> dict[int, DiskBytes]:
+def disk_traffic(chunks: Sequence[OffloadedChunk]) -> dict[int, DiskBytes]:
     """What chunks move from and to the disk, by index, as far as it is known before the first step."""
     found: dict[int, DiskBytes] = {}
-    for index, held in enumerate(helds):
-        if held.disk is not None:
-            weights = held.sizes.weights if held.home.disk is not None else 0
-            steps = held.step is not None
-            read = sum(region.nbytes for region in held.disk.regions) if steps else 0
-            written = sum(region.nbytes for region in held.disk_regions()) if steps else 0
+    for index, chunk in enumerate(chunks):
+        if chunk.disk is not None:
+            weights = chunk.sizes.weights if chunk.host_weights.disk is not None else 0
+            steps = chunk.step is not None
+            read = sum(region.nbytes for region in chunk.disk.regions) if steps else 0
+            written = sum(region.nbytes for region in chunk.disk_regions()) if steps else 0
             found[index] = DiskBytes(read, written, weights)
     return found
 
 
-def disk_user(engine: Engine, chunks: Sequence[ChunkBytes], on_disk: OnDisk) -> Callable[[int, Held], None]:
+def disk_user(
+    engine: Engine, sizes: Sequence[ChunkBytes], on_disk: OnDisk
+) -> Callable[[int, OffloadedChunk], None]:
     """What puts chunks, by index, on the disk as soon as they are made, so that one at a time is in memory."""
     store = engine.store
     if store is None:
-        return lambda index, held: None
-    largest = max((chunks[i].weights for i in on_disk.weights), default=0)
+        return lambda index, chunk: None
+    largest = max((sizes[i].weights for i in on_disk.weights), default=0)
     staging = Staging(store, largest, engine.copies.device) if largest else None
 
-    def use(index: int, held: Held) -> None:
+    def use(index: int, chunk: OffloadedChunk) -> None:
         if index in on_disk.every:
-            held.to_disk(store, staging if index in on_disk.weights else None)
+            chunk.to_disk(store, staging if index in on_disk.weights else None)
 
     return use

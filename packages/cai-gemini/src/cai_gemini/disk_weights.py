@@ -125,6 +125,6 @@ class DiskWeights:
             if copies.recorder is not None:
                 copies.recorder.span("disk", begun, time.perf_counter(), name)
             with torch.no_grad():
-                return copies.to_device(target, weights, free, held=True, name=name)
+                return copies.to_device(target, weights, free, kept=True, name=name)
 
         self._staging.fetch(self._region, send, coming)

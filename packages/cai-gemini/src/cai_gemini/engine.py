@@ -16,26 +16,21 @@ import torch
 
 from cai_gemini.allocator import let_go
 from cai_gemini.budget import UNLIMITED, memory_for
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.clock import Clock
 from cai_gemini.copies import Copied, Copies
-from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_step import step_on_disk
-from cai_gemini.held import Held
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.policy import (
     IN_FLIGHT,
-    NONE_EARLY,
-    Early,
     Moves,
     Plan,
     Sizes,
     decide,
-    early_steps,
     fits,
     room,
     smallest_budget,
 )
-from cai_gemini.speculation import Tally
 from cai_gemini.states import Ledger, State
 from cai_gemini.streamed import Streaming, keep_streamed
 from cai_gemini.timeline import Recorder, Timeline
@@ -54,35 +49,29 @@ class Schedule:
         budget: bytes of device memory for everything.
         planner: from a trace, sizes and the number of backward passes a step to what stays.
         warmup: optimizer steps before it plans.
-        early: steps that may be taken during backward.
     """
 
     budget: int
     planner: Planner
     warmup: int = 2
-    early: Early = NONE_EARLY
 
 
 class Engine:
-    """Chunks on one device, which are made with it; then it is started.
+    """Moves the chunks of a model between host and device. The chunks are made with it; then `start` takes them.
 
-    A pass is what lies between `begin` and `end`, usually a forward and a backward: that is what is traced while
-    `recording`.
+    A pass is what lies between `begin` and `end`, usually a forward and a backward. While `recording`, it is traced.
 
     Args:
-        device: where they are used.
-        delay: whether steps on the host are delayed: its chunks are `DelayedHeld`, then.
+        device: where the chunks are used.
     """
 
-    def __init__(self, device: torch.device, *, delay: bool = False):
-        self.delay = delay
+    def __init__(self, device: torch.device):
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini", device), Ledger()
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
         self._streaming: Streaming | None = None
         self.planned = False
-        self.steps = self._passes = self._usual = 0  # backwards in this step and in the one before
-        self.tally, self._early = Tally(), set[Held]()
+        self.steps = self._passes = 0  # passes of the step under way
         self._seen: list[Use] = []
         self._beside: list[int] = []
         self._also: list[frozenset[int]] = []
@@ -93,20 +82,19 @@ class Engine:
 
     def start(
         self,
-        helds: Sequence[Held],
+        chunks: Sequence[OffloadedChunk],
         schedule: Schedule,
         observe: Callable[[], int] | None,
-        always: Collection[Held] = (),
+        always: Collection[OffloadedChunk] = (),
     ) -> None:
-        """Take over `helds`; the chunks `always` stay on the device, such as those of a model around its blocks."""
-        self.helds, self._schedule = list(helds), schedule
-        self._delayed = [held for held in self.helds if isinstance(held, DelayedHeld)]
+        """Take the chunks of a model; those of `always` stay on the device, such as what lies around the blocks."""
+        self.chunks, self._schedule = list(chunks), schedule
         self._clock = Clock(self.copies.device, self.ledger, observe)
-        self._always = frozenset(i for i, held in enumerate(helds) if held in always)
+        self._always = frozenset(i for i, chunk in enumerate(chunks) if chunk in always)
         self.plan = Plan(self._always, frozenset())
         for i in self._always:
-            self.helds[i].stays = True
-            self.helds[i].bring()
+            self.chunks[i].stays = True
+            self.chunks[i].bring()
 
     def reschedule(self, schedule: Schedule) -> None:
         """Another schedule, before anything was traced."""
@@ -114,7 +102,7 @@ class Engine:
 
     @property
     def sizes(self) -> list[Sizes]:
-        return [held.sizes for held in self.helds]
+        return [chunk.sizes for chunk in self.chunks]
 
     # -- uses ----------------------------------------------------------------------------------------------------
 
@@ -130,42 +118,42 @@ class Engine:
             self._clock.seconds()
             self._clock.beside()
 
-    def prepare(self, chunk: int, *, backward: bool | None) -> None:
-        """A chunk will be used next: make room and begin to bring it, if it is away, and others ahead of their use.
+    def prepare(self, index: int, *, backward: bool | None) -> None:
+        """A chunk will be used next: make room, and begin to bring it, where it is missing, and others ahead.
 
         backward: in which direction; None where that is not known yet.
         """
-        use = Use(chunk, bool(backward))
+        use = Use(index, bool(backward))
         if self.recording:
             self._clock.stop()
             if self._seen:
                 self._beside.append(self._clock.beside())
             self._seen.append(use)
-            self._also.append(frozenset(i for i, h in enumerate(self.helds) if h.in_use and i != chunk))
+            self._also.append(frozenset(i for i, h in enumerate(self.chunks) if h.in_use and i != index))
         moves = self._moves(use, known=backward is not None)
         for other in moves.free:
-            if not self.helds[other].in_use:
-                self.helds[other].free()
+            if not self.chunks[other].in_use:
+                self.chunks[other].free()
         for other in moves.bring:
-            self.helds[other].bring()
+            self.chunks[other].bring()
 
-    def had_backward(self, chunk: int) -> None:
+    def had_backward(self, index: int) -> None:
         """The last use of a chunk was a backward: its gradient has come."""
         if self.recording:
-            last = max((i for i, use in enumerate(self._seen) if use.chunk == chunk), default=None)
+            last = max((i for i, use in enumerate(self._seen) if use.chunk == index), default=None)
             if last is not None:
-                self._seen[last] = Use(chunk, True)
+                self._seen[last] = Use(index, True)
 
-    def computing(self, held: Held) -> None:
+    def computing(self, chunk: OffloadedChunk) -> None:
         """The use of a chunk begins to compute."""
         if self.recording:
             self._clock.start()
         if self.copies.recorder is not None:
-            self.copies.recorder.used(held.name)
+            self.copies.recorder.used(chunk.name)
 
     def _moves(self, use: Use, *, known: bool) -> Moves:
         present = [
-            i for i, h in enumerate(self.helds) if h.state is not State.FREE and i not in self.plan.weights
+            i for i, h in enumerate(self.chunks) if h.state is not State.FREE and i not in self.plan.weights
         ]
         if self.trace is not None and self.planned:
             after = self._moment
@@ -175,7 +163,7 @@ class Engine:
                 return decide(self.trace, moment, present, self._sizes, self.plan, self._room)
             self._surprised = True
         free = [i for i in present if i != use.chunk]
-        missing = self.helds[use.chunk].state is State.FREE
+        missing = self.chunks[use.chunk].state is State.FREE
         return Moves(tuple(free), (use.chunk,) if missing else ())
 
     def end(self) -> None:
@@ -196,12 +184,10 @@ class Engine:
 
     # -- gradients on their way ----------------------------------------------------------------------------------
 
-    def sent(self, held: Held, copied: Copied | None) -> None:
+    def sent(self, chunk: OffloadedChunk, copied: Copied | None) -> None:
         """A gradient is on its way to the host (None: it stays)."""
         if copied is not None:
-            self._sending.append((copied, held.sizes.gradients))
-        if held in self._early and self._passes + 1 == self._usual:
-            held.speculate(self.tally)
+            self._sending.append((copied, chunk.sizes.gradients))
 
     def make_room(self) -> None:
         """Wait until one more gradient may be on the device."""
@@ -238,14 +224,14 @@ class Engine:
         let_go(device)
         self._stream()
         for i in sorted(self.plan.weights):
-            held = self.helds[i]
-            if held.state is State.FREE:
-                held.bring()
-            held.arrive()
-            held.stays = True
+            chunk = self.chunks[i]
+            if chunk.state is State.FREE:
+                chunk.bring()
+            chunk.arrive()
+            chunk.stays = True
         for i in sorted(self.plan.state):
-            if self.helds[i].step is not None:
-                self.helds[i].move_to_device()
+            if self.chunks[i].step is not None:
+                self.chunks[i].move_to_device()
         self.planned, self.recording = True, False
 
     def _stream(self) -> None:
@@ -253,7 +239,7 @@ class Engine:
         if self.plan.streamed:
             self._streaming = Streaming(self.copies, self.ledger, self.plan.buffers)
         for i in sorted(self.plan.streamed):
-            keep_streamed(self.helds[i], self.copies.device)
+            keep_streamed(self.chunks[i], self.copies.device)
 
     def _adopt(self, plan: Plan) -> None:
         assert self.trace is not None
@@ -266,59 +252,48 @@ class Engine:
                 fix="keep less on the device, or use residency='auto'",
             )
         self.plan, self._room = plan, room(self.trace, sizes, plan, self._schedule.budget)
-        early = early_steps(self.trace, sizes, plan, self._schedule.early)
-        self._early = {self.helds[i] for i in early}
-        for held in self.helds:
-            if held not in self._early:
-                held.early.free()
 
     def _heaviest(self) -> str:
         assert self.trace is not None
         sizes = self.sizes
         needs = [b + sizes[u.chunk].weights for u, b in zip(self.trace.uses, self.trace.beside, strict=True)]
-        return repr(self.helds[self.trace.uses[needs.index(max(needs))].chunk].name)
+        return repr(self.chunks[self.trace.uses[needs.index(max(needs))].chunk].name)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
     def step(self, scale: float | torch.Tensor) -> None:
         """Step every chunk that has a gradient, those used first first."""
-        self.publish()
         if self.ready_to_plan():
             self.make_plan()
         if self.copies.device.type == "cuda":
             leave_cores()
         factor = self.copies.scalar(scale)
-        for held in self._in_order():
-            if held.touched and not held.stays and held.state is not State.FREE:
-                held.free()
+        for chunk in self._in_order():
+            if chunk.touched and not chunk.stays and chunk.state is not State.FREE:
+                chunk.free()
         ordered = self._in_order()
-        for held in (h for h in ordered if h.on_device):
-            held.begin_step(factor)
+        for chunk in (h for h in ordered if h.on_device):
+            chunk.begin_step(factor)
         if self._streaming is not None:
             self._streaming.step([h for h in ordered if h.streamed], factor)
-        for held in (h for h in ordered if not h.on_device and not h.streamed and h.disk is None):
-            held.begin_step(factor)
+        for chunk in (h for h in ordered if not h.on_device and not h.streamed and h.disk is None):
+            chunk.begin_step(factor)
         if self.store is not None:
             step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)
         self.steps += self.trace is not None  # a step without a pass is none
-        self._passes, self._usual = 0, self._passes
-
-    def publish(self) -> None:
-        """Let the device have what delayed steps have made since the last time."""
-        for held in self._delayed:
-            held.publish()
+        self._passes = 0
 
     def drop_gradients(self) -> None:
         """Forget every gradient: no backward of this step counts."""
-        for held in self.helds:
-            held.drop_gradient()
+        for chunk in self.chunks:
+            chunk.drop_gradient()
         self._passes = 0
 
-    def _in_order(self) -> list[Held]:
+    def _in_order(self) -> list[OffloadedChunk]:
         if self.trace is None:
-            return self.helds
+            return self.chunks
         order = dict.fromkeys(use.chunk for use in self.trace.uses)
-        return [self.helds[i] for i in (*order, *(i for i in range(len(self.helds)) if i not in order))]
+        return [self.chunks[i] for i in (*order, *(i for i in range(len(self.chunks)) if i not in order))]
 
     # -- a look at it --------------------------------------------------------------------------------------------
 
@@ -339,10 +314,10 @@ class Engine:
 
     def finish(self) -> None:
         """Wait for every step, on the disk too."""
-        for held in self.helds:
-            held.finish_writing()
+        for chunk in self.chunks:
+            chunk.finish_writing()
 
     def settle(self) -> None:
         """Wait for every step and bring what is on the disk into memory."""
-        for held in self.helds:
-            held.settle()
+        for chunk in self.chunks:
+            chunk.settle()

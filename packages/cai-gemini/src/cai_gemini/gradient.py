@@ -30,22 +30,19 @@ class Gradient:
         squares: sums of its squares by the mesh axes along which ranks hold different elements, while nobody else could
             have written to it.
         adding: the sum with a further backward's, under way.
-        lent: somebody has had a view of it, and may write to it at any time.
     """
 
     tensor: torch.Tensor
     sent: Copied | None
     squares: Squares | None
     adding: Future[None] | None = None
-    lent: bool = False
 
     def settled(self) -> torch.Tensor:
         """The gradient, complete."""
         if self.adding is not None:
             self.adding.result()
-        sent = self.sent  # another thread may settle it, too
-        if sent is not None:
-            sent.synchronize()
+        if self.sent is not None:
+            self.sent.synchronize()
             self.sent = None
         return self.tensor
 

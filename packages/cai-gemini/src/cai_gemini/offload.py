@@ -7,7 +7,7 @@ arXiv:2101.06840; chunks and a traced step as in PatrickStar, Fang et al., arXiv
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from cai_gemini.allocator import expand_segments
-from cai_gemini.budget import Units, check_device, device_budget, kinds, parse_bytes
+from cai_gemini.budget import Units, check_device, device_budget, kinds
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.chunk_step import ChunkStep
-from cai_gemini.delay import DelayedHeld
 from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
-from cai_gemini.held import Held
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.pieces import buffer_bytes
-from cai_gemini.policy import NONE_STREAMABLE, Early, Streamable, fractions
+from cai_gemini.policy import NONE_STREAMABLE, Streamable, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
 from cai_gemini.streamed import can_stream, check_streamed
@@ -39,13 +38,13 @@ class Tiers:
     """How much stays on the device and how much goes to a disk, as fractions of all bytes; the rest lives on the host.
 
     Args:
-        weights: in the dtype of computation. What does not stay comes before its use and goes after it.
-        state: master weights, optimizer state and gradients. What does not stay is stepped on the host; the weights of
-            what stays do too.
-        streamed: state that lives on the host and is stepped on the device all the same: it comes over the link in
-            pieces and goes back. Of what a disk takes nothing is. Adam and AdamW only.
-        disk: master weights and optimizer state, of the chunks used last.
-        disk_weights: what is copied to the device, of the chunks used last; their state is on the disk as well.
+        weights: in the dtype of computation, that stay on the device. Others are copied there before each use.
+        state: master weights, optimizer state and gradients that stay on the device, and their weights with them. Other
+            state is stepped on the host.
+        streamed: state that lives on the host and is stepped on the device: it goes there in pieces and comes back.
+            Nothing that is on a disk is streamed. Adam and AdamW only.
+        disk: master weights and optimizer state on the disk, of the chunks used last.
+        disk_weights: weights in the dtype of computation on the disk, of the chunks used last, and their state too.
 
     Raises `PlanError` outside 0..1, and for more state than there is.
     """
@@ -77,46 +76,22 @@ class Tuning:
     """How `offload` works, and what it would otherwise measure.
 
     Args:
-        overlap: False waits for the host in `step`.
-        warmup: optimizer steps before the plan.
-        rates: of the link and the optimizer; None: measured at once.
-        observe: bytes in use on the device at most since the last call; None: of torch's allocator.
-        speculate: host memory, in bytes or such as "4GB", for steps that the host takes during the last backward of a
-            step, before gradients are clipped, and that are undone bit for bit where they are (Lian et al.,
-            arXiv:2509.21271). Pays where clipping is rare.
-        delay: steps on the host run during all of the next forward and backward, which use the weights from before
-            them: the weights of these blocks are a step old (ZeRO-Offload's delayed parameter update). Pays where the
-            host is what a step waits for; other values than without it. Takes host memory for one more copy of the
-            weights. Not with `speculate`, nor for blocks on a disk.
-        stream: let "auto" have state that lives on the host stepped on the device, piece by piece, where the link has
-            time for it; `Tiers(streamed=...)` asks for it. Not with `delay`.
+        overlap: whether host steps run in the background; False: `step` waits for them.
+        warmup: optimizer steps that are traced before the plan is made.
+        rates: of the link, the disk and the optimizer; None: measured when the model is offloaded.
+        observe: returns the most bytes in use on the device since its last call; None: torch's allocator is asked.
+        stream: whether "auto" may stream state: state that lives on the host is stepped on the device, piece by piece.
+            `Tiers(streamed=...)` asks for it whatever this says.
         expandable_segments: let torch's allocator map memory page by page from now on, for the whole process, unless
             its environment variable is set: less is lost to holes.
-
-    Raises `PlanError` for what is no size, and for `speculate` with `delay`.
     """
 
     overlap: bool = True
     warmup: int = 2
     rates: Rates | None = None
     observe: Callable[[], int] | None = None
-    speculate: int | str = 0
-    delay: bool = False
     stream: bool = True
     expandable_segments: bool = True
-
-    def __post_init__(self) -> None:
-        if self.images and self.delay:
-            raise PlanError(
-                "steps on the host are taken early or late, not both",
-                got=f"speculate={self.speculate!r}, delay=True",
-                fix="leave out one of them: delay where the host is slower than a forward and a backward",
-            )
-
-    @property
-    def images(self) -> int:
-        """Bytes of host memory for steps that may be undone."""
-        return parse_bytes(self.speculate)
 
 
 def offload(
@@ -160,24 +135,23 @@ def offload(
     steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
     tiers = tiers_of(residency)
-    _check(model, optimizer, tiers or Tiers(), tuning)
+    _check(model, optimizer, tiers or Tiers())
     where = _device(model, device, materialize)
     budget = device_budget(device_memory, where, needed=tiers is None)
     found = _units(model)
     check_device(found, model, compute, budget, device_memory)
-    chunks, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    extra = {"images": tuning.images, "delay": tuning.delay}
-    on_disk = choose(chunks, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None, **extra)
+    sizes, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
+    on_disk = choose(sizes, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
     expand_segments(where, wanted=tuning.expandable_segments)
-    engine = Engine(where, delay=tuning.delay)
-    engine.store = open_store(nvme, chunks, on_disk)
-    made, helds = _chunks(model, found, engine, compute, materialize, disk_user(engine, chunks, on_disk))
-    everything = [held for some in helds.values() for held in some]
-    take_over(optimizer, everything, _homes(made))
-    ModuleUses(engine, model, made, helds)
+    engine = Engine(where)
+    engine.store = open_store(nvme, sizes, on_disk)
+    made, chunks = _chunks(model, found, engine, compute, materialize, disk_user(engine, sizes, on_disk))
+    everything = [chunk for some in chunks.values() for chunk in some]
+    take_over(optimizer, everything, _flat_parameters(made))
+    ModuleUses(engine, model, made, chunks)
     tuning = measured(tuning, engine) if tiers is None else tuning
-    plans = schedule(tiers, everything, budget, where, tuning, early_chunks(everything, helds[model]))
-    engine.start(everything, plans, tuning.observe, helds[model])
+    plans = schedule(tiers, everything, budget, where, tuning)
+    engine.start(everything, plans, tuning.observe, chunks[model])
     return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
 
 
@@ -195,24 +169,24 @@ def _chunks(
     engine: Engine,
     compute: torch.dtype | None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
-    use_disk: Callable[[int, Held], None],
-) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[Held]]]:
-    """Move the model's parameters into chunks at home, one after the other, which ask the engine for room."""
+    use_disk: Callable[[int, OffloadedChunk], None],
+) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[OffloadedChunk]]]:
+    """Move the model's parameters into chunks in host memory, one after the other."""
     made: dict[nn.Module, list[FlatUnit]] = {}
-    helds: dict[nn.Module, list[Held]] = {}
+    chunks: dict[nn.Module, list[OffloadedChunk]] = {}
     index = 0
     _move_buffers(model, engine.copies.device)
     for module, params in found.items():
-        made[module], helds[module] = [], []
+        made[module], chunks[module] = [], []
         for members in kinds(params):
             unit = _unit(model, members, compute, engine.copies.device, materialize)
-            held = _held(unit, engine)
-            use_disk(index, held)
+            chunk = _chunk(unit, engine)
+            use_disk(index, chunk)
             made[module].append(unit)
-            helds[module].append(held)
+            chunks[module].append(chunk)
             index += 1
-    direct_linears(model, _homes(made).values())
-    return made, helds
+    direct_linears(model, _flat_parameters(made).values())
+    return made, chunks
 
 
 def _unit(
@@ -234,20 +208,20 @@ def _unit(
     )
 
 
-def _homes(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
-    """The parameters at home by the ids of those they were made from."""
+def _flat_parameters(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
+    """The flat parameters by the ids of those they were made from."""
     flats = [unit for some in made.values() for unit in some]
     return {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)}
 
 
-def _held(unit: FlatUnit, engine: Engine) -> Held:
+def _chunk(unit: FlatUnit, engine: Engine) -> OffloadedChunk:
     dtype = unit.whole.dtype
     if not unit.kept[0].requires_grad:
-        return Held(unit, None, engine)
-    held = (DelayedHeld if engine.delay else Held)(unit, dtype, engine)
-    room = held.expect_gradient
-    held.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
-    return held
+        return OffloadedChunk(unit, None, engine)
+    chunk = OffloadedChunk(unit, dtype, engine)
+    room = chunk.expect_gradient
+    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
+    return chunk
 
 
 def measured(tuning: Tuning, engine: Engine) -> Tuning:
@@ -301,8 +275,8 @@ def tiers_of(residency: str | Tiers) -> Tiers | None:
     return RESIDENCIES.get(residency)
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers, tuning: Tuning) -> None:
-    check_streamed(tiers.streamed, optimizer, delay=tuning.delay)
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+    check_streamed(tiers.streamed, optimizer)
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise PlanError(
@@ -311,67 +285,51 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers, tun
 
 
 def take_over(
-    optimizer: torch.optim.Optimizer, helds: Sequence[Held], homes: Mapping[int, nn.Parameter]
+    optimizer: torch.optim.Optimizer, chunks: Sequence[OffloadedChunk], flat: Mapping[int, nn.Parameter]
 ) -> None:
-    """Let the optimizer hold the parameters at home, with what state it has, and step chunk by chunk.
+    """Let the optimizer have the flat parameters, with what state it has, and step chunk by chunk.
 
     Args:
-        homes: the parameter at home by the id of the one the optimizer may hold in its place.
+        flat: the flat parameter by the id of the one the optimizer may have in its place.
     """
     for group in optimizer.param_groups:
         for i, param in enumerate(group["params"]):
-            home = homes[id(param)]
+            own = flat[id(param)]
             state = optimizer.state.pop(param, None)
             if state is not None:
-                optimizer.state[home] = {name: _at_home(value, home) for name, value in state.items()}
-            group["params"][i] = home
-    for held in helds:
-        held.prepare(ChunkStep(optimizer, held.unit))
-        if held.disk is not None:
-            held.disk.adopt_state()
+                optimizer.state[own] = {name: _flat_on_host(value, own) for name, value in state.items()}
+            group["params"][i] = own
+    for chunk in chunks:
+        chunk.prepare(ChunkStep(optimizer, chunk.unit))
 
 
-def _at_home(value: Any, home: nn.Parameter) -> Any:
+def _flat_on_host(value: Any, param: nn.Parameter) -> Any:
     """State of a parameter, flat where it is as large; counters too are read on the host at every step."""
     if not isinstance(value, torch.Tensor):
         return value
-    like = value.dim() > 0 and value.numel() == home.numel()
+    like = value.dim() > 0 and value.numel() == param.numel()
     return value.detach().flatten().cpu() if like else value.detach().cpu()
 
 
 def schedule(
     tiers: Tiers | None,
-    helds: Sequence[Held],
+    chunks: Sequence[OffloadedChunk],
     budget: int,
     device: torch.device,
     tuning: Tuning,
-    able: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now.
-
-    able: chunks that may be stepped during backward.
-    """
-    early = Early(tuning.images, able)
+    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
     step = Step(
-        [held.unit.shard.numel() if held.trains else 0 for held in helds],
-        disk=disk_traffic(helds),
-        early=early,
-        delay=tuning.delay,
-        streamable=NONE_STREAMABLE if tuning.delay else _streamable(helds),
+        [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in chunks],
+        disk=disk_traffic(chunks),
+        streamable=_streamable(chunks),
     )
-    return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup, early)
+    return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup)
 
 
-def _streamable(helds: Sequence[Held]) -> Streamable:
-    able = {i: held for i, held in enumerate(helds) if can_stream(held)}
+def _streamable(chunks: Sequence[OffloadedChunk]) -> Streamable:
+    able = {i: chunk for i, chunk in enumerate(chunks) if can_stream(chunk)}
     return Streamable(frozenset(able), buffer_bytes([*able.values()]))
-
-
-def early_chunks(helds: Sequence[Held], around: Collection[Held]) -> frozenset[int]:
-    """Those that may be stepped during backward: not on a disk, nor `around` the blocks, whose gradients are last."""
-    return frozenset(
-        i for i, h in enumerate(helds) if h.step is not None and h.disk is None and h not in around
-    )
 
 
 def _planner(tiers: Tiers | None, step: Step, budget: int, device: torch.device, tuning: Tuning) -> Planner:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_gemini.engine import Engine
-from cai_gemini.lending import (
+from cai_gemini.checkpointing import (
     GROUPS,
-    Lending,
+    OneLoaded,
     boxed_slots,
     check_groups,
     restore_groups,
@@ -22,8 +21,8 @@ from cai_gemini.lending import (
     state_to_load,
     state_to_save,
 )
+from cai_gemini.engine import Engine
 from cai_gemini.placement import Placement
-from cai_gemini.speculation import Speculation
 from cai_gemini.timeline import Timeline
 from cai_mesh import checkpoint
 from cai_mesh.errors import PlanError
@@ -32,12 +31,12 @@ from cai_mesh.layout import BoxedTensor
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """What `offload` returns beside the model, and `ChunkResidency.optimizer` for rows.
+    """What `offload` returns beside the model, and `ChunkResidency.optimizer` for shards.
 
     `param_groups`, learning-rate schedulers and `zero_grad` work as on the optimizer it was made from. `step` returns
     once the chunks on the device are stepped; those on the host are stepped while the next forward runs, each awaited
-    where it is used, or one step later where steps are delayed. Whatever reads a parameter, a gradient or the
-    optimizer's state waits for what it reads, and sees the newest.
+    where it is used. Whatever reads a parameter, a gradient or the optimizer's state waits for what it reads, and sees
+    the newest.
     """
 
     def __init__(
@@ -54,17 +53,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._patch_step_function()
         self._scale: float | torch.Tensor = 1.0
-        self._lending = Lending()
+        self._loaded = OneLoaded()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients in the coming step so that their norm is at most `max_norm`; returns the norm before.
 
-        The norm, for rows that of all ranks, is taken on the device as gradients leave it; they are scaled as they are
-        stepped with. `torch.nn.utils.clip_grad_norm_` (for rows `cai_mesh.clip_grad_norm_`) works too, but reads and
-        writes every gradient on the host.
+        The norm, for shards that of all ranks, is taken on the device as gradients leave it; they are scaled when they
+        are stepped with. `torch.nn.utils.clip_grad_norm_` (for shards `cai_mesh.clip_grad_norm_`) works too, but reads
+        and writes every gradient on the host.
         """
-        squares = (square for held in self._engine.helds for square in held.squares().items())
+        squares = (square for chunk in self._engine.chunks for square in chunk.squares().items())
         norm = norm_of_squares(squares, self._mesh, self._device)
         self._scale = clip_factor(norm, max_norm)
         return norm
@@ -80,7 +79,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found_inf = getattr(self.inner, "found_inf", None)  # put there by a loss scale
         if found_inf is not None and found_inf.item():
             self.zero_grad()
-            self._engine.publish()
             return
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)
@@ -111,19 +109,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def placement(self) -> Placement:
         """What stays where from now on: as planned after the first steps; before, little is on the device."""
-        return Placement.of(self._engine.helds, planned=self._engine.planned)
-
-    @property
-    def speculation(self) -> Speculation:
-        """What became of the steps of chunks taken during backward so far. Waits for the last step."""
-        self._engine.finish()
-        return self._engine.tally.read()
+        return Placement.of(self._engine.chunks, planned=self._engine.planned)
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the inner optimizer, over the parameters at home."""
+        """The groups of the inner optimizer, over the flat parameters of master weights."""
         return self.inner.param_groups
 
     @property
@@ -138,7 +130,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
 
     def boxed_state(self, param: torch.Tensor, name: str = "") -> dict[str, BoxedTensor]:
-        """What `cai_mesh.checkpoint` saves and loads of a parameter at home, by `NAME.SLOT`: views of where it is.
+        """What `cai_mesh.checkpoint` saves and loads of a flat parameter, by `NAME.SLOT`: views of where it is.
 
         Waits for the parameter's last step. The moments of Adam and AdamW are there before the first step too; what
         another optimizer makes in its first step is not. Empty for a parameter that is not trained.
@@ -148,7 +140,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return {}
         if keeper.disk is None:
             keeper.settle()
-        return boxed_slots(keeper, param.cai_index, name, self._lending)  # type: ignore[attr-defined]
+        return boxed_slots(keeper, param.cai_index, name, self._loaded)  # type: ignore[attr-defined]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -158,7 +150,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         `model.NAME` (master weights), `optimizer.NAME.SLOT` and `optimizer.param_groups`. One chunk of the disk is in
         memory at a time, the last one until the next step.
         """
-        return {**state_to_save(self._engine.helds, self._lending), GROUPS: saved_groups(self.inner)}
+        return {**state_to_save(self._engine.chunks, self._loaded), GROUPS: saved_groups(self.inner)}
 
     def save(self, directory: str | os.PathLike[str], *, step: int, keep_last: int | None = None) -> Path:
         """Write `directory/step-N` with master weights, state and hyperparameters, by `cai_mesh.checkpoint`.
@@ -170,7 +162,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             return checkpoint.save(directory, self.checkpoint_state(), step=step, keep_last=keep_last).wait()
         finally:
-            self._lending.close()
+            self._loaded.close()
 
     @torch.no_grad()
     def load(self, directory: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -187,11 +179,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         groups = found.values.get(GROUPS) or []
         check_groups(self.inner, groups, str(directory))
         self._engine.finish()
-        state = state_to_load(self._engine.helds, found.tensors, self._lending)
+        state = state_to_load(self._engine.chunks, found.tensors, self._loaded)
         try:
             checkpoint.load(directory, state, verify=verify)
         finally:
-            self._lending.close()
+            self._loaded.close()
         restore_groups(self.inner, groups)
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,6 +196,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` gave, of this model offloaded in any way."""
         self._engine.settle()
         self.inner.load_state_dict(state_dict)
-        for held in self._engine.helds:
-            if held.step is not None:
-                held.step.adopt_state()
+        for chunk in self._engine.chunks:
+            if chunk.step is not None:
+                chunk.step.adopt_state()

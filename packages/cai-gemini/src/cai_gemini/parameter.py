@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Keeper(Protocol):
-    """Whoever steps a parameter and holds its gradient."""
+    """Whoever steps a parameter and has its gradient."""
 
     def settle(self) -> None:
         """Return once the parameter has its value."""
@@ -55,7 +55,7 @@ _FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fus
 
 
 class KeptParameter(nn.Parameter):
-    """A flat parameter at home: its optimizer step may run in the background and its gradient lives in a chunk.
+    """A flat parameter of master weights: its step may run in the background and its gradient lives in a chunk.
 
     Every torch function on it waits until its value is there. `grad` waits for the copy from the device and is a view
     of the gradient itself: what is written there is what the optimizer steps with. Its dtype may be that of

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.chunk_step import AdamBlock
 from cai_gemini.copies import Copied
 from cai_gemini.gradient import wide
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
 
 PIECE = 2**22  # elements: copies of 16 MB run at the link's rate
 SLOTS = 3  # one on its way here, one stepped, one on its way back
@@ -21,14 +19,14 @@ GRAIN = 64  # elements from the start of a parameter, at which it may be cut: wh
 ALIGNMENT = 256  # bytes
 
 
-def buffer_bytes(helds: Sequence[Held]) -> int:
+def buffer_bytes(chunks: Sequence[OffloadedChunk]) -> int:
     """What the device needs for pieces of any of the chunks."""
-    return SLOTS * max((_slot_bytes(held) for held in helds), default=0)
+    return SLOTS * max((_slot_bytes(chunk) for chunk in chunks), default=0)
 
 
-def _slot_bytes(held: Held) -> int:
+def _slot_bytes(chunk: OffloadedChunk) -> int:
     """Of a piece: three of state, a gradient as wide as it, and the gradient as it comes, with new weights after it."""
-    unit, gradient = held.unit, held.gradient_dtype
+    unit, gradient = chunk.unit, chunk.gradient_dtype
     assert gradient is not None
     numel, master = min(PIECE, unit.shard.numel()), unit.shard.dtype
     coming = [dtype.itemsize for dtype in (gradient, wide(gradient)) if dtype != master]

@@ -80,22 +80,18 @@ class HostPool:
     def __init__(self, device: torch.device):
         self._device = device
         self._free: dict[tuple[int, torch.dtype, bool], list[torch.Tensor]] = {}
-        self._lent: dict[int, bool] = {}  # whether they are for copies, by address
+        self._taken: dict[int, bool] = {}  # whether they are for copies, by address
 
     def take(self, numel: int, dtype: torch.dtype, *, copies: bool = True) -> torch.Tensor:
         """A flat tensor with undefined values. `copies`: for copies to and from the device."""
         free = self._free.get((numel, dtype, copies))
         where = self._device if copies else torch.device("cpu")
         tensor = free.pop() if free else host_memory(numel, dtype, where)
-        self._lent[tensor.data_ptr()] = copies
+        self._taken[tensor.data_ptr()] = copies
         return tensor
-
-    def is_lent(self, tensor: torch.Tensor) -> bool:
-        """Whether it was taken here, for copies, and not given back."""
-        return self._lent.get(tensor.data_ptr(), False)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what nobody uses any more; called from any thread. Others' tensors are left to themselves."""
-        copies = self._lent.pop(tensor.data_ptr(), None)
+        copies = self._taken.pop(tensor.data_ptr(), None)
         if copies is not None:
             self._free.setdefault((tensor.numel(), tensor.dtype, copies), []).append(tensor)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cai_gemini.delay import DelayedHeld
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
+from cai_gemini.chunk import OffloadedChunk
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,7 @@ class Placement:
         state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
         state_streamed: of how many they are on the host and stepped on the device.
         device_bytes: of weights, gradients and state that stay on the device.
-        host_bytes: of the weights that copies to the device are made from, with delayed steps those to come too, and
-            gradients and state that live there.
+        host_bytes: of the weights that copies to the device are made from, and gradients and state that live there.
         disk_bytes: of weights and state on the disk.
     """
 
@@ -41,37 +36,36 @@ class Placement:
     state_streamed: int = 0
 
     @classmethod
-    def of(cls, helds: Sequence[Held], *, planned: bool) -> Placement:
+    def of(cls, chunks: Sequence[OffloadedChunk], *, planned: bool) -> Placement:
         """Of the chunks of one model."""
-        trained = [held for held in helds if held.step is not None]
+        trained = [chunk for chunk in chunks if chunk.step is not None]
         device = host = disk = 0
-        for held in helds:
-            sizes = held.sizes
-            away = held.home.disk is not None
-            host += 0 if away else sizes.weights
-            host += sizes.weights if isinstance(held, DelayedHeld) and not held.on_device else 0
-            disk += sizes.weights if away and held.home.disk.own is not None else 0
-            device += sizes.weights if held.stays else 0
-            if held.step is None:
-                master = held.unit.shard.numel() * held.unit.shard.element_size()
-                host += 0 if held.disk is not None else master
-                disk += master if held.disk is not None else 0
-            elif held.on_device:
+        for chunk in chunks:
+            sizes = chunk.sizes
+            on_disk = chunk.host_weights.disk
+            host += sizes.weights if on_disk is None else 0
+            disk += sizes.weights if on_disk is not None and on_disk.own is not None else 0
+            device += sizes.weights if chunk.stays else 0
+            if chunk.step is None:
+                master = chunk.unit.shard.numel() * chunk.unit.shard.element_size()
+                host += 0 if chunk.disk is not None else master
+                disk += master if chunk.disk is not None else 0
+            elif chunk.on_device:
                 device += sizes.state + sizes.gradients
             else:
-                host += sizes.gradients + (0 if held.disk is not None else sizes.state)
-                disk += sizes.state if held.disk is not None else 0
+                host += sizes.gradients + (0 if chunk.disk is not None else sizes.state)
+                disk += sizes.state if chunk.disk is not None else 0
         return cls(
             planned=planned,
-            chunks=len(helds),
-            weights_stay=sum(held.stays for held in helds),
+            chunks=len(chunks),
+            weights_stay=sum(chunk.stays for chunk in chunks),
             state_chunks=len(trained),
-            state_stays=sum(held.on_device for held in trained),
-            state_on_disk=sum(held.disk is not None for held in trained),
+            state_stays=sum(chunk.on_device for chunk in trained),
+            state_on_disk=sum(chunk.disk is not None for chunk in trained),
             device_bytes=device,
             host_bytes=host,
             disk_bytes=disk,
-            state_streamed=sum(held.streamed for held in trained),
+            state_streamed=sum(chunk.streamed for chunk in trained),
         )
 
     def __str__(self) -> str:
@@ -82,9 +76,11 @@ class Placement:
             parts.append(f"{self.state_streamed} come there in pieces to be stepped")
         if self.state_on_disk:
             parts.append(f"{self.state_on_disk} on the disk")
-        held = f"{self.device_bytes / 1e9:.3g} GB on the device, {self.host_bytes / 1e9:.3g} GB on the host"
+        bytes_of = (
+            f"{self.device_bytes / 1e9:.3g} GB on the device, {self.host_bytes / 1e9:.3g} GB on the host"
+        )
         return (
             ", ".join(parts)
-            + f": {held}"
+            + f": {bytes_of}"
             + (f", {self.disk_bytes / 1e9:.3g} GB on the disk" if self.disk_bytes else "")
         )

@@ -96,8 +96,8 @@ class Moves:
 def room(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> list[int]:
     """Bytes for the weights of chunks that do not stay, at every moment."""
     left = budget - plan.resident(sizes)
-    held = plan.gradients(trace, sizes)
-    return [left - beside - gradients for beside, gradients in zip(trace.beside, held, strict=True)]
+    gradients = plan.gradients(trace, sizes)
+    return [left - beside - more for beside, more in zip(trace.beside, gradients, strict=True)]
 
 
 def decide(
@@ -119,9 +119,9 @@ def decide(
 
     def needed(chunks: Iterable[int], moments: Iterable[int]) -> list[int]:
         """Bytes of `chunks` and of all that is in use, at each of `moments`."""
-        held = {*chunks} - plan.weights
-        total = sum(sizes[c].weights for c in held)
-        used = (trace.in_use(when) - plan.weights - held for when in moments)
+        chosen = {*chunks} - plan.weights
+        total = sum(sizes[c].weights for c in chosen)
+        used = (trace.in_use(when) - plan.weights - chosen for when in moments)
         return [total + sum(sizes[c].weights for c in more) for more in used]
 
     pinned = trace.in_use(moment)
@@ -133,19 +133,19 @@ def decide(
         distance[current] = moment
         if current not in here:
             bring.append(current)
-    held = sorted(distance, key=lambda c: distance[c])  # soonest first
+    nearest = sorted(distance, key=lambda c: distance[c])  # soonest first
     for chunk, when in _upcoming(trace, moment, plan, AHEAD):
         if chunk in distance or (chunk in pinned and chunk in present):
             continue
-        sooner = [c for c in held if distance[c] <= when]
+        sooner = [c for c in nearest if distance[c] <= when]
         until = range(moment, when + 1)
         if any(most > room[at] for at, most in zip(until, needed([*sooner, chunk], until), strict=True)):
             break
         distance[chunk] = when
-        held = sorted(distance, key=lambda c: distance[c])
+        nearest = sorted(distance, key=lambda c: distance[c])
         bring.append(chunk)
-    free, (total,) = list[int](), needed(held, [moment])
-    for chunk in reversed(held):
+    free, (total,) = list[int](), needed(nearest, [moment])
+    for chunk in reversed(nearest):
         if total <= room[moment]:
             break
         if chunk in here and chunk != current:
@@ -223,17 +223,17 @@ def fractions(
     """
     order = list(dict.fromkeys(use.chunk for use in trace.uses))
     order += [c for c in range(len(sizes)) if c not in order]
-    held = _first(order, [s.state for s in sizes], state)
+    stays = _first(order, [s.state for s in sizes], state)
     kept = _first(order, [s.weights for s in sizes], weights)
-    able = [c for c in order if c in streamable.able and c not in held]
+    able = [c for c in order if c in streamable.able and c not in stays]
     spread = _spread(able, [s.state for s in sizes], streamed)
-    return Plan(frozenset(kept) | held, frozenset(held), spread, streamable.buffers)
+    return Plan(kept | stays, stays, spread, streamable.buffers)
 
 
 def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
-    wanted, total, found = fraction * sum(bytes_of), 0, []
+    most, total, found = fraction * sum(bytes_of), 0, []
     for chunk in order:
-        if total + bytes_of[chunk] > wanted * (1 + 1e-9):
+        if total + bytes_of[chunk] > most * (1 + 1e-9):
             break
         total += bytes_of[chunk]
         found.append(chunk)
@@ -242,39 +242,12 @@ def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> fr
 
 def _spread(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
     """Chunks with a fraction of all bytes, evenly between those that are left out."""
-    wanted = fraction * sum(bytes_of)
-    share = min(wanted / max(sum(bytes_of[c] for c in order), 1), 1.0)
+    asked = fraction * sum(bytes_of)
+    share = min(asked / max(sum(bytes_of[c] for c in order), 1), 1.0)
     passed, total, found = 0.0, 0, []
     for chunk in order:
         passed += share * bytes_of[chunk]
         if total + bytes_of[chunk] / 2 < passed * (1 + 1e-9):
             total += bytes_of[chunk]
             found.append(chunk)
-    return frozenset(found)
-
-
-@dataclass(frozen=True)
-class Early:
-    """Which steps may be taken during backward, before it is known whether they are asked for.
-
-    Args:
-        images: bytes for copies of master weights and optimizer state.
-        able: chunks. Gradients of what lies outside the blocks come last of all: nothing is gained there.
-    """
-
-    images: int = 0
-    able: frozenset[int] = frozenset()
-
-
-NONE_EARLY = Early()
-
-
-def early_steps(trace: Trace, sizes: Sequence[Sizes], plan: Plan, early: Early) -> frozenset[int]:
-    """The chunks to be stepped as soon as their gradient is there: those whose gradient comes first."""
-    last = {use.chunk: moment for moment, use in enumerate(trace.uses) if use.backward}
-    found, left = [], early.images
-    for chunk in sorted(last, key=lambda c: last[c]):
-        if chunk in early.able and chunk not in plan.state | plan.streamed and 0 < sizes[chunk].state <= left:
-            found.append(chunk)
-            left -= sizes[chunk].state
     return frozenset(found)

@@ -1,9 +1,9 @@
-"""Which memory the rows of a sharded model live in: `offload`'s machinery, under whoever gathers whole parameters.
+"""Which memory the shards of a model live in: what `offload` does for a model, done for one rank's shards.
 
-Whoever shards (cai-zero, stage 3) gathers, frees and reduces whole chunks over ranks. What is decided here concerns
-one rank's rows alone: whose optimizer state stays on the device, whose rows stay there, which come from the host ahead
-of their gather, and which are stepped on the host while the next forward runs. So ranks need not agree on a plan, and
-tensor and pipeline parallelism beside it change nothing: a step is a sequence of fetches, whatever order they come in.
+Whoever shards the model (cai-zero, stage 3) gathers, frees and reduces chunks over ranks. What is decided here concerns
+one rank's shards alone: whose optimizer state stays on the device, whose weights stay there, which come from the host
+ahead of their gather, and which are stepped on the host while the next forward runs. So ranks need not agree on a plan,
+and tensor and pipeline parallelism beside it change nothing: a step is a sequence of fetches, in whatever order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from cai_gemini.budget import device_budget
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.disk_plan import choose
 from cai_gemini.disk_use import disk_user, open_store
 from cai_gemini.engine import Schedule
-from cai_gemini.held import Held
 from cai_gemini.offload import Tiers, Tuning, measured, schedule, take_over, tiers_of
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.policy import Plan
-from cai_gemini.rows import Arriving, RowEngine, RowUnit, check_device, row_chunks
+from cai_gemini.shards import Arriving, ShardEngine, ShardUnit, check_device, shard_bytes
 from cai_gemini.streamed import check_streamed
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 
 
 class ChunkResidency:
-    """Keeps rows, gradients and optimizer state on device and host as one memory; a `cai_mesh.protocols.Residency`.
+    """Keeps shards, gradients and optimizer state on device and host as one memory; a `cai_mesh.protocols.Residency`.
 
         residency = ChunkResidency("auto", device_memory="40GB")
         model = shard_module(model, mesh, residency=residency)
         optimizer = residency.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    and the loop as it is, with `optimizer.clip_grad_norm_`. Two whole steps run with as little on the device as
-    possible and are traced, micro-batches and all; then what stays is decided, on every rank for itself.
+    and the loop as it is, with `optimizer.clip_grad_norm_`. Two steps run with as little on the device as possible and
+    are traced, micro-batches and all; then what stays is decided, on every rank for itself.
 
     Without `optimizer` any optimizer may step the parameters, which live on the host then; nothing is planned or done
     in the background. That is for optimizers that are not elementwise.
 
     Args:
         residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", "nvme", or `Tiers`.
-        device_memory: bytes that torch may take on a rank, or such as "40GB" (10^9), as in `offload`; whole parameters,
-            which the plan leaves room for, and activations included. Default: what torch may take of the device.
-        host_memory: bytes that one rank's rows may take there; more goes to `nvme` or is refused. Default: no limit.
-        nvme: a directory on a disk, of every rank's host, for rows as in `offload`. They are made in host memory: the
+        device_memory: bytes that torch may take on a rank, or such as "40GB" (10^9), as in `offload`, for
+            unsharded parameters, which the plan leaves room for, and activations too. Default: what torch may take.
+        host_memory: bytes that one rank's shards may take there; more goes to `nvme` or is refused. Default: no limit.
+        nvme: a directory on a disk, of every rank's host, for shards as in `offload`. They are made in host memory: the
             disk is used from `optimizer` on.
         tuning: details.
 
-    Raises `PlanError` for an unknown residency, `Tuning(speculate=...)` or `Tuning(delay=True)`, and a device whose
-    memory is not known; and later for memory too small: for one chunk at once when the model is sharded, on the host or
-    the disk when there is an optimizer, for activations after the traced steps, each with the smallest that works.
+    Raises `PlanError` for an unknown residency and a device whose memory is not known; and later for memory too small:
+    for one chunk at once when the model is sharded, on the host or the disk when there is an optimizer, for activations
+    after the traced steps, each with the smallest that works.
     """
 
     def __init__(
@@ -73,19 +73,6 @@ class ChunkResidency:
             raise PlanError(
                 "no directory for state on the disk", got=repr(residency), fix="pass nvme='/path/on/a/disk'"
             )
-        if tuning.images:
-            raise PlanError(
-                "rows of a sharded model are not stepped before they are asked for",
-                got=f"speculate={tuning.speculate!r}",
-                fix="leave speculate out",
-            )
-        if tuning.delay:
-            raise PlanError(
-                "steps on the rows of a sharded model are not delayed",
-                got="delay=True",
-                cause="what is gathered is the weights of the last step, on every rank",
-                fix="leave delay out, or use offload on one device",
-            )
         self._device_memory, self._host_memory, self._tuning = device_memory, host_memory, tuning
         self._stored: list[StoredShard] = []
         self._index: dict[int, int] = {}
@@ -98,53 +85,53 @@ class ChunkResidency:
         return tensor.to("cpu")
 
     def adopt(self, stored: Sequence[StoredShard], mesh: DeviceMesh | None) -> None:
-        """Take charge of a model's rows. Raises `PlanError` for a second model, and for too little device memory."""
+        """Take charge of a model's shards. Raises `PlanError` for a second model, and for too little device memory."""
         if self._stored:
             raise PlanError(
-                "this residency already has a model's rows", fix="make a ChunkResidency for every model"
+                "this residency already has a model's shards", fix="make a ChunkResidency for every model"
             )
         device = stored[0].device
         self._budget = device_budget(self._device_memory, device, needed=self._tiers is None)
         check_device(stored, self._budget, self._device_memory)
         self._stored, self._mesh, self._device = list(stored), mesh, device
-        self._index = {id(rows): i for i, rows in enumerate(stored)}
-        self._engine = RowEngine(device)
-        helds = [Held(RowUnit(rows), rows.gradients, self._engine) for rows in stored]
+        self._index = {id(each): i for i, each in enumerate(stored)}
+        self._engine = ShardEngine(device)
+        chunks = [OffloadedChunk(ShardUnit(each), each.gradients, self._engine) for each in stored]
         nothing = Schedule(self._budget, lambda *_: Plan(frozenset(), frozenset()))
-        self._engine.start(helds, nothing, self._tuning.observe)
+        self._engine.start(chunks, nothing, self._tuning.observe)
         self._engine.recording = False  # until there is an optimizer whose steps part the traces
 
     def fetch(self, stored: StoredShard) -> CommHandle:
-        """Make room, begin to copy the rows to their device, and others ahead of their use."""
+        """Make room, begin to copy the shard to its device, and others ahead of their use."""
         index = self._index[id(stored)]
-        held = self._engine.helds[index]
-        held.wanted = True
+        chunk = self._engine.chunks[index]
+        chunk.in_flight = True
         self._engine.prepare(index, backward=None)
-        self._engine.computing(held)
-        return Arriving(held)
+        self._engine.computing(chunk)
+        return Arriving(chunk)
 
     def release(self, stored: StoredShard) -> None:
-        """The rows have been read; they leave when room is needed."""
-        held = self._engine.helds[self._index[id(stored)]]
-        held.wanted = False
-        held.forward_over()
+        """The shard has been read; it leaves when room is needed."""
+        chunk = self._engine.chunks[self._index[id(stored)]]
+        chunk.in_flight = False
+        chunk.forward_over()
 
     def version(self, stored: StoredShard) -> int:
-        """Another number after every step and every write to the rows."""
-        return self._engine.helds[self._index[id(stored)]].version
+        """Another number after every step and every write to the shard."""
+        return self._engine.chunks[self._index[id(stored)]].version
 
     def keep_gradient(self, stored: StoredShard, rows: torch.Tensor) -> None:
-        """Take [n] `rows`, written by the current stream: they stay, or leave for the host on a stream of their own."""
+        """Take a shard's gradient, [n], written by the current stream; it stays, or leaves for the host."""
         index = self._index[id(stored)]
-        held = self._engine.helds[index]
-        held.expect_gradient()
-        self._engine.sent(held, held.receive(rows, range(len(held.unit.kept))))
+        chunk = self._engine.chunks[index]
+        chunk.expect_gradient()
+        self._engine.sent(chunk, chunk.receive(rows, range(len(chunk.unit.kept))))
         self._engine.had_backward(index)
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer:
-        """What steps the rows where they are, those on the host in the background.
+        """What steps the shards where they are, those on the host in the background.
 
         Args:
             optimizer: any elementwise torch optimizer over the sharded model's parameters; its state comes along. Adam
@@ -155,10 +142,10 @@ class ChunkResidency:
         `NvmeError` for a bad directory.
         """
         if not self._stored:
-            raise PlanError("there are no rows to step yet", fix="pass the residency to shard_module first")
+            raise PlanError("there are no shards to step yet", fix="pass the residency to shard_module first")
         if self._optimizer is not None:
-            raise PlanError("these rows already have an optimizer", fix="give it all parameters, in groups")
-        kept = {id(p): p for rows in self._stored for p in rows.unit.kept}
+            raise PlanError("these shards already have an optimizer", fix="give it all parameters, in groups")
+        kept = {id(p): p for each in self._stored for p in each.unit.kept}
         if any(id(p) not in kept for group in optimizer.param_groups for p in group["params"]):
             raise PlanError(
                 "the optimizer holds parameters the model does not have",
@@ -171,11 +158,13 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
-        check_streamed((self._tiers or Tiers()).streamed, optimizer, delay=self._tuning.delay)
+        check_streamed((self._tiers or Tiers()).streamed, optimizer)
         self._use_disk(optimizer)
-        take_over(optimizer, self._engine.helds, kept)
+        take_over(optimizer, self._engine.chunks, kept)
         tuning = measured(self._tuning, self._engine) if self._tiers is None else self._tuning
-        self._engine.reschedule(schedule(self._tiers, self._engine.helds, self._budget, self._device, tuning))
+        self._engine.reschedule(
+            schedule(self._tiers, self._engine.chunks, self._budget, self._device, tuning)
+        )
         self._engine.recording = True
         self._engine.begin()
         self._optimizer = OffloadedOptimizer(
@@ -184,13 +173,13 @@ class ChunkResidency:
         return self._optimizer
 
     def _use_disk(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put rows on the disk that are asked there, or that host memory has no room for."""
+        """Put shards on the disk that are asked there, or that host memory has no room for."""
         engine, asked = self._engine, self._tiers or Tiers()
-        chunks = row_chunks(self._stored, optimizer)
+        sizes = shard_bytes(self._stored, optimizer)
         on_disk = choose(
-            chunks, asked.disk, asked.disk_weights, self._host_memory, disk=self._nvme is not None
+            sizes, asked.disk, asked.disk_weights, self._host_memory, disk=self._nvme is not None
         )
-        engine.store = open_store(self._nvme, chunks, on_disk)
-        use = disk_user(engine, chunks, on_disk)
-        for i, held in enumerate(engine.helds):
-            use(i, held)
+        engine.store = open_store(self._nvme, sizes, on_disk)
+        use = disk_user(engine, sizes, on_disk)
+        for i, chunk in enumerate(engine.chunks):
+            use(i, chunk)

@@ -10,14 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cai_gemini.policy import (
-    NONE_EARLY,
     NONE_STREAMABLE,
-    Early,
     Plan,
     Sizes,
     Streamable,
     decide,
-    early_steps,
     fits,
     room,
 )
@@ -28,8 +25,6 @@ HOST_BYTES = (
 )
 
 GAIN = 0.95  # of the seconds without it, at most, for state to be stepped on the device piece by piece
-
-IMAGE_BYTES = 12  # a parameter, written beside them where a step may be undone
 
 
 @dataclass(frozen=True)
@@ -96,16 +91,12 @@ class Step:
         parameters: their number by chunk.
         passes: backward passes a step.
         disk: what chunks on a disk move there.
-        early: steps that may be taken during the last backward; all of them are thought to stand.
-        delay: steps on the host are awaited a step later; none of them is on a disk or early.
         streamable: what may be stepped on the device though it lives on the host.
     """
 
     parameters: Sequence[int]
     passes: int = 1
     disk: Mapping[int, DiskBytes] = field(default_factory=dict)
-    early: Early = NONE_EARLY
-    delay: bool = False
     streamable: Streamable = NONE_STREAMABLE
 
 
@@ -119,8 +110,6 @@ def simulate(
 ) -> tuple[float, Lanes]:
     """Seconds of a step in the long run, and its lanes (of the last of a few steps, starting at 0)."""
     run = _Run(trace, sizes, plan, room(trace, sizes, plan, budget), rates, step)
-    if step.delay:
-        return run.delayed(), run.lanes
     before = run.one()
     if step.disk:  # what one step writes is in the way of the next one's reads, and that of its weights
         before = run.one()
@@ -142,32 +131,16 @@ class _Run:
         self._compute = self._link_up = self._link_down = self._host = self._disk = 0.0
         self._streaming = self._streaming_until = 0.0  # as far as chunks are done, and as all of them will be
         self._start = 0.0
-        self._early = early_steps(trace, sizes, plan, step.early)
-        self._arrived: dict[int, float] = {}  # chunks to be stepped early, and when their gradients come
-        self._behind: dict[int, float] = {}  # chunks whose step is not published yet, and when it is done
         self.lanes = Lanes()
 
     def one(self) -> float:
         """Run a step; returns when its last pass has been computed."""
         self._start, self.lanes = self._compute, Lanes()
         for _ in range(self._step.passes):
-            self._arrived.clear()
             self._pass()
         end = self._compute
         self._update(max(end, self._link_down))
         return end
-
-    def delayed(self) -> float:
-        """Run a few steps; returns the seconds of one in the long run.
-
-        Weights of one step are those of the next but one, so two are looked at; and each lane alone, as what the host
-        is late by adds up over many steps before anything waits for it.
-        """
-        ends = list[tuple[float, ...]]()
-        for _ in range(6):
-            self.one()
-            ends.append((self._compute, self._link_up, self._link_down, self._host))
-        return max(late - early for early, late in zip(ends[3], ends[5], strict=True)) / 2
 
     def _pass(self) -> None:
         present: dict[int, float] = {}
@@ -218,24 +191,9 @@ class _Run:
         begin = max(self._link_down, self._compute)
         self._link_down = begin + self._sizes[chunk].gradients / self._down
         self.lanes.to_host.append(self._span(begin, self._link_down, chunk))
-        if chunk in self._early:
-            self._arrived[chunk] = self._link_down
-
-    def _step_early(self, end: float, known: float) -> dict[int, float]:
-        """The chunks whose step begins before the backward's end, and when it is known to stand."""
-        begun = dict[int, float]()
-        for chunk, arrived in self._arrived.items():
-            if max(self._host, arrived) < end:
-                stepped = self._step_on_host(chunk, arrived, HOST_BYTES + IMAGE_BYTES)
-                begun[chunk] = max(stepped, known)
-        return begun
 
     def _update(self, known: float) -> None:
         """The optimizer, once the norm is known: on the device at once, on the host in the order of use."""
-        behind, self._behind = self._behind, {}
-        for chunk, ready in behind.items():
-            self._stepped(chunk, max(ready, self._compute))
-        done = self._step_early(self._compute, known)
         device = (
             sum(self._step.parameters[c] for c in self._plan.state) * HOST_BYTES / self._rates.device_step
         )
@@ -252,16 +210,10 @@ class _Run:
         self._streaming_until = self._streaming + sum(self._streaming_seconds(chunk) for chunk in streamed)
         reading = {c: d for c in order if (d := self._step.disk.get(c)) is not None and d.read}
         for chunk in order:
-            if chunk in done:
-                self._stepped(chunk, done[chunk])
-            elif chunk in self._plan.streamed:
+            if chunk in self._plan.streamed:
                 self._stepped(chunk, self._step_streamed(chunk))
             elif chunk not in reading:
-                ready = self._step_on_host(chunk, known)
-                if self._step.delay:
-                    self._behind[chunk] = ready
-                else:
-                    self._stepped(chunk, ready)
+                self._stepped(chunk, self._step_on_host(chunk, known))
         self._update_disk(reading, known)
 
     def _streaming_seconds(self, chunk: int) -> float:
@@ -274,12 +226,12 @@ class _Run:
             lane.append(self._span(begin, self._streaming, chunk))
         return self._streaming
 
-    def _step_on_host(self, chunk: int, there: float, nbytes: int = HOST_BYTES) -> float:
+    def _step_on_host(self, chunk: int, there: float) -> float:
         begin = max(self._host, there)
         rate = self._rates.host_step
         if begin < self._streaming_until:
             rate = self._rates.host_beside or rate
-        self._host = begin + self._step.parameters[chunk] * nbytes / rate
+        self._host = begin + self._step.parameters[chunk] * HOST_BYTES / rate
         self.lanes.host.append(self._span(begin, self._host, chunk))
         return self._host
 
@@ -310,8 +262,8 @@ def floor(trace: Trace, sizes: Sequence[Sizes], plan: Plan, rates: Rates, step: 
     down = step.passes * sum(sizes[c].gradients for c in moving if _has_backward(trace, c))
     link = rates.link_seconds(up, down + sum(down for _, down in pieces))
     host = sum(step.parameters[c] for c in moving if c not in plan.streamed) * HOST_BYTES / rates.host_step
-    away = [step.disk[c] for c in moving if c in step.disk]
-    read, written = sum(d.read + d.weights for d in away), sum(d.written for d in away)
+    on_disk = [step.disk[c] for c in moving if c in step.disk]
+    read, written = sum(d.read + d.weights for d in on_disk), sum(d.written for d in on_disk)
     return max(compute, link, host, read / rates.disk_read + written / rates.disk_write)
 
 
@@ -335,10 +287,10 @@ def best_plan(
     order = [*dict.fromkeys(use.chunk for use in trace.uses)]
     found: dict[bool, tuple[float, Plan]] = {}
     for count in range(len(order) + 1):
-        held = frozenset(order[:count])
+        state = frozenset(order[:count])
         streamed = _shared_out(order[count:], sizes, rates, step)
         for some in dict.fromkeys([frozenset[int](), streamed]):
-            least = Plan(held | frozenset(stays), held, some, step.streamable.buffers)
+            least = Plan(state | frozenset(stays), state, some, step.streamable.buffers)
             most = _most_weights(trace, sizes, budget, least, order)
             for kept in [] if most is None else {most, (count + most) // 2}:
                 plan = replace(least, weights=least.weights | frozenset(order[:kept]))

@@ -1,9 +1,9 @@
-"""Steps that the device takes with state that lives on the host, which comes in pieces and goes back.
+"""Streamed state: it lives on the host and is stepped on the device, to which it goes in pieces and comes back.
 
-While the host steps some chunks, master weights, optimizer state and gradients of others cross the link in both
-directions at once, 28 bytes a parameter as the host's step moves, and the device's arithmetic takes next to no time
-(interleaved updates: Deep Optimizer States, Maurya et al., arXiv:2410.21316). Host memory does both, with a rate of
-about twice what a few cores make of it.
+The host steps some chunks. At the same time master weights, optimizer state and gradients of others cross the link, in
+both directions at once: 28 bytes a parameter, as many as a host step moves. The device's arithmetic takes next to no
+time (interleaved updates: Deep Optimizer States, Maurya et al., arXiv:2410.21316). Host memory has the bandwidth for
+both: about twice what a few cores use of it.
 """
 
 from __future__ import annotations
@@ -14,70 +14,61 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from cai_gemini.chunk import OffloadedChunk, Taken
 from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.copies import FIRST, Copied, Copies, Scalar
 from cai_gemini.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_gemini.pinned import in_host_memory
 from cai_gemini.states import Ledger
 from cai_gemini.worker import Worker
+from cai_mesh.comm import SideStream
 from cai_mesh.errors import PlanError
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held, Taken
-
 
 AHEAD = 6  # pieces queued
 
 
-def check_streamed(wanted: float, optimizer: torch.optim.Optimizer, *, delay: bool) -> None:
-    """Raise `PlanError` where state cannot be stepped on the device piece by piece as asked."""
-    if wanted and not has_two_moments(optimizer):
+def check_streamed(fraction: float, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `PlanError` where a fraction of the state is to be streamed and the optimizer's cannot be."""
+    if fraction and not has_two_moments(optimizer):
         raise PlanError(
             "state of this optimizer is not stepped on the device in pieces",
-            got=f"streamed={wanted} with {type(optimizer).__name__}",
+            got=f"streamed={fraction} with {type(optimizer).__name__}",
             expected="torch.optim.Adam or AdamW, without amsgrad or differentiable",
             fix="leave streamed out: the host steps what does not stay on the device",
         )
-    if wanted and delay:
-        raise PlanError(
-            "steps that the device takes are not delayed",
-            got=f"streamed={wanted}, delay=True",
-            fix="leave out one of them",
-        )
 
 
-def can_stream(held: Held) -> bool:
+def can_stream(chunk: OffloadedChunk) -> bool:
     """Whether a chunk's state in host memory can be stepped on the device."""
-    return held.step is not None and held.step.fused and held.disk is None
+    return chunk.step is not None and chunk.step.fused and chunk.disk is None
 
 
 @torch.no_grad()
-def keep_streamed(held: Held, device: torch.device) -> None:
-    """Let master weights and moments be where copies to and from `device` run at full speed."""
-    step = held.step
+def keep_streamed(chunk: OffloadedChunk, device: torch.device) -> None:
+    """Stream a chunk's state from now on: move it to page-locked memory, where copies run at full speed."""
+    step = chunk.step
     assert step is not None
-    held.settle()
-    held.show_writes()
+    chunk.settle()
+    chunk.show_writes()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return in_host_memory(tensor, device)
 
     with torch._C.DisableTorchFunctionSubclass():
-        held.unit.move_shard(moved(held.unit.shard))
-        held.home.adopt()
+        chunk.unit.move_shard(moved(chunk.unit.shard))
+        chunk.host_weights.adopt()
         step.move_moments(moved)
-    held.streamed = True
+    chunk.streamed = True
 
 
 @dataclass(frozen=True)
 class _Job:
     """A chunk to be stepped."""
 
-    held: Held
+    chunk: OffloadedChunk
     taken: Taken
     done: Future[None] = field(default_factory=Future)
 
@@ -96,32 +87,30 @@ class Streaming:
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):
         self._copies, self._worker = copies, Worker("cai_gemini streamed", copies.device, threads=1)
-        self._stream = torch.cuda.Stream(copies.device, FIRST) if copies.device.type == "cuda" else None
+        self._stream = SideStream(copies.device, priority=FIRST)
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
         free = Copied(copies.mark())  # of what the memory was before
         self._slots = itertools.cycle([Slot(each, free) for each in memory])
 
-    def step(self, helds: Sequence[Held], scale: float | Scalar) -> None:
+    def step(self, chunks: Sequence[OffloadedChunk], scale: float | Scalar) -> None:
         """Step chunks in order, in the background: each is awaited where it is used."""
-        jobs = [_Job(held, taken) for held in helds if (taken := held.take_gradient()) is not None]
+        jobs = [_Job(chunk, taken) for chunk in chunks if (taken := chunk.take_gradient()) is not None]
         if not jobs:
             return
         for job in jobs:
-            if job.held.stays:
-                job.held.arrive()  # no copy that is under way writes after the step
+            if job.chunk.stays:
+                job.chunk.arrive()  # no copy that is under way writes after the step
         free = self._copies.mark()
         self._worker.submit(lambda: self._run(jobs, scale, free))
         for job in jobs:
-            job.held.stepped_by(job.done, there=job.held.stays)
+            job.chunk.stepped_by(job.done, there=job.chunk.stays)
 
     def _run(self, jobs: Sequence[_Job], scale: float | Scalar, free: torch.cuda.Event | None) -> None:
         """free: where the device has read the weights of chunks that stay."""
         queued: deque[tuple[Copied, _Job | None]] = deque()
         try:
-            with self._on_stream():
-                if self._stream is not None and free is not None:
-                    self._stream.wait_event(free)
+            with self._stream.work(free), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for job in jobs:
                     for sent, last in self._pieces(job, float(scale)):
                         queued.append((sent, job if last else None))
@@ -137,19 +126,14 @@ class Streaming:
                 if not job.done.done():
                     job.done.set_exception(error)
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            yield
-
     def _pieces(self, job: _Job, scale: float) -> Iterator[tuple[Copied, bool]]:
         """Queue a chunk's pieces, one at a time; gives their copies to the host, and whether these are the last."""
-        held, (gradient, groups, step) = job.held, job.taken
-        ready, unit = gradient.settled(), held.unit
-        held.home.wait_until_read()
-        held.home.refresh()
-        tensors = (unit.shard, *step.moments(), ready, held.home.weights)
-        whole = unit.whole.data if held.stays else None
+        chunk, (gradient, groups, step) = job.chunk, job.taken
+        ready, unit = gradient.settled(), chunk.unit
+        chunk.host_weights.wait_until_read()
+        chunk.host_weights.refresh()
+        tensors = (unit.shard, *step.moments(), ready, chunk.host_weights.tensor)
+        whole = unit.whole.data if chunk.stays else None
         cut = pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE)
         if not cut:  # the optimizer leaves the chunk's parameters out
             yield Copied(None), True
@@ -168,7 +152,7 @@ class Streaming:
             here: on the host, master weights, both moments, gradient, and where new weights go.
             used: weights on the device, that get the new ones, where they stay.
         """
-        slot, step, name = next(self._slots), job.taken[2], job.held.name
+        slot, step, name = next(self._slots), job.taken[2], job.chunk.name
         there = slot.views(here)
         arriving = there.gradient if there.coming is None else there.coming
         self._copies.all_to_device([*there.state, arriving], here[:4], slot.sent.event, name).wait()
@@ -190,6 +174,6 @@ class Streaming:
         """over: the chunk whose pieces have all been sent then."""
         sent.synchronize()
         if over is not None:
-            over.held.home.adopt()
+            over.chunk.host_weights.adopt()
             self._copies.host.give(over.taken[0].tensor)
             over.done.set_result(None)

@@ -76,7 +76,7 @@ class Recorder:
 
     Args:
         device: whose streams are timed.
-        ledger: of the bytes that chunks hold there.
+        ledger: of the bytes that chunks take there.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger):
@@ -100,10 +100,10 @@ class Recorder:
 
     def changed(self) -> None:
         """The ledger has changed."""
-        held = dict(self._ledger.held)
+        nbytes = dict(self._ledger.nbytes)
         if self._device.type == "cuda":
-            held["beside"] = max(torch.cuda.memory_allocated(self._device) - self._ledger.total, 0)
-        self._points.append((self.now(), held))
+            nbytes["beside"] = max(torch.cuda.memory_allocated(self._device) - self._ledger.total, 0)
+        self._points.append((self.now(), nbytes))
 
     def used(self, chunk: str | None) -> None:
         """A chunk's use begins, or (None) the last one ends."""
@@ -137,11 +137,11 @@ class Recorder:
             torch.cuda.synchronize(self._device)
         with self._lock:
             spans = [(lane, self._seconds(a), self._seconds(b), chunk) for lane, a, b, chunk in self._spans]
-        kinds = dict.fromkeys(kind for _, held in self._points for kind in held)
+        kinds = dict.fromkeys(kind for _, nbytes in self._points for kind in nbytes)
         return Timeline(
             budget,
             [self._seconds(moment) for moment, _ in self._points],
-            {kind: [held.get(kind, 0) for _, held in self._points] for kind in kinds},
+            {kind: [nbytes.get(kind, 0) for _, nbytes in self._points] for kind in kinds},
             {lane: sorted((a, b, chunk) for at, a, b, chunk in spans if at == lane) for lane in LANES},
         )
 

@@ -12,14 +12,15 @@ from cai_mesh.layout import FlatChunk
 
 
 class Unit(Protocol):
-    """A chunk on one rank: all of it (`cai_mesh.storage.FlatUnit`), or the rank's rows.
+    """A chunk on one rank: all of it (`cai_mesh.storage.FlatUnit`), or the rank's shard of it (`ShardUnit`).
 
     Attributes:
-        chunk: names of the parameters; where rows are divided, of more elements than are here.
+        chunk: names of the parameters; where it is sharded, of more elements than are here.
         shard: [n] in master dtype, what stays.
         kept: 1-d parameters, parts of `shard`, some perhaps empty.
         ranges: (start, stop) of each of `kept` in `shard`.
-        whole: [n] in the dtype of computation on the device; has memory between `allocate_storage` and `free_storage`.
+        whole: [n], the same elements in the dtype of computation on the device; has memory between `allocate_storage`
+            and `free_storage`.
         is_whole: whether `whole` is in use.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.engine import Engine
-from cai_gemini.held import Held
 from cai_gemini.states import State
 from cai_mesh.storage import FlatUnit, ModuleLifecycle
 
@@ -19,7 +19,7 @@ class ModuleUses:
         engine: what moves their chunks; its trace is a pass, forward and backward.
         root: the model, whose forward begins a pass.
         units: the chunks of every unit.
-        helds: and where they are.
+        chunks: and where they are.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class ModuleUses:
         engine: Engine,
         root: nn.Module,
         units: Mapping[nn.Module, Sequence[FlatUnit]],
-        helds: Mapping[nn.Module, Sequence[Held]],
+        chunks: Mapping[nn.Module, Sequence[OffloadedChunk]],
     ):
-        self._engine, self._root, self._helds = engine, root, helds
-        self._index = {held: i for i, held in enumerate(h for some in helds.values() for h in some)}
+        self._engine, self._root, self._chunks = engine, root, chunks
+        self._index = {chunk: i for i, chunk in enumerate(h for some in chunks.values() for h in some)}
         self._lifecycle = ModuleLifecycle(
             {module: [p for unit in some for p in unit.used] for module, some in units.items()}
         )
@@ -39,22 +39,22 @@ class ModuleUses:
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         if unit is self._root and not backward:
             self._engine.begin()
-        for held in self._helds[unit]:
-            if held.state is not State.COMPUTE:
-                self._engine.prepare(self._index[held], backward=backward)
-                held.arrive()
-                held.use()
-                self._engine.computing(held)
+        for chunk in self._chunks[unit]:
+            if chunk.state is not State.COMPUTE:
+                self._engine.prepare(self._index[chunk], backward=backward)
+                chunk.arrive()
+                chunk.use()
+                self._engine.computing(chunk)
 
     def after_use(self, unit: nn.Module) -> None:
-        for held in self._helds[unit]:
-            held.forward_over()
+        for chunk in self._chunks[unit]:
+            chunk.forward_over()
 
     def grads_ready(self, unit: nn.Module) -> None:
-        for held in self._helds[unit]:
-            if held.buffer is not None:
-                self._engine.sent(held, held.collect())
-            held.backward_over()
+        for chunk in self._chunks[unit]:
+            if chunk.buffer is not None:
+                self._engine.sent(chunk, chunk.collect())
+            chunk.backward_over()
 
     def backward_done(self) -> None:
         self._engine.end()

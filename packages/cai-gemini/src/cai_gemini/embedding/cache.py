@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from cai_gemini.embedding.following import STATE, Follower, make_state
-from cai_gemini.embedding.rows import Lane, Pair, Rows
+from cai_gemini.embedding.rows import Pair, Rows
 from cai_gemini.embedding.slots import LARGEST_COUNT, Lookup, SlotMap, to_device
+from cai_mesh.comm import SideStream
 from cai_mesh.errors import DataError, PlanError
+from cai_mesh.protocols import CommHandle
 
 COUNT = "count"
 """The pair that says how often rows were looked up."""
@@ -65,12 +67,12 @@ class _Use:
 
 @dataclass
 class _Ahead:
-    """A batch that was prefetched: the tensor it was asked with, where its rows are, and the use that holds them."""
+    """A batch that was prefetched: the tensor it was asked with, where its rows are, their arrival, and their use."""
 
     ids: weakref.ref[torch.Tensor]
     version: int
     slots: torch.Tensor
-    event: torch.cuda.Event | None
+    there: CommHandle
     number: int
 
     def is_for(self, ids: torch.Tensor) -> bool:
@@ -128,12 +130,12 @@ class RowCache:
 
     def _start(self) -> None:
         """Make what a copy does not share with its original."""
-        self._lane = Lane(self.weight.device)
-        self._rows = Rows(self._lane)
+        self._stream = SideStream(self.weight.device)
+        self._rows = Rows(self._stream)
         self._rows.pairs["weight"] = Pair(self.table, self.weight.data)
         if self._priorities is not None:
             self._rows.pairs[COUNT] = Pair(self._priorities, self._map.count, written=self._counts)
-        self._follower = Follower(self.weight, self._rows, self._map, self._lane)
+        self._follower = Follower(self.weight, self._rows, self._map, self._stream)
         self._seen = self.weight._version
         self._open: weakref.WeakSet[_Use] = weakref.WeakSet()
         self._ahead: dict[int, _Ahead] = {}
@@ -154,14 +156,14 @@ class RowCache:
         if frequencies is not None:
             hot = torch.topk(frequencies, min(self._map.slots + 1, self._map.rows)).indices
             rows = torch.cat([rows, hot[~torch.isin(hot, rows)]])[: self._map.slots]
-        self._lane.after_compute()  # which has made the books and the cache
+        self._stream.wait_for_compute()  # which has made the books and the cache
         if not len(rows):
             return
-        with self._lane.work():
+        with self._stream.work():
             slots = torch.arange(len(rows), device=self.weight.device)
             self._map.put(to_device(rows, self.weight.device), slots)
             self._rows.fetch(rows, slots)
-        self._lane.join()
+        self._stream.join()
         self._map.filled = len(rows)
 
     @torch.no_grad()
@@ -182,8 +184,8 @@ class RowCache:
             if cache is not None:
                 cache._ahead.pop(key, None)
 
-        event = self._lane.mark()
-        self._ahead[key] = _Ahead(weakref.ref(ids, gone), version(ids), slots, event, self._uses)
+        there = self._stream.mark()
+        self._ahead[key] = _Ahead(weakref.ref(ids, gone), version(ids), slots, there, self._uses)
         return True
 
     @torch.no_grad()
@@ -192,22 +194,24 @@ class RowCache:
         self._notice()
         ahead = self._ahead.pop(id(ids), None)
         if ahead is not None and ahead.is_for(ids):
-            slots, event = ahead.slots, ahead.event
+            slots, there = ahead.slots, ahead.there
             self._stamp(slots, hold=training, count=False)
         else:
             lookup = self._look(ids)
             if lookup.needed > self._map.slots:
                 raise self._too_small(lookup)
             slots = self._bring(lookup, hold=training)
-            event = self._lane.mark()
-        self._lane.show(slots, event)
+            there = self._stream.mark()
+        there.wait()
+        if slots.is_cuda:
+            slots.record_stream(torch.cuda.current_stream(slots.device))  # they were made on the other
         return slots, self._uses
 
     def _look(self, ids: torch.Tensor) -> Lookup:
         if ids.is_cuda:
-            self._lane.after_compute()
-            self._lane.keep(ids)
-        with self._lane.work():
+            self._stream.wait_for_compute()
+            self._stream.keep(ids)
+        with self._stream.work():
             flat = to_device(ids.reshape(-1), self.weight.device).long()
             lookup = self._map.look(flat, self._settled + 1)
         if lookup.invalid:
@@ -221,10 +225,10 @@ class RowCache:
     def _bring(self, lookup: Lookup, *, hold: bool) -> torch.Tensor:
         stats = self.stats
         if len(lookup.missing):
-            self._lane.after_compute()
+            self._stream.wait_for_compute()
             changed = self._newest >= self._clean
             leaving = [p for n, p in self._rows.pairs.items() if p.written and (changed or n == COUNT)]
-            with self._lane.work():
+            with self._stream.work():
                 placed = self._map.place(lookup)
                 bytes_in, bytes_out = self._rows.exchange(placed, lookup.missing, leaving)
             stats.bytes_in, stats.bytes_out = stats.bytes_in + bytes_in, stats.bytes_out + bytes_out
@@ -232,7 +236,7 @@ class RowCache:
                 stats.fetched + len(lookup.missing),
                 stats.evicted + len(placed.left_rows),
             )
-        with self._lane.work():
+        with self._stream.work():
             slots = self._map.slot_of[lookup.ids].long()
         self._stamp(slots, hold=hold, count=self._counts)
         stats.batches, stats.lookups = stats.batches + 1, stats.lookups + lookup.ids.numel()
@@ -250,19 +254,19 @@ class RowCache:
         self._uses += 1
         if hold:
             self._newest = self._uses
-        with self._lane.work():
+        with self._stream.work():
             self._map.stamp(slots, self._uses, hold=hold, count=count)
 
     def _notice(self) -> None:
         """Learn what happened outside since the last call: tables written, an optimizer's step, gradients dropped."""
         rewritten = [pair for pair in self._rows.pairs.values() if pair.rewritten]
         if rewritten:
-            self._lane.after_compute()
-            with self._lane.work():
+            self._stream.wait_for_compute()
+            with self._stream.work():
                 self._rows.finish()
                 rows, slots = self._map.cached()
                 self._rows.fetch(rows.cpu(), slots, rewritten)
-            self._lane.join()
+            self._stream.join()
             for pair in rewritten:
                 pair.seen()
         self._follower.refresh()
@@ -279,10 +283,10 @@ class RowCache:
                 ahead.number = self._uses
 
     def flush(self) -> int:
-        """Bring every changed row home; rows stay cached. Returns how many there were. The host waits."""
+        """Copy every changed row back to the host; rows stay cached. Returns how many there were. The host waits."""
         self._notice()
-        self._lane.after_compute()
-        with self._lane.work():
+        self._stream.wait_for_compute()
+        with self._stream.work():
             rows, slots = self._map.cached(since=self._clean)
             pairs = [pair for name, pair in self._rows.pairs.items() if name != COUNT]
             if len(rows):
@@ -314,14 +318,14 @@ class RowCache:
         make_state(optimizer, self.weight)
         self._seen = self.weight._version
         self.flush()
-        homes = {
-            n.removeprefix(STATE): pair.home for n, pair in self._rows.pairs.items() if n.startswith(STATE)
+        host = {
+            n.removeprefix(STATE): pair.host for n, pair in self._rows.pairs.items() if n.startswith(STATE)
         }
         state = optimizer.state.get(self.weight, {})
         for key, value in state.items():
-            if key not in homes and isinstance(value, torch.Tensor | int | float):
-                homes[key] = value.item() if isinstance(value, torch.Tensor) else value
-        return homes
+            if key not in host and isinstance(value, torch.Tensor | int | float):
+                host[key] = value.item() if isinstance(value, torch.Tensor) else value
+        return host
 
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
@@ -349,11 +353,11 @@ class RowCache:
 
     def __getstate__(self):
         self.flush()
-        own = ("_lane", "_rows", "_follower", "_open", "_ahead", "weight", "table")
+        own = ("_stream", "_rows", "_follower", "_open", "_ahead", "weight", "table")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def revive(self, weight: nn.Parameter, table: torch.Tensor) -> None:
         """Complete a copy, given the copies of its weight and its table."""
         self.weight, self.table = weight, table
         self._start()
-        self._lane.after_compute()
+        self._stream.wait_for_compute()

@@ -157,8 +157,8 @@ class CachedEmbedding(nn.Module):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state of this table: host tensors [num_embeddings, ...] up to date, and counters as numbers.
 
-        The tensors are the homes of the state: a checkpoint may be read into them in place. State that the optimizer
-        would make at its first step is made now.
+        The tensors are the state itself: a checkpoint may be read into them in place. State that the optimizer would
+        make at its first step is made now.
 
         Raises `PlanError` when the optimizer does not step this embedding or its state does not follow rows.
         """

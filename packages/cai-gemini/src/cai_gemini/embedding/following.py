@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from cai_gemini.embedding.rows import Lane, Pair, Rows
+from cai_gemini.embedding.rows import Pair, Rows
 from cai_gemini.embedding.slots import SlotMap
+from cai_mesh.comm import SideStream
 from cai_mesh.errors import PlanError
 
 STATE = "state."
@@ -18,7 +19,7 @@ STATE = "state."
 
 
 class Follower:
-    """Meets the torch optimizer that steps a cache at its first step and gives its state rows homes in host memory.
+    """Meets the torch optimizer that steps a cache at its first step, and gives its state rows in host memory.
 
     torch calls a hook before the step of every optimizer; this one looks whether the cache is among its parameters.
 
@@ -26,11 +27,11 @@ class Follower:
         weight: the cache, [slots, dim].
         rows: receives a pair for every row-wise state tensor.
         slots: which row is where.
-        lane: on which `slots` is kept.
+        stream: on which `slots` is kept.
     """
 
-    def __init__(self, weight: nn.Parameter, rows: Rows, slots: SlotMap, lane: Lane):
-        self._weight, self._rows, self._map, self._lane = weight, rows, slots, lane
+    def __init__(self, weight: nn.Parameter, rows: Rows, slots: SlotMap, stream: SideStream):
+        self._weight, self._rows, self._map, self._stream = weight, rows, slots, stream
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         me = weakref.ref(self)
@@ -79,7 +80,7 @@ class Follower:
         return True
 
     def refresh(self) -> None:
-        """Give homes to state that appeared in a step."""
+        """Give host memory to state that appeared in a step."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
             self._adopt(optimizer, fresh=False)
@@ -115,7 +116,7 @@ class Follower:
                 continue
             pair = self._rows.pairs.get(STATE + key)
             if pair is None:
-                self._rows.pairs[STATE + key] = Pair(self._home(key, value, fresh), value)
+                self._rows.pairs[STATE + key] = Pair(self._host(key, value, fresh), value)
             elif pair.cache is not value:
                 raise PlanError(
                     f"optimizer state {key!r} of a cached embedding was replaced",
@@ -123,7 +124,7 @@ class Follower:
                     fix="save with embedding.optimizer_state and restore with embedding.load_optimizer_state",
                 )
 
-    def _home(self, key: str, value: torch.Tensor, fresh: bool) -> torch.Tensor:
+    def _host(self, key: str, value: torch.Tensor, fresh: bool) -> torch.Tensor:
         """Host rows of a state tensor, all at the value an unused row has."""
         if value.is_sparse or value.shape[0] != self._weight.shape[0]:
             raise PlanError(
@@ -131,7 +132,7 @@ class Follower:
                 got=f"{'sparse ' if value.is_sparse else ''}shape {tuple(value.shape)}",
                 expected=f"{self._weight.shape[0]} rows, as the cache has",
             )
-        self._lane.join()
+        self._stream.join()
         idle = self._map.held[: self._map.slots] == 0
         if not fresh and bool(value[idle].any()):
             raise PlanError(
@@ -145,8 +146,8 @@ class Follower:
                 cause="optimizer.load_state_dict restored what the cache held in another run",
                 fix="save with embedding.optimizer_state and restore with embedding.load_optimizer_state",
             )
-        home = torch.empty(self._map.rows, *value.shape[1:], dtype=value.dtype)
-        return home.copy_(start)
+        host = torch.empty(self._map.rows, *value.shape[1:], dtype=value.dtype)
+        return host.copy_(start)
 
 
 def make_state(optimizer: Optimizer, weight: nn.Parameter) -> None:

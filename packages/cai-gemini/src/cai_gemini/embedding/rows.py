@@ -2,88 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from cai_gemini.embedding.slots import Placement
-
-
-class Lane:
-    """The stream on which a cache keeps its books and moves rows; on the CPU everything is done in order."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Work launched inside goes to the lane."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def after_compute(self) -> None:
-        """What the lane does next waits for what the compute stream was given so far. Called outside `work`."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def join(self) -> None:
-        """Let the compute stream wait for the lane. Called outside `work`."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Do not reuse the memory of a tensor of the compute stream while the lane reads it."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """An event after everything the lane was given so far."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def show(self, tensor: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        """Let the compute stream use a tensor made on the lane, after `event`. Called outside `work`."""
-        if event is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(event)
-            tensor.record_stream(current)
+from cai_mesh.comm import SideStream
 
 
 class Pair:
     """A value with one entry for each row of the table.
 
     Args:
-        home: host tensor [rows, ...].
-        cache: device tensor [slots, ...], same dtype; an entry of a cached row is newer than its home.
-        written: whether entries change on the device and go home when their row leaves.
+        host: host tensor [rows, ...].
+        cache: device tensor [slots, ...], same dtype; an entry of a cached row is newer than that on the host.
+        written: whether entries change on the device and are copied back when their row leaves.
     """
 
-    def __init__(self, home: torch.Tensor, cache: torch.Tensor, *, written: bool = True):
-        self.home, self.cache, self.written = home, cache, written
-        self._version = home._version
+    def __init__(self, host: torch.Tensor, cache: torch.Tensor, *, written: bool = True):
+        self.host, self.cache, self.written = host, cache, written
+        self._version = host._version
 
     @property
     def rewritten(self) -> bool:
-        """Whether somebody else wrote into `home` (a checkpoint that was loaded)."""
-        return self.home._version != self._version
+        """Whether somebody else wrote into `host` (a checkpoint that was loaded)."""
+        return self.host._version != self._version
 
     def seen(self) -> None:
-        """Take note of the present content of `home`."""
-        self._version = self.home._version
+        """Take note of the present content of `host`."""
+        self._version = self.host._version
 
 
 @dataclass(frozen=True)
 class _Return:
-    """Rows on their way home: complete once `event` is past."""
+    """Rows on their way to the host: complete once `event` is past."""
 
     event: torch.cuda.Event | None
     rows: torch.Tensor
@@ -91,32 +44,36 @@ class _Return:
 
 
 class Rows:
-    """Fetches and returns the rows of several pairs together. Everything but `finish` is called inside `Lane.work`."""
+    """Fetches and returns the rows of several pairs together.
 
-    def __init__(self, lane: Lane):
+    Args:
+        stream: on which rows move. Everything but `finish` is called inside its `work`.
+    """
+
+    def __init__(self, stream: SideStream):
         self.pairs: dict[str, Pair] = {}
-        self._lane = lane
+        self._stream = stream
         self._returning: list[_Return] = []
 
     def fetch(self, host_rows: torch.Tensor, slots: torch.Tensor, pairs: Iterable[Pair] | None = None) -> int:
         """Copy rows (int64 [M], host) of the pairs (None: of all) into `slots` (device); returns the bytes moved.
 
-        Rows on their way home are not looked at: call `finish` first where they may be among the wanted.
+        Rows on their way to the host are not looked at: call `finish` first where they may be among these.
         """
         moved = 0
         for pair in self.pairs.values() if pairs is None else pairs:
-            shape = (len(host_rows), *pair.home.shape[1:])
-            staged = torch.empty(shape, dtype=pair.home.dtype, pin_memory=slots.is_cuda)
-            torch.index_select(pair.home, 0, host_rows, out=staged)
+            shape = (len(host_rows), *pair.host.shape[1:])
+            staged = torch.empty(shape, dtype=pair.host.dtype, pin_memory=slots.is_cuda)
+            torch.index_select(pair.host, 0, host_rows, out=staged)
             pair.cache.index_copy_(0, slots, staged.to(slots.device, non_blocking=True))
             moved += staged.nbytes
         return moved
 
     def give_back(self, rows: torch.Tensor, slots: torch.Tensor, pairs: Iterable[Pair]) -> int:
-        """Start copying `slots` home to `rows` (both on the device); `finish` completes it. Returns the bytes moved."""
+        """Start copying `slots` back to `rows` (both on the device); `finish` completes it. Returns the bytes moved."""
         values = tuple((pair, _to_host(pair.cache.index_select(0, slots))) for pair in pairs)
         host_rows = _to_host(rows)
-        self._returning.append(_Return(self._lane.mark(), host_rows, values))
+        self._returning.append(_Return(self._stream.mark().event, host_rows, values))
         return sum(value.nbytes for _, value in values)
 
     def exchange(
@@ -133,12 +90,12 @@ class Rows:
         return self.fetch(missing, placement.slots), out
 
     def finish(self) -> None:
-        """Write into the homes what was on its way. The host waits for copies that are not complete."""
+        """Write into the host tensors what was on its way. The host waits for copies that are not complete."""
         for back in self._returning:
             if back.event is not None:
                 back.event.synchronize()
             for pair, value in back.values:
-                pair.home.index_copy_(0, back.rows, value)
+                pair.host.index_copy_(0, back.rows, value)
                 pair.seen()
         self._returning.clear()
 

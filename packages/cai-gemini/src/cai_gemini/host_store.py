@@ -1,7 +1,7 @@
 """Tensors that wait in host memory between forward and backward, and the copies that take them there and back.
 
 No memory is marked as used by the copying streams (`record_stream`): the allocator would then hand it out again only
-once the device has caught up with the host, and much of it would lie idle. Whoever sends or brings a tensor holds it
+once the device has caught up with the host, and much of it would lie idle. Whoever sends or brings a tensor keeps it
 until the compute stream has waited for the copy; from there on the order of that stream protects it.
 """
 
@@ -21,7 +21,7 @@ from cai_mesh.errors import PlanError
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A tensor whose copy to the host is under way, held until the compute stream has waited for it."""
+    """A tensor whose copy to the host is under way, kept until the compute stream has waited for it."""
 
     tensor: torch.Tensor
     version: int
@@ -32,7 +32,7 @@ class HostStore:
     """Host memory for tensors of one device, and those on their way there.
 
     Memory is kept for reuse. The smallest free piece that is large enough is taken; where there is none, the largest
-    free one is given up for a new one, so that there are never more pieces than tensors were away at once.
+    free one is given up for a new one, so that there are never more pieces than tensors were offloaded at once.
 
     Args:
         device: a CUDA device, or the CPU, whose tensors are copied in host memory.
@@ -56,14 +56,14 @@ class HostStore:
         self.arrive(self._in_flight - 1)
         self._leaving.append([])
 
-    def send(self, tensor: torch.Tensor) -> Away:
+    def send(self, tensor: torch.Tensor) -> OffloadedTensor:
         """Start to copy a dense tensor, of the group that was begun last; it must not be changed in place."""
         piece = self._take(tensor.numel() * tensor.element_size())
-        away = Away(self, piece, tensor)
+        offloaded = OffloadedTensor(self, piece, tensor)
         source = tensor.detach()  # of the same memory and version, without what it was computed from
-        copied = self.copies.to_host(away.home, source, held=True)
+        copied = self.copies.to_host(offloaded.host, source, kept=True)
         self._leaving[-1].append(_Leaving(source, source._version, copied))
-        return away
+        return offloaded
 
     def arrive(self, most: int = 0) -> None:
         """Let the compute stream wait until at most so many groups are on their way, and let go of the others."""
@@ -98,8 +98,8 @@ class HostStore:
         self._returned.append(piece)
 
 
-class Away:
-    """A tensor in host memory. Its memory there returns to the store when nobody holds this any more.
+class OffloadedTensor:
+    """A tensor in host memory. Its memory there returns to the store when nobody has this any more.
 
     Args:
         store: where it is.
@@ -111,7 +111,7 @@ class Away:
         self._store, self._piece = store, piece
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         used = piece[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
-        self.home = used.as_strided(self.shape, self.stride)
+        self.host = used.as_strided(self.shape, self.stride)
         self._back: torch.Tensor | None = None
         self._coming: Copied | None = None
         self._claims = 0
@@ -122,7 +122,7 @@ class Away:
         if self._back is None:
             copies = self._store.copies
             self._back = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=copies.device)
-            self._coming = copies.to_device(self._back, self.home, copies.mark(), held=True)
+            self._coming = copies.to_device(self._back, self.host, copies.mark(), kept=True)
 
     def take(self) -> torch.Tensor:
         """The tensor on the device, usable by the compute stream. It is dropped here with the last claim."""
@@ -140,8 +140,8 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor that stays where it is; like `Away`, without copies. An inference tensor has no version."""
+class ResidentTensor:
+    """A tensor that stays where it is; like `OffloadedTensor`, without copies. An inference tensor has no version."""
 
     tensor: torch.Tensor
     version: int | None

@@ -1,100 +1,108 @@
-"""What a checkpoint holds of an offloaded model: one chunk of a disk in memory at a time, saving and loading."""
+"""What a checkpoint holds of an offloaded model, with one chunk of a disk in memory at a time.
+
+Values of a chunk on a disk are not there when a checkpoint begins. `BoxedTensor.lend` is called for each tensor when it
+is written or filled, and loads its chunk then; the chunk before it goes back to the disk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from cai_gemini.chunk import OffloadedChunk
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import BoxedTensor
-
-if TYPE_CHECKING:
-    from cai_gemini.held import Held
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 GROUPS = OPTIMIZER + "param_groups"
 
 
-class Lending:
-    """Lends chunks whose master weights and state are on a disk, each until the next one is asked for."""
+class OneLoaded:
+    """Keeps at most one chunk of those on a disk in memory."""
 
     def __init__(self) -> None:
-        self._held: Held | None = None
+        self._chunk: OffloadedChunk | None = None
 
-    def chunk(self, held: Held) -> None:
-        """Have the chunk in memory, as its last step has left it."""
-        if held is self._held and held.disk is not None and held.disk.in_memory:
+    def load(self, chunk: OffloadedChunk) -> None:
+        """Have a chunk in memory, as its last step has left it; the one before goes back to the disk."""
+        if chunk is self._chunk and chunk.disk is not None and chunk.disk.in_memory:
             return
         self.close()
-        if held.disk is not None and not held.disk.in_memory:
-            self._held = held
-        held.settle()
+        if chunk.disk is not None and not chunk.disk.in_memory:
+            self._chunk = chunk
+        chunk.settle()
 
     def close(self) -> None:
         """Let go of the last one; what was written to it goes to the disk."""
-        held, self._held = self._held, None
-        if held is not None and held.disk is not None:
-            held.disk.give_back()
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.unload()
 
 
-def parameters(helds: Sequence[Held]) -> Iterator[tuple[str, Held, int]]:
+def parameters(chunks: Sequence[OffloadedChunk]) -> Iterator[tuple[str, OffloadedChunk, int]]:
     """Name, chunk and index of every parameter."""
-    for held in helds:
-        for index, name in enumerate(held.unit.chunk.names):
-            yield name, held, index
+    for chunk in chunks:
+        for index, name in enumerate(chunk.unit.chunk.names):
+            yield name, chunk, index
 
 
-def boxed_master(held: Held, index: int, lending: Lending) -> BoxedTensor:
+def boxed_master(chunk: OffloadedChunk, index: int, loaded: OneLoaded) -> BoxedTensor:
     """Master weights of parameter `index` of a chunk, with values when they are asked for."""
 
     def value() -> torch.Tensor:
-        return held.unit.kept[index].detach()
+        return chunk.unit.kept[index].detach()
 
-    return _lent(held, index, held.unit.shard.dtype, value, lending)
+    return _boxed(chunk, index, chunk.unit.shard.dtype, value, loaded)
 
 
-def boxed_slots(held: Held, index: int, name: str, lending: Lending) -> dict[str, BoxedTensor]:
+def boxed_slots(chunk: OffloadedChunk, index: int, name: str, loaded: OneLoaded) -> dict[str, BoxedTensor]:
     """The optimizer's state of parameter `index` of a chunk by `NAME.SLOT`, with values when they are asked for."""
-    step = held.step
+    step = chunk.step
     if step is None:
         return {}
-    if held.disk is None:
-        held.settle()  # counters, which are not lent, are the last step's
+    if chunk.disk is None:
+        chunk.settle()  # counters, which are not on the disk, are the last step's
     else:
-        held.finish_writing()
+        chunk.finish_writing()
     if step.fused:
         step.moments()
-    found, param = {}, held.unit.kept[index]
+    found, param = {}, chunk.unit.kept[index]
     for slot, value in step.state_of(index).items():
         if not isinstance(value, torch.Tensor):
             continue
         if value.dim() and value.numel() == param.numel():
-            found[f"{name}.{slot}"] = boxed_slot(held, index, slot, value.dtype, lending)
+            found[f"{name}.{slot}"] = boxed_slot(chunk, index, slot, value.dtype, loaded)
         else:
             found[f"{name}.{slot}"] = BoxedTensor.from_param(value)
     return found
 
 
-def boxed_slot(held: Held, index: int, slot: str, dtype: torch.dtype, lending: Lending) -> BoxedTensor:
+def boxed_slot(
+    chunk: OffloadedChunk, index: int, slot: str, dtype: torch.dtype, loaded: OneLoaded
+) -> BoxedTensor:
     """One tensor of the optimizer's state, as large as its parameter; made when asked for, if it is not there."""
 
     def value() -> torch.Tensor:
-        assert held.step is not None
-        if slot not in held.step.state_of(index):
-            held.step.put_state(index, {slot: torch.zeros_like(held.unit.kept[index].detach(), dtype=dtype)})
-        return held.step.state_of(index)[slot]
+        assert chunk.step is not None
+        if slot not in chunk.step.state_of(index):
+            chunk.step.put_state(
+                index, {slot: torch.zeros_like(chunk.unit.kept[index].detach(), dtype=dtype)}
+            )
+        return chunk.step.state_of(index)[slot]
 
-    return _lent(held, index, dtype, value, lending)
+    return _boxed(chunk, index, dtype, value, loaded)
 
 
-def _lent(held: Held, index: int, dtype: torch.dtype, value: Any, lending: Lending) -> BoxedTensor:
-    param = held.unit.kept[index]
+def _boxed(
+    chunk: OffloadedChunk, index: int, dtype: torch.dtype, value: Any, loaded: OneLoaded
+) -> BoxedTensor:
+    param = chunk.unit.kept[index]
 
     def lend() -> BoxedTensor:
-        lending.chunk(held)
+        loaded.load(chunk)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return BoxedTensor.like(param, value().flatten())
 
@@ -103,41 +111,47 @@ def _lent(held: Held, index: int, dtype: torch.dtype, value: Any, lending: Lendi
     return replace(shapes, lend=lend)
 
 
-def state_to_save(helds: Sequence[Held], lending: Lending) -> dict[str, BoxedTensor]:
-    """`model.NAME` and `optimizer.NAME.SLOT`, chunk by chunk, so that each is lent once."""
+def state_to_save(chunks: Sequence[OffloadedChunk], loaded: OneLoaded) -> dict[str, BoxedTensor]:
+    """`model.NAME` and `optimizer.NAME.SLOT`, chunk by chunk, so that each is loaded once."""
     found: dict[str, BoxedTensor] = {}
-    for name, held, index in parameters(helds):
-        found[MODEL + name] = boxed_master(held, index, lending)
-        slots = boxed_slots(held, index, name, lending)
+    for name, chunk, index in parameters(chunks):
+        found[MODEL + name] = boxed_master(chunk, index, loaded)
+        slots = boxed_slots(chunk, index, name, loaded)
         found |= {OPTIMIZER + slot: boxed for slot, boxed in slots.items()}
     return found
 
 
 def state_to_load(
-    helds: Sequence[Held], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], lending: Lending
+    chunks: Sequence[OffloadedChunk],
+    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    loaded: OneLoaded,
 ) -> dict[str, BoxedTensor]:
     """As `state_to_save`, with what the saved optimizer had of a parameter and this one has not made yet.
 
     Args:
         saved: shape and dtype by name.
     """
-    found = state_to_save(helds, lending)
-    for name, held, index in parameters(helds):
+    found = state_to_save(chunks, loaded)
+    for name, chunk, index in parameters(chunks):
         for key, (shape, dtype) in saved.items():
             prefix, _, slot = key.rpartition(".")
-            if prefix == OPTIMIZER + name and key not in found and held.step is not None:
-                found[key] = _missing(held, index, slot, (shape, dtype), lending)
+            if prefix == OPTIMIZER + name and key not in found and chunk.step is not None:
+                found[key] = _missing(chunk, index, slot, (shape, dtype), loaded)
     return found
 
 
 def _missing(
-    held: Held, index: int, slot: str, like: tuple[tuple[int, ...], torch.dtype], lending: Lending
+    chunk: OffloadedChunk,
+    index: int,
+    slot: str,
+    like: tuple[tuple[int, ...], torch.dtype],
+    loaded: OneLoaded,
 ) -> BoxedTensor:
     shape, dtype = like
     if shape:
-        return boxed_slot(held, index, slot, dtype, lending)
-    assert held.step is not None
-    step, scalar = held.step, torch.zeros((), dtype=dtype)
+        return boxed_slot(chunk, index, slot, dtype, loaded)
+    assert chunk.step is not None
+    step, scalar = chunk.step, torch.zeros((), dtype=dtype)
 
     def lend() -> BoxedTensor:
         if slot not in step.state_of(index):

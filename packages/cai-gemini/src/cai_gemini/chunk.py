@@ -1,4 +1,4 @@
-"""One chunk of an offloaded model: its weights on the device, its home, its gradient and its step."""
+"""One chunk of an offloaded model: its weights on device and host, its gradient and its step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from cai_gemini.copies import Copied, Copies, Scalar, there
 from cai_gemini.disk_state import DiskState
 from cai_gemini.disk_weights import DiskWeights, Staging
 from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares, wide
-from cai_gemini.home import Home
+from cai_gemini.host_weights import HostWeights
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
-from cai_gemini.speculation import ALIGNMENT, Image, Speculator, Tally
 from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.timeline import host_span
 from cai_gemini.unit import Unit
@@ -38,21 +37,21 @@ class Shared(Protocol):
         """Called before a gradient takes device memory that will go to the host."""
 
 
-class Held:
+class OffloadedChunk:
     """A chunk and where its parts are.
 
-    Host memory holds master weights and optimizer state (unless they stay on the device), the weights in the dtype
-    of computation, which is what is copied to the device, and the gradient that came back. All but the gradient may be
+    In host memory are master weights and optimizer state, unless they stay on the device; the host weights, in the
+    dtype of computation, which are copied to the device; and the gradient that came back. All but the gradient may be
     on a disk instead.
 
     Args:
-        unit: the chunk, or a rank's rows of it; its shard is the master weights.
+        unit: the chunk, or a rank's shard of it; `unit.shard` is the master weights.
         gradients: dtype of those that are received; None for a frozen chunk.
         shared: what all chunks of a model have in common.
 
     Attributes:
         buffer: where gradients accumulate, if they are collected from there.
-        wanted: whether somebody waits for the weights, or uses them.
+        in_flight: whether the weights were fetched and not released yet: they may not be freed.
         streamed: whether master weights and state, on the host, are stepped on the device piece by piece.
     """
 
@@ -64,12 +63,11 @@ class Held:
         self._make_room = shared.make_room
         self.disk: DiskState | None = None
         self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
-        self.stays = self.wanted = self.streamed = False
-        self.home = Home(unit, self.copies)
+        self.stays = self.in_flight = self.streamed = False
+        self.host_weights = HostWeights(unit, self.copies)
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
-        self.early = Speculator(self.home.renew)
         self.buffer: GradBuffer | None = None
         self.gradient_dtype, self._summed = gradients, False  # of several backwards
         self._parts: Parts | None = None  # of the gradient, that count in its norm
@@ -81,6 +79,8 @@ class Held:
     def prepare(self, step: ChunkStep) -> None:
         """Take what steps the chunk, once the optimizer holds its parameters."""
         self.step = step if self.trains else None
+        if self.disk is not None and self.step is not None:
+            self.disk.adopt_state(self.step)
 
     @property
     def trains(self) -> bool:
@@ -90,17 +90,19 @@ class Held:
     @property
     def in_use(self) -> bool:
         """Whether its weights may not be freed now."""
-        return self.wanted or self.state is State.COMPUTE
+        return self.in_flight or self.state is State.COMPUTE
 
     def to_disk(self, store: NvmeStore, staging: Staging | None) -> None:
         """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
-        self.disk = DiskState(self, store)
+        self.disk = DiskState(self.name, self.unit, self.host_weights, store)
         if staging is not None:
-            self.home.to_disk(DiskWeights(self.name, self.home.weights, self.disk.master, store, staging))
+            self.host_weights.to_disk(
+                DiskWeights(self.name, self.host_weights.tensor, self.disk.master, store, staging)
+            )
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes on the device when there."""
+        """Bytes of its parts, for those that are on the device."""
         numel = self.unit.shard.numel()
         weights = numel * self.unit.whole.element_size()
         if self.gradient_dtype is None:
@@ -115,8 +117,7 @@ class Held:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def bring(self) -> None:
-        """Begin to bring the weights to the device; as soon as they are stepped, if they are being."""
-        self.early.roll_back()
+        """Begin to copy the weights to the device, after the step that is under way, if there is one."""
         self._happens(Event.BRING)
         self._ledger.change("weights", self.sizes.weights)
         self.unit.allocate_storage()
@@ -133,8 +134,8 @@ class Held:
                 if there:
                     coming.set_result(Copied(None))
                     return
-                self.home.refresh()
-                self.home.send(free, coming, self.name)
+                self.host_weights.refresh()
+                self.host_weights.send(free, coming, self.name)
             except BaseException as error:
                 coming.set_exception(error)
 
@@ -145,15 +146,15 @@ class Held:
             self._stepping.add_done_callback(copy)
 
     def show_writes(self) -> None:
-        """Let weights that are on the device, and what is copied there, be master weights that somebody has written."""
-        if self.home.is_old:
-            self.home.refresh()
+        """Where somebody has written to the master weights, copy them to the host weights and to the device."""
+        if self.host_weights.is_old:
+            self.host_weights.refresh()
             self._renew()
 
     @property
     def version(self) -> int:
-        """Another number whenever the weights have, or will have, got other values: by a step or somebody's write."""
-        return self.home.version(under_way=self._stepping is not None and not self._stepping.done())
+        """A number that is another one after every step, also one under way, and every write to the master weights."""
+        return self.host_weights.version(under_way=self._stepping is not None and not self._stepping.done())
 
     def arrive(self) -> None:
         """Return with the weights usable by the compute stream."""
@@ -165,9 +166,8 @@ class Held:
 
     def use(self) -> None:
         """Let the modules see the weights, which have arrived."""
-        self.early.roll_back()
         self.finish_step()
-        if self.home.is_old and self.state is not State.COMPUTE:
+        if self.host_weights.is_old and self.state is not State.COMPUTE:
             self._renew()
             self.arrive()
         self._happens(Event.USE)
@@ -192,14 +192,17 @@ class Held:
         self.unit.free_storage()
 
     def _renew(self, *, there: bool = False) -> None:
-        """The weights on the device are old: copy new ones as soon as a step has them, unless it puts them `there`."""
+        """Replace the weights on the device, which are old, after the step under way.
+
+        there: that step writes them to the device itself.
+        """
         self.arrive()
         self._happens(Event.RENEWED)
         if self.state is State.COMING:
             if self.on_device:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     self.unit.whole.copy_(self.unit.shard)
-                self.home.adopt(changed=True)
+                self.host_weights.adopt(changed=True)
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
             else:
@@ -230,36 +233,33 @@ class Held:
         Args:
             arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
         """
-        self.early.roll_back()
         self.touched.update(touched)
         before = self.gradient
         squares = sums_of_squares(arrived, self._counted()) if before is None else None
         self._summed = self._summed or before is not None
-        home, sent = arrived, None
+        landed, sent = arrived, None
         if not self.on_device:
-            home = self.copies.host.take(arrived.numel(), arrived.dtype)
-            sent = self.copies.to_host(home, arrived, name=self.name)
+            landed = self.copies.host.take(arrived.numel(), arrived.dtype)
+            sent = self.copies.to_host(landed, arrived, name=self.name)
         if before is None:
-            self.gradient = Gradient(home, sent, squares)
+            self.gradient = Gradient(landed, sent, squares)
         else:
-            before.add(home, sent, self.worker, self.copies.host, copies=self.streamed)
+            before.add(landed, sent, self.worker, self.copies.host, copies=self.streamed)
         return sent
 
     def gradient_of(self, index: int) -> torch.Tensor | None:
         """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
         if index not in self.touched or self.gradient is None:
             return None
-        self.early.roll_back()
         low, high = self.unit.ranges[index]
         view = self.gradient.settled()[low:high]
-        self.gradient.squares, self.gradient.lent = None, True
+        self.gradient.squares = None  # what is written to the view is not seen here
         self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
         return view
 
     @torch.no_grad()
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Put another gradient, or none, in place of parameter `index`'s."""
-        self.early.roll_back()
         if gradient is None:
             self.touched.discard(index)
             if not self.touched:
@@ -276,7 +276,6 @@ class Held:
 
     def drop_gradient(self) -> None:
         """Forget the gradient, and what a backward that raised has left of one."""
-        self.early.roll_back()
         if self.gradient is not None:
             self.copies.host.give(self.gradient.settled())
         self.gradient = None
@@ -308,10 +307,16 @@ class Held:
 
     def settle(self) -> None:
         """Return once the master weights are in memory, as the last step has left them. Raises what it raised."""
-        self.early.roll_back()
         self.finish_writing()
         if self.disk is not None:
-            self.disk.borrow()
+            self.disk.load()
+
+    def unload(self) -> None:
+        """Write what somebody has changed of what is on a disk, and let go of what was loaded."""
+        if self.disk is not None:
+            if self.disk.is_changed:
+                self.show_writes()
+            self.disk.unload()
 
     def finish_step(self) -> None:
         """Return once the last step is done."""
@@ -328,70 +333,42 @@ class Held:
             writing.result()
 
     def begin_step(self, scale: float | Scalar) -> None:
-        """Step with the gradient, which is consumed: at once on the device, in the background on the host.
-
-        A step taken early stands where it is the same.
-        """
-        early = self.early.take()
+        """Step with the gradient, which is consumed: at once on the device, in the background on the host."""
         taken = self.take_gradient()
         if taken is None:
             return
-        self.finish_step()
         gradient, groups, step = taken
         if self.on_device:
             step.run(groups, gradient.tensor, there(scale), self.unit.whole.data)
-            self.home.adopt()
+            self.host_weights.adopt()
             return
 
         def run() -> None:
-            factor = float(scale)
-            if early is None or not early.stands(factor, groups):
-                self._step_home(taken, factor)
-            self.home.adopt()
-            self.copies.host.give(gradient.tensor)
+            ready, factor = gradient.settled(), float(scale)
+            self.host_weights.wait_until_read()
+            self.host_weights.refresh()
+            with host_span(self.copies.recorder, self.name):
+                step.run(groups, ready, factor, self.host_weights.tensor)
+            self.host_weights.adopt()
+            self.copies.host.give(ready)
 
         self.stepped_by(self.worker.submit(run))
-
-    def _step_home(self, taken: Taken, scale: float, image: Image | None = None) -> None:
-        """Step master weights and write home, once no copy reads that any more."""
-        gradient, groups, step = taken
-        ready = gradient.settled()
-        self.home.wait_until_read()
-        self.home.refresh()
-        with host_span(self.copies.recorder, self.name):
-            step.run(groups, ready, scale, self.home.weights, image)
-
-    # -- early steps ---------------------------------------------------------------------------------------------
-
-    def speculate(self, tally: Tally) -> None:
-        """The gradient is thought to be complete: step with it in the background, so that it can be undone.
-
-        Whatever sees or changes weights, state or gradient before `begin_step` undoes it first.
-        """
-        gradient, step = self.gradient, self.step
-        if step is None or gradient is None or not self.touched or self.on_device or self.disk is not None:
-            return
-        self.finish_step()
-        if gradient.lent or not step.can_be_undone:
-            return
-
-        def run(groups: Groups, image: Image) -> None:
-            self._step_home((gradient, groups, step), 1.0, image)
-
-        nbytes = self.sizes.state + ALIGNMENT * len(self.unit.kept)
-        self.early.begin(step.groups(self.touched), nbytes, run, self.worker, tally)
 
     def disk_regions(self) -> list[Region]:
         """What a step reads and writes: master weights, state, and the weights where they are apart."""
         assert self.disk is not None
-        return self.disk.regions + self.home.regions
+        return self.disk.regions + self.host_weights.regions
 
     def take_gradient(self) -> Taken | None:
-        """The gradient, which is consumed, and what steps with it; None where there is none."""
+        """The gradient, which is consumed, and what steps with it; None where there is none.
+
+        Returns once the last step is done, and raises what that raised.
+        """
         if self.step is None or self.gradient is None or not self.touched:
             return None
+        self.finish_writing()
         taken = (self.gradient, self.step.groups(self.touched), self.step)
-        self.home.changes += 1
+        self.host_weights.changes += 1
         self.gradient = None
         self.touched.clear()
         return taken
@@ -418,14 +395,14 @@ class Held:
         self.settle()
         self.show_writes()
         self.arrive()
-        self.disk = self.home.disk = None
+        self.disk = self.host_weights.disk = None
         device = self.copies.device
         sizes = self.sizes
         self._ledger.change("state", sizes.state)
         self._ledger.change("gradients", max(sizes.gradients, sizes.sums))
         with torch._C.DisableTorchFunctionSubclass():
             self.unit.move_shard(self.unit.shard.to(device, copy=True))
-        self.home.adopt()
+        self.host_weights.adopt()
         self.step.move_state(device)
         if self.gradient is not None:
             self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.squares)

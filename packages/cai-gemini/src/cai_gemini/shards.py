@@ -1,4 +1,4 @@
-"""Rows of a sharded model as chunks that an engine moves."""
+"""A rank's shards of a model's chunks, as chunks that an engine moves."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.disk_plan import ChunkBytes, state_tensors
 from cai_gemini.engine import Engine
-from cai_gemini.held import Held
 from cai_gemini.policy import IN_FLIGHT
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import FlatChunk
 from cai_mesh.storage import StoredShard
 
 
-class RowUnit:
-    """One rank's rows of a chunk; a `cai_gemini.unit.Unit`.
+class ShardUnit:
+    """One rank's shard of a chunk; a `cai_gemini.unit.Unit`.
 
     Args:
-        stored: the rows. Their shard stays; a copy in the dtype of the whole chunk is `stored.on_device` while in use.
+        stored: the shard. It stays; a copy in the dtype of the unsharded chunk is `stored.on_device` while in use.
     """
 
     def __init__(self, stored: StoredShard):
@@ -53,8 +53,8 @@ class RowUnit:
         self.whole.untyped_storage().resize_(0)
 
 
-class RowEngine(Engine):
-    """Its pass is a whole step: from one step of the optimizer to the next, whatever lies between."""
+class ShardEngine(Engine):
+    """Its pass is from one step of the optimizer to the next, whatever lies between."""
 
     def step(self, scale: float | torch.Tensor) -> None:
         self.end()
@@ -63,7 +63,7 @@ class RowEngine(Engine):
 
     def drop_gradients(self) -> None:
         """Forget every gradient; where there are any, the step is left out, and another begins."""
-        left_out = any(held.gradient is not None for held in self.helds)
+        left_out = any(chunk.gradient is not None for chunk in self.chunks)
         super().drop_gradients()
         if left_out:
             self.begin()
@@ -72,18 +72,18 @@ class RowEngine(Engine):
 class Arriving:
     """The `CommHandle` of a fetch."""
 
-    def __init__(self, held: Held):
-        self._held = held
+    def __init__(self, chunk: OffloadedChunk):
+        self._chunk = chunk
 
     def wait(self) -> None:
-        """Wait on the host for the rows' step, if it is under way, and let the current stream wait for their copy."""
-        self._held.arrive()
-        self._held.use()
+        """Wait on the host for the shard's step, if it is under way, and let the current stream wait for its copy."""
+        self._chunk.arrive()
+        self._chunk.use()
 
 
 def check_device(stored: Sequence[StoredShard], budget: int, asked: int | str | None) -> None:
-    """Raise `PlanError` where one whole chunk, its rows and gradients on their way do not fit."""
-    needs = {id(s): _bytes(s.unit.whole) + _row_bytes(s) for s in stored}
+    """Raise `PlanError` where one unsharded chunk, its shard and gradients on their way do not fit."""
+    needs = {id(s): _bytes(s.unit.whole) + _weight_bytes(s) for s in stored}
     sending = sorted(
         (s.unit.shard.numel() * s.gradients.itemsize for s in stored if s.gradients), reverse=True
     )
@@ -94,33 +94,33 @@ def check_device(stored: Sequence[StoredShard], budget: int, asked: int | str | 
             "the device memory is too small for one layer at a time",
             got=f"{budget:,} bytes" + (f" ({asked})" if isinstance(asked, str) else ""),
             expected=f"more than {least:,} bytes, and room for activations",
-            cause=f"the chunk of {largest.unit.chunk.names[0]!r}, whole, and {IN_FLIGHT} gradients on their way",
+            cause=f"the chunk of {largest.unit.chunk.names[0]!r}, unsharded, and {IN_FLIGHT} gradients on their way",
             fix="raise device_memory, shard over more ranks, or compute in a smaller dtype",
         )
 
 
-def row_chunks(stored: Sequence[StoredShard], optimizer: torch.optim.Optimizer) -> list[ChunkBytes]:
-    """Bytes of a rank's rows of every chunk, stepped by `optimizer`."""
+def shard_bytes(stored: Sequence[StoredShard], optimizer: torch.optim.Optimizer) -> list[ChunkBytes]:
+    """Bytes of a rank's shard of every chunk, stepped by `optimizer`."""
     tensors = state_tensors(optimizer)
 
-    def one(rows: StoredShard) -> ChunkBytes:
-        shard, trains = rows.unit.shard, rows.gradients is not None
+    def one(stored: StoredShard) -> ChunkBytes:
+        shard, trains = stored.unit.shard, stored.gradients is not None
         return ChunkBytes(
             shard.numel(),
             master=_bytes(shard),
             state=tensors * _bytes(shard) if trains else 0,
-            weights=_row_bytes(rows),
+            weights=_weight_bytes(stored),
             trains=trains,
-            shared=shard.dtype == rows.unit.whole.dtype,
-            gradient=shard.numel() * rows.gradients.itemsize if rows.gradients is not None else 0,
+            shared=shard.dtype == stored.unit.whole.dtype,
+            gradient=shard.numel() * stored.gradients.itemsize if stored.gradients is not None else 0,
         )
 
-    return [one(rows) for rows in stored]
+    return [one(each) for each in stored]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _row_bytes(stored: StoredShard) -> int:
+def _weight_bytes(stored: StoredShard) -> int:
     return stored.unit.shard.numel() * stored.unit.whole.element_size()
