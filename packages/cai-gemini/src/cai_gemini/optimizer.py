@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from cai_gemini.checkpointing import (
     GROUPS,
@@ -25,6 +24,7 @@ from cai_gemini.engine import Engine
 from cai_gemini.placement import Placement
 from cai_gemini.timeline import Timeline
 from cai_mesh import checkpoint
+from cai_mesh.comm import AnyMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_factor, norm_of_squares
 from cai_mesh.layout import BoxedTensor
@@ -45,7 +45,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         engine: Engine,
         overlap: bool,
         device: torch.device,
-        mesh: DeviceMesh | None = None,
+        mesh: AnyMesh | None = None,
     ):
         self.inner, self._engine, self._overlap, self._device = inner, engine, overlap, device
         self._mesh = mesh

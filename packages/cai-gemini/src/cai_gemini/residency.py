@@ -29,7 +29,7 @@ from cai_mesh.protocols import CommHandle
 from cai_mesh.storage import StoredShard
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from cai_mesh.comm import AnyMesh
 
 
 class ChunkResidency:
@@ -84,7 +84,7 @@ class ChunkResidency:
         """A copy in host memory, complete on return; the tensor itself when it is there already."""
         return tensor.to("cpu")
 
-    def adopt(self, stored: Sequence[StoredShard], mesh: DeviceMesh | None) -> None:
+    def adopt(self, stored: Sequence[StoredShard], mesh: AnyMesh | None) -> None:
         """Take charge of a model's shards. Raises `PlanError` for a second model, and for too little device memory."""
         if self._stored:
             raise PlanError(
@@ -151,7 +151,7 @@ class ChunkResidency:
                 "the optimizer holds parameters the model does not have",
                 fix="build it on model.parameters() after shard_module",
             )
-        if getattr(optimizer, "meshes", ()):
+        if getattr(optimizer, "mesh", None) is not None:
             raise PlanError(
                 "an optimizer that communicates cannot step chunk by chunk",
                 got=type(optimizer).__name__,

@@ -9,6 +9,7 @@ from torch import nn
 from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.engine import Engine
 from cai_gemini.states import State
+from cai_mesh.errors import PlanError
 from cai_mesh.storage import FlatUnit, ModuleLifecycle
 
 
@@ -55,6 +56,13 @@ class ModuleUses:
             if chunk.buffer is not None:
                 self._engine.sent(chunk, chunk.collect())
             chunk.backward_over()
+
+    def before_copy(self) -> None:
+        raise PlanError(
+            "an offloaded model cannot be copied",
+            cause="its parameters come and go with the uses of its blocks",
+            fix="copy the model before offload, or read its weights from the optimizer's checkpoint_state",
+        )
 
     def backward_done(self) -> None:
         self._engine.end()

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from cai_mesh.comm.groups import AnyMesh
 
 
 @runtime_checkable
@@ -153,7 +154,7 @@ class Residency(Protocol):
         """The home of new rows: the tensor itself, or a copy in another memory, complete on return."""
         ...
 
-    def adopt(self, stored: Sequence[Stored], mesh: DeviceMesh | None) -> None:
+    def adopt(self, stored: Sequence[Stored], mesh: AnyMesh | None) -> None:
         """All rows of a model, once they are placed, and the mesh over whose ranks the model lies. Called once."""
 
     def fetch(self, stored: Stored) -> CommHandle:

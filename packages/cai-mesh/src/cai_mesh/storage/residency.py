@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
+from cai_mesh.comm.groups import AnyMesh
 from cai_mesh.comm.handles import Done
 from cai_mesh.protocols import CommHandle
 from cai_mesh.storage.unit import FlatUnit
@@ -36,7 +36,7 @@ class OnDevice:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def adopt(self, stored: Sequence[StoredShard], mesh: DeviceMesh | None) -> None:
+    def adopt(self, stored: Sequence[StoredShard], mesh: AnyMesh | None) -> None:
         return None
 
     def fetch(self, stored: StoredShard) -> CommHandle:
