@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -54,3 +56,21 @@ def test_the_process_s_threads_stay_what_they_were():
         worker.close()
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_process_that_ends_waits_for_what_was_submitted():
+    program = """
+import torch
+from cai_gemini.worker import Worker
+
+def job():
+    found = torch.zeros(2**20)
+    for _ in range(500):
+        found.add_(1)
+    print(found.sum().item(), flush=True)
+
+worker = Worker("test", torch.device("cpu"))
+worker.submit(job)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, str(500.0 * 2**20)), done.stderr

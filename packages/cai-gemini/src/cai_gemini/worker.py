@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -11,13 +12,15 @@ from concurrent.futures import Future
 
 import torch
 
+PATIENCE = 300  # seconds to wait for a thread that ends
 _TWO_GRAINS = 2**17  # elements, which torch shares among at least two threads
 
 
 class Worker:
     """Runs what is submitted, one after the other, in a thread of its own.
 
-    The thread ends with the worker's `close`, or when nobody holds the worker any more.
+    The thread ends with the worker's `close`, or when nobody holds the worker any more. A process that ends waits for
+    what was submitted: a thread that is in the middle of torch's code then would take the process down.
 
     Args:
         name: of the thread.
@@ -32,7 +35,8 @@ class Worker:
             target=_serve, args=(self._queue, device, threads, ready), name=name, daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._queue.put, None)
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _workers.add(self)
         ready.wait()
         if device.type == "cuda":
             torch.set_num_threads(callers)  # what the worker's thread has asked for is its own
@@ -46,7 +50,16 @@ class Worker:
     def close(self) -> None:
         """End the thread after what was submitted."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(PATIENCE)
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for worker in [*_workers]:
+        worker.close()
 
 
 def host_threads() -> int:
