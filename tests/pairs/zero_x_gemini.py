@@ -397,7 +397,7 @@ def test_errors():
     with pytest.raises(PlanError, match="does not have"):
         rows.optimizer(adamw(Net().parameters()))
     meshed = Lamb(model.parameters())
-    meshed.meshes = ("a mesh",)
+    meshed.mesh = "a mesh"
     with pytest.raises(PlanError, match=r"communicates(.|\n)*Lamb"):
         rows.optimizer(meshed)
     rows.optimizer(adamw(model.parameters()))

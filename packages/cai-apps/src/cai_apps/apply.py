@@ -1,7 +1,7 @@
 """The order of transforms, in one place: from a config to a session that trains.
 
-Meta build, split over stages, parallelize, swap kernels, recompute, compile, materialize, shard or offload, and a
-runner for the schedule. Every transform keeps parameter names, so a checkpoint of one layout is a checkpoint of all.
+Meta build, split over stages, FP8 layers, parallelize, swap kernels, recompute, compile, materialize, shard or offload,
+and a runner for the schedule. Every transform keeps parameter names, so a checkpoint of one layout is one of all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cai_apps.offloading import offload_model
 from cai_apps.residency import offloads
 from cai_apps.validate import mesh_spec, microbatches
 from cai_gemini import ChunkResidency, OffloadedOptimizer, offload_activations
+from cai_kernels import convert_to_fp8
 from cai_kernels.swap import KINDS, swap
 from cai_mesh import rng
 from cai_mesh.checkpoint import load_hf, save_hf
@@ -178,16 +179,19 @@ class TokenLoss:
 def apply(config: Config, model_config: PretrainedConfig, *, device: torch.device) -> Session:
     """Build the session a resolved config describes. Collective: every rank of the job calls it.
 
-    The order is: meta build, `split`, `parallelize`, `swap`, recompute, compile, materialize, the optimizer and its
-    sharding, or both of them chunk by chunk with `offload`; runner.
+    The order is: meta build, `split`, linear layers in FP8, `parallelize`, `swap`, recompute, compile, materialize, the
+    optimizer and its sharding, or both of them chunk by chunk with `offload`; runner.
     Raises `CaiError`s of those transforms before any memory is allocated.
     """
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
     model = meta_model(model_config)
     split(model, mesh)
+    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    if config.precision.linear == "fp8":
+        # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
+        convert_to_fp8(model, cache_weight=config.parallel.zero < 3 and not compiled)
     parallelize(model, mesh)
     loss = TokenLoss(group(mesh, "tp"), _head_start(model))
-    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
     swap(model, kinds=_kernels(config, device, compiled))
     if config.memory.recompute == "full" and config.memory.activations == "device":
         recompute_blocks(model)

@@ -43,6 +43,8 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
     check_model(config, model)
+    if config.precision.linear == "fp8":
+        check_fp8(config, model)
     if config.model.weights == "pretrained":
         pretrained_directory(config.model.name)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
@@ -106,6 +108,25 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
             got=config.data.sequence_length,
             expected=f"at most {positions} (max_position_embeddings)",
         )
+
+
+def check_fp8(config: Config, model: PretrainedConfig) -> None:
+    """Raises ConfigError where linear layers, or their parts on a tensor-parallel rank, cannot multiply in FP8."""
+    if config.precision.compute == "fp64":
+        raise ConfigError(
+            'precision.linear = "fp8" multiplies what is float32 or bfloat16',
+            got='precision.compute = "fp64"',
+            expected='"bf16" or "fp32"',
+        )
+    tensor = config.parallel.tensor.size
+    for name in ("hidden_size", "intermediate_size"):
+        features = getattr(model, name, None)
+        if isinstance(features, int) and features % (16 * tensor):
+            raise ConfigError(
+                'precision.linear = "fp8" needs features in multiples of 16 on every tensor-parallel rank',
+                got=f"{name} {features} over parallel.tensor.size = {tensor}",
+                fix='set precision.linear to "compute", or choose another size',
+            )
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:

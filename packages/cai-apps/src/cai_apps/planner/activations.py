@@ -23,6 +23,7 @@ def saved_bytes(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     *,
+    linear: str = "compute",
     microbatch_size: int,
     sequence_length: int,
 ) -> dict[str, int]:
@@ -33,10 +34,13 @@ def saved_bytes(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
+    from cai_kernels import convert_to_fp8
     from cai_tensor_parallel import parallelize
 
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if linear == "fp8":
+            convert_to_fp8(model, cache_weight=False)
         parallelize(model, mesh)
         ids = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
         counter = _Counter(model)

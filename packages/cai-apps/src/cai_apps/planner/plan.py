@@ -69,7 +69,7 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.precision.compute]
     shape = {"microbatch_size": config.train.microbatch_size, "sequence_length": config.data.sequence_length}
     with imaginary_rank(mesh_spec(config), 0) as mesh:
-        saved = saved_bytes(model_config, mesh, dtype, **shape)
+        saved = saved_bytes(model_config, mesh, dtype, linear=config.precision.linear, **shape)
     stages = tuple(
         _stage(config, model_config, stage, saved) for stage in range(config.parallel.pipeline.size)
     )

@@ -131,6 +131,9 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
             got=f"{weight.shape[dim] // role.blocks} features over {context.cutter.degree} ranks",
             fix="choose a tensor-parallel degree that divides them",
         )
+    check = getattr(products, "check_features", None)
+    if check is not None:
+        check(*(size // context.cutter.degree if d == dim else size for d, size in enumerate(weight.shape)))
     context.cutter.cut(module, "weight", Shard(dim, sections))
     if module._parameters.get("bias") is not None:
         context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections))
