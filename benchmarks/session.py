@@ -31,7 +31,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="values of the recipe")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--text", action="store_true", help="bytes of Python's standard library, not random tokens")
+    parser.add_argument(
+        "--text", action="store_true", help="bytes of Python's standard library, not random tokens"
+    )
     parser.add_argument("--form", default="", help="name of this run in the output")
     parser.add_argument("--out", type=Path, help="file to append to")
     return parser.parse_args()
@@ -79,7 +81,9 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    config = recipes.load(options.recipe, {k: value(v) for k, _, v in (s.partition("=") for s in options.set)})
+    config = recipes.load(
+        options.recipe, {k: value(v) for k, _, v in (s.partition("=") for s in options.set)}
+    )
     model = load_model_config(config.model.name)
     config = resolve(config, model, dist.get_world_size())
     session = apply(config, model, device=device)

@@ -189,7 +189,7 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
-        convert_to_fp8(model, cache_weight=config.parallel.zero < 3 and not compiled)
+        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
     parallelize(model, mesh)
     loss = TokenLoss(group(mesh, "tp"), _head_start(model))
     swap(model, kinds=_kernels(config, device, compiled))

@@ -40,7 +40,7 @@ def saved_bytes(
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if linear == "fp8":
-            convert_to_fp8(model, cache_weight=False)
+            convert_to_fp8(model, scaling="row", cache_weight=False)
         parallelize(model, mesh)
         ids = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
         counter = _Counter(model)
