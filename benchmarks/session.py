@@ -105,13 +105,14 @@ def main() -> None:
         dist.all_reduce(loss, group=session.mesh.get_group("dp_shard"))
         losses.append(round(float(loss), 5))
         norms.append(round(float(norm), 4))
-    middle = statistics.median(seconds[options.warmup :])
+    timed = seconds[options.warmup :]
+    middle = statistics.median(timed)
     tokens = config.train.global_batch * config.data.sequence_length
     if dist.get_rank() == 0:
         row = {
             "form": options.form, "recipe": options.recipe, "set": options.set, "ranks": dist.get_world_size(),
             "tokens_per_second_per_gpu": round(tokens / middle / dist.get_world_size(), 1),
-            "step_seconds": round(middle, 4), "spread": [round(min(seconds[options.warmup :]), 4), round(max(seconds[options.warmup :]), 4)],
+            "step_seconds": round(middle, 4), "spread": [round(pick(timed), 4) for pick in (min, max)],
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
             "losses": losses, "norms": norms[:3], "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
