@@ -35,8 +35,10 @@ class TensorHandle(Protocol):
 class LinearProducts(Protocol):
     """The three matrix products of a linear layer as plain functions of tensors, traceable by torch.compile."""
 
-    key: str
-    """Equal for products that make a weight's gradient from the same operands in the same way."""
+    @property
+    def key(self) -> str:
+        """Equal for products that make a weight's gradient from the same operands in the same way."""
+        ...
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -75,8 +77,15 @@ class LinearRule(Protocol):
     waited for only after the weight's gradient has been issued.
     """
 
-    key: str
-    products: LinearProducts
+    @property
+    def key(self) -> str:
+        """Equal for rules that make a weight's gradient from the same operands in the same way."""
+        ...
+
+    @property
+    def products(self) -> LinearProducts:
+        """The layer's own arithmetic."""
+        ...
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

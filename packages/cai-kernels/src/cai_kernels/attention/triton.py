@@ -233,7 +233,8 @@ def _attention_triton_backward(
     if out.numel() == 0 or batch == 0 or given.k.numel() == 0:
         for gradient in results:
             gradient.zero_()
-        return tuple(results._replace(gate=torch.zeros_like(out)) if needed.gate else results)
+        gate_gradient = torch.zeros_like(out) if needed.gate else results.gate
+        return results.q, results.k, results.v, results.bias, gate_gradient
     dattention = torch.empty_like(out) if given.gate is not None else dout
     dgate = torch.empty_like(out) if given.gate is not None else results.gate
     delta = torch.empty_like(lse)
@@ -245,7 +246,7 @@ def _attention_triton_backward(
     upstream = gradients.Upstream(dattention, lse, delta)
     strides = strides._replace(out=_strides(dattention))
     _launch_gradients(given, upstream, results, sizes, batch, head, strides, options, needed)
-    return tuple(results._replace(gate=dgate) if needed.gate else results)
+    return results.q, results.k, results.v, results.bias, dgate if needed.gate else results.gate
 
 
 def _launch_gradients(
