@@ -17,12 +17,9 @@ def resolve(axes: frozenset[str], mesh: ParallelMesh | None) -> Axes:
     """The dimensions of the mesh for the axes of a parameter. Raises `MeshError` where it lacks one."""
     if not axes:
         return ()
-    try:
-        if mesh is not None and all(mesh.has(axis) for axis in axes):
-            mesh.view(tuple(axes))
-            return tuple(name for name in mesh.leaves(tuple(axes)) if mesh.degree(name) > 1)
-    except MeshError:
-        pass
+    if mesh is not None and all(mesh.has(axis) for axis in axes):
+        mesh.view(tuple(axes))  # raises where no view of the ranks has them all
+        return tuple(name for name in mesh.leaves(tuple(axes)) if mesh.degree(name) > 1)
     raise MeshError(
         "a parameter is divided along axes of which the optimizer knows no mesh",
         got=f"{sorted(axes)} with {mesh.names if mesh is not None else 'no mesh'}",
