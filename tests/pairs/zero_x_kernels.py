@@ -7,13 +7,18 @@ from functools import partial
 import pytest
 import torch
 import twin
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from cai_kernels import swap
 from cai_kernels.swap.logits import Logits
 from cai_mesh import BoxedTensor, clip_grad_norm_
+from cai_mesh.errors import PlanError
+from cai_mesh.gradients import defer, routed
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
-from cai_zero import shard_module, shard_optimizer
+from cai_tensor_parallel import Plan, parallelize
+from cai_zero import MixedPrecision, shard_module, shard_optimizer
 
 
 def step_through(model, optimizer, clip, ids_of):
@@ -76,3 +81,89 @@ def test_equals_one_process(name: str, stage: int):
         assert_same_as_one_device(got[2], final, tolerance=1e-8)
         assert got[3] == (["loss", "norm"] if name == "gpt2" else ["activation", "loss", "norm", "rope"])
         assert got[4] == [False] * twin.STEPS, "logits were formed"
+
+
+class Tiny(nn.Module):
+    """An embedding, a layer and a head, with a bias or tied to the embedding."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = nn.Embedding(29, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 29, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.layer(self.embed(ids))))
+
+
+REDUCTIONS = {
+    "mean": F.cross_entropy,
+    "parts": lambda logits, ids: F.cross_entropy(logits, ids, reduction="none")[1:].mean() * 3,
+    "formed": lambda logits, ids: -logits.log_softmax(-1).gather(1, ids[:, None]).mean(),
+}
+
+
+def gradients_of(model, loss):
+    for step in range(3):
+        ids = torch.randint(0, 29, (11,), generator=torch.Generator().manual_seed(step))
+        REDUCTIONS[loss](model(ids), ids).backward()
+
+
+def in_chunks(tied, loss, deferred, dtype):
+    """Names of parameters that have a `.grad` after three microbatches, and the gradients in the chunks."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    model = Tiny(tied).train()
+    assert [r.kind for r in swap(model).replaced] == ["loss"]
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = shard_optimizer(inner, mesh, model=model, stage=0, precision=MixedPrecision(compute=dtype))
+    assert routed(model.head) is not None
+    with sync.defer():
+        if deferred:
+            with defer(model.parameters()) as kept:
+                gradients_of(model, loss)
+            kept.flush()
+        else:
+            gradients_of(model, loss)
+        seen = [n for n, p in model.named_parameters() if p.grad is not None]
+    found = sync.gradients()
+    return seen, {n: found[n].pieces[0][1].view(p.shape) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["", "deferred"])
+@pytest.mark.parametrize("loss", list(REDUCTIONS))
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_the_loss_writes_the_heads_gradient_into_its_chunk(tied, loss, deferred):
+    model = Tiny(tied)
+    gradients_of(model, loss)
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    seen, got = run_ranks(2, in_chunks, tied, loss, deferred, torch.float32)[0]
+    assert "head.weight" not in seen and "layer.weight" not in seen
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-5, atol=1e-7, msg=name)
+
+
+def test_a_head_in_bfloat16_has_float32_gradients():
+    _, got = run_ranks(2, in_chunks, False, "mean", False, torch.bfloat16)[0]
+    got = got["head.weight"]
+    assert got.dtype == torch.float32
+    assert (got != got.bfloat16()).float().mean() > 0.9  # sums of three bfloat16 numbers: about 0.7
+
+
+def cut():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Tiny().train()
+    model.head = nn.Linear(16, 32)
+    swap(model)
+    weight = model.head.weight
+    with pytest.raises(PlanError, match="head cannot be cut"):
+        parallelize(model, mesh, Plan({"head": "colwise"}))
+    assert model.head.weight is weight
+
+
+def test_a_head_with_a_fused_loss_is_not_cut():
+    run_ranks(2, cut)

@@ -308,8 +308,10 @@ def test_products_are_those_of_the_function(scaling, shape):
     products = Fp8Products(scaling)
     got, saved = products.forward(leaves[0].detach(), leaves[1], bias)
     assert torch.equal(got, y)
-    dx, operands = products.backward(dy, weight, saved, needs_input=True, needs_weight=True)
-    assert torch.equal(dx, expected[0])
+    dx, operands, db = products.backward(
+        dy, weight, saved, needs_input=True, needs_weight=True, needs_bias=True
+    )
+    assert torch.equal(dx, expected[0]) and torch.equal(db, expected[2])
     dw = products.weight_grad(operands)
     assert torch.equal(dw.to(weight.dtype), expected[1])
     out = torch.full_like(weight, float("nan"), dtype=torch.float32)
@@ -319,9 +321,13 @@ def test_products_are_those_of_the_function(scaling, shape):
     torch.testing.assert_close(out, 2 * dw.float(), rtol=1e-6, atol=1e-6)
     frozen, nothing = products.forward(x, weight, None)
     assert not nothing[0].numel() and torch.equal(frozen + bias, y)
-    dx, operands = products.backward(dy, weight, nothing, needs_input=True, needs_weight=False)
-    assert torch.equal(dx, expected[0]) and operands == ()
-    dx, operands = products.backward(dy, weight, saved, needs_input=False, needs_weight=True)
+    dx, operands, none = products.backward(
+        dy, weight, nothing, needs_input=True, needs_weight=False, needs_bias=False
+    )
+    assert torch.equal(dx, expected[0]) and operands == () and none is None
+    dx, operands, _ = products.backward(
+        dy, weight, saved, needs_input=False, needs_weight=True, needs_bias=False
+    )
     assert dx is None and torch.equal(products.weight_grad(operands), dw)
 
 

@@ -54,8 +54,9 @@ class LinearProducts(Protocol):
         *,
         needs_input: bool,
         needs_weight: bool,
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """dy [..., out] -> (dx [..., in] if needed, the operands of the weight's gradient if needed)."""
+        needs_bias: bool,
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """dy [..., out] -> (dx [..., in], operands of the weight's gradient, bias's gradient), as far as needed."""
         ...
 
     def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -99,11 +100,8 @@ class LinearRule(Protocol):
         *,
         needs_input: bool,
         needs_weight: bool,
-    ) -> tuple[TensorHandle, tuple[torch.Tensor, ...]]: ...
-
-    def bias_grad(self, dy: torch.Tensor) -> torch.Tensor:
-        """dy as `backward` gets it -> the gradient of this rank's bias."""
-        ...
+        needs_bias: bool,
+    ) -> tuple[TensorHandle, tuple[torch.Tensor, ...], torch.Tensor | None]: ...
 
     def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor: ...
 

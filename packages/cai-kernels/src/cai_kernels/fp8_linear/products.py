@@ -92,9 +92,16 @@ class Fp8Products:
         return (y if bias is None else y + bias.to(y.dtype)), (cast.transposed, cast.transposed_scale)
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
-    ) -> tuple[torch.Tensor | None, Tensors]:
-        """dy [..., out] -> (dx [..., in], dyᵀ and xᵀ in FP8 with their scales)."""
+        self,
+        dy: torch.Tensor,
+        weight: torch.Tensor,
+        saved: Tensors,
+        *,
+        needs_input: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[torch.Tensor | None, Tensors, torch.Tensor | None]:
+        """dy [..., out] -> (dx [..., in], dyᵀ and xᵀ in FP8 with their scales, the bias's gradient)."""
         triton, kind = self._triton(dy), SCALINGS[self.scaling]
         flat = dy.reshape(-1, dy.shape[-1]).contiguous()
         numbers = quantized.gradient_type(kind)
@@ -106,7 +113,8 @@ class Fp8Products:
                 cast.matrix, cast.scale, turned.transposed, turned.transposed_scale, dy.dtype, triton
             )
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
-        return dx, (cast.transposed, cast.transposed_scale, *saved) if needs_weight else ()
+        operands = (cast.transposed, cast.transposed_scale, *saved) if needs_weight else ()
+        return dx, operands, flat.sum(0) if needs_bias else None
 
     def weight_grad(self, operands: Tensors) -> torch.Tensor:
         """The weight's gradient [out, in], in float32, or bfloat16 where rows are scaled on a GPU."""

@@ -2,6 +2,7 @@
 
 from cai_kernels.linear_cross_entropy.function import linear_cross_entropy
 from cai_kernels.linear_cross_entropy.log_probs import linear_log_probs
+from cai_kernels.linear_cross_entropy.loss_products import LossProducts
 from cai_kernels.linear_cross_entropy.split import (
     linear_cross_entropy_forward,
     linear_cross_entropy_input_grad,
@@ -9,6 +10,7 @@ from cai_kernels.linear_cross_entropy.split import (
 )
 
 __all__ = [
+    "LossProducts",
     "linear_cross_entropy",
     "linear_cross_entropy_forward",
     "linear_cross_entropy_input_grad",

@@ -52,7 +52,7 @@ class _ComputeOptions:
         return self.backward
 
 
-def _logits_fit_gradient(inputs: Inputs) -> bool:
+def logits_fit_gradient(inputs: Inputs) -> bool:
     """Whether to compute in slices, with the logits in the memory of the weight's gradient; see `sliced`."""
     weight, execution = inputs.weight, inputs.execution
     summed_wide = execution.sum_dtype != weight.dtype and execution.grad_dtype == weight.dtype
@@ -121,7 +121,7 @@ def linear_cross_entropy(
             **options_of_loss.arguments(),
             **inputs.needed.arguments(),
             **inputs.execution.arguments(),
-            logits_in_gradient=_logits_fit_gradient(inputs),
+            logits_in_gradient=logits_fit_gradient(inputs),
             compiling=torch.compiler.is_compiling(),
         )
         return (loss, z) if compute.return_z_loss else loss

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from cai_kernels.backend import Backend
-from cai_kernels.linear_cross_entropy import linear_cross_entropy
+from cai_kernels.linear_cross_entropy import LossProducts, linear_cross_entropy
 from cai_kernels.swap.record import Swapped, taken
 
 
@@ -149,14 +149,17 @@ def swap_loss(model: nn.Module, record: Swapped, backend: Backend) -> None:
         return
 
     def forward(self, hidden, *request):
+        compiling, run = torch.compiler.is_compiling(), self.__dict__.get("run_products")
         if request and isinstance(request[0], Request):
-            asked = request[0]
-            return linear_cross_entropy(
-                hidden, self.weight, asked.target, bias=self.bias, backend=backend, **asked.options
-            )
-        if request or not self.training or torch.compiler.is_compiling():
-            return F.linear(hidden, self.weight, self.bias)
+            target, options = request[0].target, request[0].options | {"backend": backend}
+            if run is not None and torch.is_grad_enabled() and not compiling:
+                return run(LossProducts(target, **options), hidden)
+            return linear_cross_entropy(hidden, self.weight, target, bias=self.bias, **options)
+        if request or not self.training or compiling:
+            return F.linear(hidden, self.weight, self.bias) if run is None else run(None, hidden)
         return Logits(self, hidden, hidden.dtype)
+
+    forward.calls_run_products = True  # type: ignore[attr-defined]
 
     record.put(name, head, forward, "loss", "linear_cross_entropy")
 

@@ -16,6 +16,7 @@ import copy
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -28,6 +29,14 @@ from cai_mesh.gradients.products import PLAIN, TRANSPOSED
 from cai_mesh.protocols import LinearProducts, LinearRule, TensorHandle
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+class Needs(TypedDict):
+    """Which gradients a backward is asked for."""
+
+    needs_input: bool
+    needs_weight: bool
+    needs_bias: bool
 
 
 @dataclass(frozen=True)
@@ -60,14 +69,10 @@ class Local:
         return self.products.forward(x, weight, bias)
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
-    ) -> tuple[TensorHandle, Tensors]:
-        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
-        dx, operands = self.products.backward(dy, weight, saved, **needs)
-        return Ready(dx), operands
-
-    def bias_grad(self, dy: torch.Tensor) -> torch.Tensor:
-        return dy.flatten(0, -2).sum(0)
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: Unpack[Needs]
+    ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
+        dx, operands, db = self.products.backward(dy, weight, saved, **needs)
+        return Ready(dx), operands, db
 
     def weight_grad(self, operands: Tensors) -> torch.Tensor:
         return self.products.weight_grad(operands)
@@ -138,14 +143,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         weight, *saved = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
-        dx, operands = ctx.rule.backward(dy, weight, tuple(saved), **needs)
+        dx, operands, db = ctx.rule.backward(
+            dy,
+            weight,
+            tuple(saved),
+            needs_input=needs_input,
+            needs_weight=needs_weight,
+            needs_bias=needs_bias,
+        )
         dw = None
         if needs_weight and ctx.grad is None:
-            dw = ctx.rule.weight_grad(operands).to(weight.dtype)
+            dw = ctx.rule.weight_grad(operands)  # autograd casts it to the dtype the weight asks for
         elif needs_weight:
             _deliver(ctx.grad, ctx.token, ctx.rule, operands)
-        db = ctx.rule.bias_grad(dy) if needs_bias else None
         return dx.wait(), dw, db, None, None, None
 
 
@@ -188,7 +198,10 @@ def _forward(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
 
 
 def _run_products(self: nn.Module, products: LinearProducts | None, input: torch.Tensor) -> torch.Tensor:
-    """Apply `products` (None: the layer's own) to `input` and this module's weight, through the seam."""
+    """Apply `products` (None: the layer's own) to `input` and this module's weight, through the seam.
+
+    Other products than the layer's own are not known to compiled graphs.
+    """
     rule = self.cai_rule
     if products is not None and products is not rule.products:
         if type(rule) is not Local:
@@ -198,8 +211,6 @@ def _run_products(self: nn.Module, products: LinearProducts | None, input: torch
                 fix="put kernels into the model before parallelize",
             )
         rule = Local(products)
-        if not torch.compiler.is_compiling():
-            register(rule)
     return linear(input, self.weight, self.bias, rule)
 
 
@@ -220,11 +231,15 @@ def own_products(module: nn.Module) -> LinearProducts | None:
 
 
 def _calls_products(module: nn.Module) -> bool:
-    """Whether the module's forward, of its class or put there by a kernel, asks for `run_products` by itself."""
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return getattr(module, "linear_products", None) is not None
-    return getattr(forward, "calls_run_products", False)
+    """Whether the module's forward asks for `run_products` by itself: one of its class, or put there by a kernel."""
+    if "forward" in module.__dict__:
+        return _has_kernel(module)
+    return getattr(module, "linear_products", None) is not None
+
+
+def _has_kernel(module: nn.Module) -> bool:
+    """Whether a kernel that calls `run_products`, perhaps with products of its own, has replaced the forward."""
+    return getattr(module.__dict__.get("forward"), "calls_run_products", False)
 
 
 def routed(module: nn.Module) -> LinearRule | None:
@@ -237,9 +252,12 @@ def route(module: nn.Module, rule: LinearRule | None = None) -> bool:
 
     Args:
         module: an `nn.Linear` or Conv1D without a forward of its own, or a layer that brings `linear_products` and
-            calls `self.run_products` where it is there.
+            calls `self.run_products` where it is there. A kernel that has replaced the forward may call it too, if the
+            forward has an attribute `calls_run_products`; such a layer cannot be shared by ranks.
         rule: by which it computes from now on; None leaves the one it has, at first `Local` of its products.
     """
+    if rule is not None and type(rule) is not Local and _has_kernel(module):
+        return False
     if routed(module) is None:
         products = own_products(module)
         replaced = "forward" in module.__dict__

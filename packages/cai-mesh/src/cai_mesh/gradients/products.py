@@ -36,12 +36,14 @@ class PlainProducts:
         *,
         needs_input: bool,
         needs_weight: bool,
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        needs_bias: bool,
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...], torch.Tensor | None]:
         """dy [..., out] -> dx [..., in]; the weight's gradient is a product of dy and x."""
         dx = None
         if needs_input:
             dx = dy @ weight.t() if self.transposed else dy @ weight
-        return dx, (dy, *saved) if needs_weight else ()
+        db = dy.flatten(0, -2).sum(0) if needs_bias else None
+        return dx, (dy, *saved) if needs_weight else (), db
 
     def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
         left, right = self._factors(operands)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from cai_mesh.comm import Members, copy_to, gathered, start_sum
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import TRANSPOSED, Local, Ready, own_products, route
+from cai_mesh.gradients import TRANSPOSED, Local, Needs, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
 from cai_mesh.protocols import TensorHandle
 from cai_tensor_parallel.modes.context import ModeContext
@@ -50,16 +50,12 @@ class Column(Local):
         return (gathered(y, -1, self.ranks) if self.gather else y), saved
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
-    ) -> tuple[TensorHandle, Tensors]:
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: Unpack[Needs]
+    ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         if self.gather:
             dy = self.ranks.own_part(dy, -1)
-        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
-        dx, operands = self.products.backward(dy, weight, saved, **needs)
-        return (Ready(None) if dx is None else start_sum(dx, self.ranks)), operands
-
-    def bias_grad(self, dy: torch.Tensor) -> torch.Tensor:
-        return super().bias_grad(self.ranks.own_part(dy, -1) if self.gather else dy)
+        dx, operands, db = self.products.backward(dy, weight, saved, **needs)
+        return (Ready(None) if dx is None else start_sum(dx, self.ranks)), operands, db
 
 
 @dataclass(frozen=True)
@@ -90,13 +86,12 @@ class Row(Local):
         return (y if bias is None else y + bias), saved
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, *, needs_input: bool, needs_weight: bool
-    ) -> tuple[TensorHandle, Tensors]:
-        needs = {"needs_input": needs_input, "needs_weight": needs_weight}
-        dx, operands = self.products.backward(dy, weight, saved, **needs)
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: Unpack[Needs]
+    ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
+        dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         if dx is None or not self.split:
-            return Ready(dx), operands
-        return Ready(gathered(dx, -1, self.ranks)), operands
+            return Ready(dx), operands, db
+        return Ready(gathered(dx, -1, self.ranks)), operands, db
 
 
 def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
@@ -112,14 +107,9 @@ def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
 
 
 def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
-    products = own_products(module)
-    if products is None or not route(module):
-        raise PlanError(
-            f"{context.module_name} cannot be cut as a linear layer",
-            got=f"{type(module).__name__} with a forward of its own",
-            expected="an nn.Linear, a Conv1D, or a layer that brings its linear_products",
-            fix="parallelize before transforms that replace forwards, or give this module another role",
-        )
+    products, ranks = own_products(module), Members.of(context.group)
+    if products is None:
+        raise _cannot_be_cut(module, context)
     weight = module._parameters["weight"]
     assert weight is not None
     rowwise = role.kind.startswith("rowwise")
@@ -134,14 +124,25 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     check = getattr(products, "check_features", None)
     if check is not None:
         check(*(size // context.cutter.degree if d == dim else size for d, size in enumerate(weight.shape)))
+    rule: Local
+    if rowwise:
+        rule = Row(products, ranks, split=role.kind == "rowwise_split_input")
+    else:
+        rule = Column(products, ranks, gather=role.kind == "colwise_gather_output")
+    if not route(module, rule):
+        raise _cannot_be_cut(module, context)
     context.cutter.cut(module, "weight", Shard(dim, sections))
     if module._parameters.get("bias") is not None:
         context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections))
-    ranks = Members.of(context.group)
-    if rowwise:
-        route(module, Row(products, ranks, split=role.kind == "rowwise_split_input"))
-    else:
-        route(module, Column(products, ranks, gather=role.kind == "colwise_gather_output"))
+
+
+def _cannot_be_cut(module: nn.Module, context: ModeContext) -> PlanError:
+    return PlanError(
+        f"{context.module_name} cannot be cut as a linear layer",
+        got=f"{type(module).__name__} with a forward of its own",
+        expected="an nn.Linear, a Conv1D, or a layer that brings its linear_products",
+        fix="parallelize before transforms that replace forwards, or give this module another role",
+    )
 
 
 def _sections(size: int, role: Role, context: ModeContext) -> tuple[int, ...] | None:
