@@ -6,12 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_grad_norm_
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import Plan, gather_logits, parallelize, plan_for, vocab_parallel_cross_entropy
+from cai_tensor_parallel import (
+    Plan,
+    gather_logits,
+    parallelize,
+    plan_for,
+    vocab,
+    vocab_parallel_cross_entropy,
+)
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
 MODELS = {
@@ -114,28 +122,62 @@ def test_equals_one_process(name):
         assert got[5] < 0.65 * sum(v.numel() for v in final.values()), "the parameters were not cut"
 
 
-def cross_entropy(dtype):
+def cross_entropy(dtype, tokens=13, columns=10):
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    logits, target = torch.randn(13, 10, dtype=dtype), torch.randint(0, 10, (13,))
-    target[3] = -100
-    part = -(-10 // world)
+    logits, target = torch.randn(tokens, columns, dtype=dtype), torch.randint(0, columns, (tokens,))
+    target[3:4] = -100
+    part = -(-columns // world)
     local = logits[:, rank * part : (rank + 1) * part].clone().requires_grad_()
-    start = min(rank * part, 10)
+    start = min(rank * part, columns)
     for reduction in ("none", "sum", "mean"):
         local.grad = None
         loss = vocab_parallel_cross_entropy(local, target, group, vocab_start=start, reduction=reduction)
-        whole = logits.clone().requires_grad_()
-        expected = nn.functional.cross_entropy(whole, target, reduction=reduction)
-        torch.testing.assert_close(loss, expected)
+        exact = logits.clone().requires_grad_()
+        wide = exact if dtype == torch.float64 else exact.float()
+        expected = nn.functional.cross_entropy(wide, target, reduction=reduction)
+        torch.testing.assert_close(loss, expected, equal_nan=True)  # the mean of nothing
         loss.sum().backward()
         expected.sum().backward()
-        torch.testing.assert_close(local.grad, whole.grad[:, start : start + local.shape[1]])
+        torch.testing.assert_close(local.grad, exact.grad[:, start : start + local.shape[1]])
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float64), (3, torch.float32), (4, torch.float64)])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.float64), (3, torch.float32), (4, torch.float64), (2, torch.bfloat16)]
+)
 def test_vocab_parallel_cross_entropy(world, dtype):
     run_ranks(world, cross_entropy, dtype)
+
+
+def few_rows_at_once(tokens):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab, "WIDE_BYTES", 5 * 4 * 4)  # five rows of 4 of 20 columns
+        cross_entropy(torch.float32, tokens, 20)
+        return made_by_a_loss(torch.randn(tokens, 4, requires_grad=True))
+
+
+def made_by_a_loss(logits):
+    """Operators whose result is as large as the logits, forward and backward, beside the gradient of the logits."""
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype.is_floating_point:
+                largest.append((out.untyped_storage().nbytes() // 4, str(func)))
+            return out
+
+    target = torch.zeros(logits.shape[0], dtype=torch.int64)
+    with Watch():
+        vocab_parallel_cross_entropy(logits, target, None, vocab_start=0).backward()
+    as_large = {name.split(".")[1] for size, name in largest if size >= logits.numel() > 20}
+    return as_large - {"empty_like", "slice", "copy_", "detach"}
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 13])
+def test_a_cross_entropy_of_a_cut_vocabulary_widens_few_rows_at_once(tokens):
+    """Of the size of all logits there is their gradient and nothing else."""
+    assert all(not found for found in run_ranks(5, few_rows_at_once, tokens))
 
 
 def compiled():

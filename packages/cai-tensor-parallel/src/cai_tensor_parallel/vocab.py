@@ -51,36 +51,51 @@ def vocab_parallel_embedding(
     return reduce_from(rows, group)
 
 
+WIDE_BYTES = 128 << 20
+"""Of the float32 numbers of some rows of logits that exist at once."""
+
+
+def _row_chunks(logits: torch.Tensor) -> list[slice]:
+    """Rows that are worked on at once: all of them in a compiled graph, which keeps no numbers between operations."""
+    rows, columns = logits.shape
+    if torch.compiler.is_compiling():
+        return [slice(0, rows)]
+    step = max(WIDE_BYTES // (4 * max(columns, 1)), 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """Per-token loss. Two small all-reduces of [T]; the softmax is kept for backward, in the logits' dtype at least."""
+    """Per-token loss. Two small all-reduces of [T]; backward keeps the logits as they are and one number a token."""
 
     @staticmethod
     def forward(ctx, logits, target, vocab_start, group_name, ignore_index):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        scores = logits.to(dtype)
+        tokens, columns = logits.shape
         floor = torch.finfo(dtype).min
-        top = scores.amax(-1) if scores.shape[1] else scores.new_full(scores.shape[:1], floor)
+        top = logits.amax(-1).to(dtype) if columns else logits.new_full((tokens,), floor, dtype=dtype)
         top = _reduce(top, "max", group_name)
-        exps = torch.exp(scores - top[:, None])
-        outside = (target < vocab_start) | (target >= vocab_start + scores.shape[1])
+        total = torch.empty_like(top)
+        for rows in _row_chunks(logits):
+            total[rows] = torch.exp_(logits[rows] - top[rows, None]).sum(-1)
+        outside = (target < vocab_start) | (target >= vocab_start + columns)
         local = (target - vocab_start).masked_fill(outside, 0)
-        picked = scores.gather(1, local[:, None])[:, 0] if scores.shape[1] else torch.zeros_like(top)
-        sums = torch.stack((exps.sum(-1), picked.masked_fill(outside, 0.0)))
+        picked = logits.gather(1, local[:, None])[:, 0].to(dtype) if columns else torch.zeros_like(top)
+        sums = torch.stack((total, picked.masked_fill(outside, 0.0)))
         total, picked = _reduce(sums, "sum", group_name).unbind(0)
-        ignored = target == ignore_index
-        ctx.save_for_backward(exps, total, local, outside, ignored)
-        ctx.dtype = logits.dtype
-        return (torch.log(total) + top - picked).masked_fill(ignored, 0.0)
+        log_total, ignored = torch.log(total) + top, target == ignore_index
+        ctx.save_for_backward(logits, log_total, local, outside, ignored)
+        return (log_total - picked).masked_fill(ignored, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        exps, total, local, outside, ignored = ctx.saved_tensors
+        logits, log_total, local, outside, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0.0)
-        out = exps * (grad / total)[:, None]
-        if out.shape[1]:
-            out.scatter_add_(1, local[:, None], -grad.masked_fill(outside, 0.0)[:, None])
-        return out.to(ctx.dtype), None, None, None, None
+        hit, out = -grad.masked_fill(outside, 0.0), torch.empty_like(logits)
+        for rows in _row_chunks(logits) if out.shape[1] else ():
+            wide = torch.exp_(logits[rows] - log_total[rows, None]).mul_(grad[rows, None])
+            out[rows] = wide.scatter_add_(1, local[rows, None], hit[rows, None])
+        return out, None, None, None, None
 
 
 def _reduce(x: torch.Tensor, op: str, group_name: str | None) -> torch.Tensor:
@@ -99,7 +114,8 @@ def vocab_parallel_cross_entropy(
     """Cross-entropy of logits cut by vocabulary, without gathering them (Megatron-LM, arXiv:1909.08053, section 3).
 
     Args:
-        logits: [T, V/tp], columns `vocab_start` onwards; any float dtype, computed in float32 (float64 stays).
+        logits: [T, V/tp], columns `vocab_start` onwards; any float dtype, computed in float32 (float64 stays), some
+            rows at a time. They are kept for backward.
         target: [T], int64, over the whole vocabulary, or `ignore_index`. Not checked against the vocabulary.
         group: ranks that hold the other columns (None: all are here).
         reduction: "mean" divides by the number of targets that are not ignored, as `torch.nn.functional` does.
