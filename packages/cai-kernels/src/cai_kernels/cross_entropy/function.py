@@ -80,8 +80,7 @@ def cross_entropy(
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns the loss in float32 (float64 for float64 logits), a scalar or [...]; with `return_z_loss` (loss, z-loss).
-    Differentiable once, in logits; one graph under torch.compile. Raises `KernelError` naming the argument that does
-    not fit.
+    Differentiable once, in logits; one graph under torch.compile. Raises `KernelError` for what does not fit.
     """
     form = choose(backend, logits.device)
     require("logits", logits, dtypes=DTYPES if form == "triton" else (*DTYPES, torch.float64))
@@ -89,9 +88,8 @@ def cross_entropy(
     check_options(reduction, label_smoothing, z_loss, softcap)
     if form == "reference":
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
-        loss, z = reference.cross_entropy(
-            rows, flat, ignore_index, reduction, label_smoothing, z_loss, softcap
-        )
+        options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
+        loss, z = reference.cross_entropy(rows, flat, *options)
     else:
         from cai_kernels.cross_entropy import triton
 

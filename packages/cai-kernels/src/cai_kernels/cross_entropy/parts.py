@@ -153,16 +153,27 @@ def cross_entropy_gradient(
         logits, target, {"dloss": dloss, "parts.maximum": parts.maximum, "parts.sum_exp": parts.sum_exp}
     )
     _check_out(logits, out)
-    first, vocabulary = vocab or (0, logits.shape[-1])
-    logits = logits.detach()
+    logits, vocab = logits.detach(), vocab or (0, logits.shape[-1])
+    loss = LossOptions(-1, label_smoothing, z_loss, softcap or 0.0)
     if form == "reference":
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
         stats = (parts.maximum.reshape(-1), parts.sum_exp.reshape(-1))
-        loss = LossOptions(-1, label_smoothing, z_loss, softcap or 0.0)
         gradient = reference.gradient(
-            rows, flat, stats, dloss.reshape(-1), loss, first=first, vocabulary=vocabulary
+            rows, flat, stats, dloss.reshape(-1), loss, first=vocab[0], vocabulary=vocab[1]
         ).view(logits.shape)
         return gradient if out is None else out.detach().copy_(gradient)
+    return _gradient_in_triton(logits, target, parts, dloss, vocab, loss, out)
+
+
+def _gradient_in_triton(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    parts: CrossEntropyParts,
+    dloss: torch.Tensor,
+    vocab: tuple[int, int],
+    loss: LossOptions,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
     from cai_kernels.cross_entropy import triton
 
     maximum, sum_exp = (part.reshape(-1).float() for part in (parts.maximum, parts.sum_exp))
@@ -175,10 +186,10 @@ def cross_entropy_gradient(
         target.contiguous(),
         stats,
         rows_of(result),
-        first=first,
-        vocabulary=vocabulary,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap or 0.0,
+        first=vocab[0],
+        vocabulary=vocab[1],
+        label_smoothing=loss.label_smoothing,
+        z_loss=loss.z_loss,
+        softcap=loss.softcap,
     )
     return result.view(logits.shape)

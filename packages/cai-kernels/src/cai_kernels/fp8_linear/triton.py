@@ -75,17 +75,9 @@ def _store_turned(q_ptr, tile, row, column, columns, padded, ON_CPU: tl.constexp
 
 @triton.jit
 def _cast(
-    t_ptr,
-    q_ptrs,
-    scale_ptrs,
-    largest_ptrs,
-    shape,
-    limits,
-    SCALING: tl.constexpr,
-    TURNED: tl.constexpr,
-    SIZE: tl.constexpr,
-    ON_CPU: tl.constexpr,
-):
+    t_ptr, q_ptrs, scale_ptrs, largest_ptrs, shape, limits,
+    SCALING: tl.constexpr, TURNED: tl.constexpr, SIZE: tl.constexpr, ON_CPU: tl.constexpr,
+):  # fmt: skip
     """One tile a program; shape: (rows, columns, columns of the transposed); limits: (float8's largest, `one`)."""
     rows, columns, padded = shape
     limit, one = limits

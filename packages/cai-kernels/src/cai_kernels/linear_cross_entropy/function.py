@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack
 
@@ -52,7 +53,7 @@ class _ComputeOptions:
         return self.backward
 
 
-def logits_fit_gradient(inputs: Inputs) -> bool:
+def _logits_fit_gradient(inputs: Inputs) -> bool:
     """Whether to compute in slices, with the logits in the memory of the weight's gradient; see `sliced`."""
     weight, execution = inputs.weight, inputs.execution
     summed_wide = execution.sum_dtype != weight.dtype and execution.grad_dtype == weight.dtype
@@ -85,9 +86,9 @@ def linear_cross_entropy(
         target: [...], int64 or int32.
         options: return_z_loss: also return the z-loss within the loss.
             backward: "fused" computes the gradients in forward, chunk by chunk, three matrix products in all;
-            backward only scales them, and may run once where the weight's gradient keeps the dtype it was
-            accumulated in. "split" keeps four numbers a token and computes the logits again in backward, four
-            products. "auto" (the default) is "fused", but "split" for reduction "none".
+            backward only scales them, and may run once where the weight's gradient keeps the dtype of its sum.
+            "split" keeps four numbers a token and computes the logits again in backward, four products. "auto" (the
+            default) is "fused", but "split" for reduction "none".
             accumulate: "float32" (the default) sums the weight's gradient in float32: over chunks, for a weight of
             16 bits in a buffer of 4 bytes a parameter beside the gradient; or, on Triton, for a large bfloat16 weight
             where it takes less memory, in one product over all tokens, whose logits wait in the gradient's own memory
@@ -104,34 +105,34 @@ def linear_cross_entropy(
     compute = _ComputeOptions(**options)
     form = compute.form_of_backward(reduction)
     check_options(reduction, label_smoothing, z_loss, softcap)
-    inputs = prepare(
-        x,
-        weight,
-        bias,
-        target,
-        backend=compute.backend,
-        chunk_bytes=compute.chunk_bytes,
-        sum_in_weight_dtype=compute.accumulate == "weight",
-    )
-    options_of_loss = LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    sums = {"chunk_bytes": compute.chunk_bytes, "sum_in_weight_dtype": compute.accumulate == "weight"}
+    inputs = prepare(x, weight, bias, target, backend=compute.backend, **sums)
+    of_loss = LossOptions(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
     if form == "fused" and inputs.needed:
-        loss, z, *_ = autograd.linear_loss_fused(
-            *inputs.tensors(),
-            mean=reduction == "mean",
-            **options_of_loss.arguments(),
-            **inputs.needed.arguments(),
-            **inputs.execution.arguments(),
-            logits_in_gradient=logits_fit_gradient(inputs),
-            compiling=torch.compiler.is_compiling(),
-        )
-        return (loss, z) if compute.return_z_loss else loss
-    losses, zs, _, _ = autograd.linear_scan(
-        *inputs.tensors(),
-        **options_of_loss.arguments(),
-        statistic=options_of_loss.statistic,
-        **inputs.execution.arguments(),
-    )
-    loss, z = (reduce(v, inputs.target != ignore_index, reduction) for v in (losses, zs))
+        loss, z, *_ = fused(inputs, of_loss, mean=reduction == "mean")
+    else:
+        loss, z = _split(inputs, of_loss, reduction)
     if reduction == "none":
         loss, z = loss.view(target.shape), z.view(target.shape)
     return (loss, z) if compute.return_z_loss else loss
+
+
+def fused(inputs: Inputs, loss: LossOptions, *, mean: bool) -> tuple[torch.Tensor, ...]:
+    """(loss, z-loss, gradients of x, weight and bias, their factor), all of them computed now."""
+    return autograd.linear_loss_fused(
+        *inputs.tensors(),
+        mean=mean,
+        **loss.arguments(),
+        **inputs.needed.arguments(),
+        **inputs.execution.arguments(),
+        logits_in_gradient=_logits_fit_gradient(inputs),
+        compiling=torch.compiler.is_compiling(),
+    )
+
+
+def _split(inputs: Inputs, loss: LossOptions, reduction: Reduction) -> Iterator[torch.Tensor]:
+    """Loss and z-loss, whose backward computes the logits again."""
+    losses, zs, _, _ = autograd.linear_scan(
+        *inputs.tensors(), **loss.arguments(), statistic=loss.statistic, **inputs.execution.arguments()
+    )
+    return (reduce(v, inputs.target != loss.ignore_index, reduction) for v in (losses, zs))

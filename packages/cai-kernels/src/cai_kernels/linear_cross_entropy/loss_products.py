@@ -14,7 +14,7 @@ from cai_kernels.backend import Backend, choose
 from cai_kernels.cross_entropy.function import Reduction, check_options
 from cai_kernels.cross_entropy.options import LossOptions
 from cai_kernels.linear_cross_entropy import autograd, chunked
-from cai_kernels.linear_cross_entropy.function import logits_fit_gradient
+from cai_kernels.linear_cross_entropy.function import fused
 from cai_kernels.linear_cross_entropy.inputs import CHUNK_BYTES, Inputs, prepare
 from cai_kernels.linear_cross_entropy.options import Needed
 
@@ -59,15 +59,7 @@ class LossProducts:
                 **inputs.execution.arguments(),
             )
             return losses.view(self.target.shape), (x, stats, *(() if bias is None else (bias,)))
-        total, _, *gradients = autograd.linear_loss_fused(
-            *inputs.tensors(),
-            mean=self.reduction == "mean",
-            **loss.arguments(),
-            **inputs.needed.arguments(),
-            **inputs.execution.arguments(),
-            logits_in_gradient=logits_fit_gradient(inputs),
-            compiling=False,
-        )
+        total, _, *gradients = fused(inputs, loss, mean=self.reduction == "mean")
         return total, tuple(gradients)
 
     def backward(

@@ -74,6 +74,15 @@ def sample(
     seed = _seed(seed, generator, logits)
     if form == "reference":
         return reference.sample(logits, seen, seed, *limits)
+    return _sample_in_triton(logits, seen, seed, limits)
+
+
+def _sample_in_triton(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    seed: torch.Tensor,
+    limits: list[float | torch.Tensor],
+) -> torch.Tensor:
     from cai_kernels.sampling import triton
 
     tensors = [value if isinstance(value, torch.Tensor) else None for value in limits]
