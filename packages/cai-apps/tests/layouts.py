@@ -12,6 +12,7 @@ from cai_apps import config as c
 from cai_apps.apply import Session, apply
 from cai_apps.materialize import materialize
 from cai_apps.models import meta_model
+from cai_kernels import convert_to_fp8
 from cai_mesh.comm import all_reduce, group
 from cai_mesh.layout import BoxedTensor, canonical_name
 
@@ -30,6 +31,9 @@ class Case:
     schedule: str = "1f1b"
     replicate: int = 1
     kernels: str = "off"
+    linear: str = "compute"
+    recompute: str = "none"
+    compile: str = "auto"
 
     @property
     def world(self) -> int:
@@ -54,6 +58,15 @@ SWAPPED = {
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2, kernels="on"),
 }
 """With kernels in the model, in their plain torch forms."""
+FP8 = {
+    "one": Case(linear="fp8"),
+    "data2-zero3": Case(data=2, zero=3, linear="fp8", kernels="on"),
+    "pipeline2-recompute": Case(pipeline=2, linear="fp8", recompute="full"),
+    "data2-pipeline2-zero2": Case(data=2, pipeline=2, zero=2, linear="fp8", kernels="on"),
+    "data2-zero3-recompute-compiled": Case(data=2, zero=3, linear="fp8", recompute="full", compile="on"),
+    "pipeline2-zero1-compiled": Case(data=2, pipeline=2, linear="fp8", compile="on"),
+}
+"""With linear layers in FP8, rows scaled; products are emulated in float32 on a CPU."""
 
 
 def model_config(name: str):
@@ -87,12 +100,14 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> c.Config:
         microbatch_size=max(1, BATCH // ranks // 4),
         seed=7,
         kernels=case.kernels,  # type: ignore[arg-type]
+        compile=case.compile,  # type: ignore[arg-type]
     )
     return c.Config(
         parallel=parallel,
         train=train,
         data=c.Data(sequence_length=LENGTH),
-        precision=c.Precision(compute=dtype),  # type: ignore[arg-type]
+        precision=c.Precision(compute=dtype, linear=case.linear),  # type: ignore[arg-type]
+        memory=c.Memory(recompute=case.recompute),  # type: ignore[arg-type]
         optimizer=c.Optimizer(lr=1e-2, clip=1.0),
     )
 
@@ -111,25 +126,30 @@ def rate(step: int) -> float:
     return 1e-2 / (1 + step / 10)
 
 
-def twin(name: str, dtype: str, steps: int = STEPS):
+def twin(name: str, dtype: str, steps: int = STEPS, linear: str = "compute", microbatch: int = BATCH):
     """Losses, first gradients and final parameters of a plain loop."""
     model = materialize(
         meta_model(model_config(name)), seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
     )
+    if linear == "fp8":
+        convert_to_fp8(model, scaling="row")
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     losses, first = [], {}
     for step in range(steps):
         ids, labels = batch(step)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-        loss.backward()
+        total, loss = int((labels[:, 1:] != -100).sum()), 0.0
+        for i, t in zip(ids.split(microbatch), labels.split(microbatch), strict=True):
+            logits = model(input_ids=i, use_cache=False).logits[:, :-1].flatten(0, 1)
+            part = nn.functional.cross_entropy(logits, t[:, 1:].flatten(), reduction="sum") / total
+            part.backward()
+            loss += part.item()
         if step == 0:
             first = {n: p.grad.clone() for n, p in model.named_parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.param_groups[0]["lr"] = rate(step)
         opt.step()
         opt.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss)
     return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 

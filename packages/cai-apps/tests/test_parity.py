@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from layouts import CASES, SWAPPED, trained, twin
+from layouts import BATCH, CASES, FP8, SWAPPED, trained, twin
 
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -49,3 +49,19 @@ def test_with_kernels_it_equals_the_plain_loop(model, layout):
     else:
         assert max(abs(a - b) for a, b in zip(got_losses, losses, strict=True)) < 1e-9
         assert_same_as_one_device(got_gradients, gradients, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("layout", list(FP8))
+def test_with_fp8_layers_it_equals_the_plain_loop(layout):
+    """The twin has the same casts: the same microbatches through `convert_to_fp8`."""
+    case = FP8[layout]
+    losses, gradients, _ = expected("llama", "fp32", 4, "fp8", max(1, BATCH // case.data // 4))
+    results = run_ranks(case.world, trained, "llama", case, "fp32", 4, timeout=240)
+    got_losses, got_gradients, _ = results[0]
+    assert all(other == got_losses for other in results[1:])
+    assert got_losses[:2] == pytest.approx(losses[:2], rel=1e-6)
+    assert got_losses == pytest.approx(losses, abs=2e-3)  # a last bit of a weight moves a number in FP8
+    assert_same_as_one_device(got_gradients, gradients, tolerance=2e-3)
+    plain = expected("llama", "fp32", 4)[1]["model.layers.0.mlp.up_proj.weight"]
+    got = got_gradients["model.layers.0.mlp.up_proj.weight"]
+    assert (got - plain).norm() > 1e-2 * plain.norm(), "the products were not in FP8"
