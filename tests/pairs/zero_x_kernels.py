@@ -154,6 +154,74 @@ def test_a_head_in_bfloat16_has_float32_gradients():
     assert (got != got.bfloat16()).float().mean() > 0.9  # sums of three bfloat16 numbers: about 0.7
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+KV = {"num_key_value_heads": 1, "intermediate_size": 48}
+FAMILIES = {
+    "phi": {**SIZES, "intermediate_size": 48},  # a head with a bias
+    "gemma2": {**SIZES, **KV, "head_dim": 16},  # a soft cap, a tied head
+    "cohere": {**SIZES, **KV, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},  # logits are scaled
+    "granite": {**SIZES, **KV, "logits_scaling": 2.0},  # logits are divided
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96},
+    "qwen3_moe": {
+        **SIZES,
+        **KV,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4},
+}
+
+
+def family(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **FAMILIES[name])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
+
+
+def family_gradients(model):
+    losses = []
+    for step in range(2):
+        ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def family_in_chunks(name, stage):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    model = family(name)
+    assert "loss" in {r.kind for r in swap(model).replaced}
+    if stage == 3:
+        model = shard_module(model, mesh)
+        losses = family_gradients(model)
+        found = {n: BoxedTensor.like(p, p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    else:
+        optimizer = shard_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), mesh, model=model, stage=stage
+        )
+        with optimizer.defer():
+            losses = family_gradients(model)
+        found = optimizer.gradients()
+    assert routed(model.get_output_embeddings()) is not None
+    return losses, twin.whole(found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_other_models_of_transformers(name, stage):
+    model = family(name)
+    losses = family_gradients(model)
+    for got_losses, got in run_ranks(2, family_in_chunks, name, stage):
+        assert got_losses == pytest.approx(losses, rel=1e-5)
+        for n, p in model.named_parameters():
+            torch.testing.assert_close(got[n], p.grad, rtol=1e-3, atol=1e-6, msg=f"{name}: {n}")
+
+
 def cut():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = Tiny().train()
