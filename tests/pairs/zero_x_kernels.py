@@ -66,7 +66,7 @@ def train(name: str, ranks: int, stage: int):
         model, optimizer, clip, lambda step: twin.batch(step, mesh.get_local_rank(), mesh.size())
     )
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return [twin.mean_over(mesh.get_group(), x) for x in losses], norms, twin.whole(boxed), replaced, formed
+    return [twin.mean_over(mesh.get_group(), x) for x in losses], norms, twin.full(boxed), replaced, formed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
