@@ -1,4 +1,4 @@
-"""What writing weight gradients into chunks costs Inductor in fusion: a LLaMA layer's graphs, by autograd and by the seam.
+"""What writing weight gradients into chunks costs Inductor in fusion: a LLaMA layer by autograd and by the seam.
 
     python benchmarks/fusion.py            # counts, on any machine
     python benchmarks/fusion.py --layers 8 # on a GPU also milliseconds of forward and backward
@@ -68,7 +68,9 @@ def measure(form: str, layers: int, tokens: int, device: torch.device) -> dict:
     if form == "seam":
         mesh = dist.init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
         inner = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = shard_optimizer(inner, mesh, model=model, precision=MixedPrecision(compute=torch.bfloat16))
+        optimizer = shard_optimizer(
+            inner, mesh, model=model, precision=MixedPrecision(compute=torch.bfloat16)
+        )
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True)
     ids = torch.randint(0, 256, (1, tokens), device=device)
@@ -103,9 +105,14 @@ def main() -> None:
     tokens = options.tokens or (4096 if device.type == "cuda" else 64)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1
+        )
         for form in ("autograd", "seam"):
-            print(json.dumps({"label": options.label} | measure(form, options.layers, tokens, device)), flush=True)
+            print(
+                json.dumps({"label": options.label} | measure(form, options.layers, tokens, device)),
+                flush=True,
+            )
         dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@
 
 What changes in such a loop: the model is not given to `accelerator.prepare`, which would wrap it in
 DistributedDataParallel and reduce gradients a second time, and norms are clipped by cai-zero, which knows that a rank
-holds some rows of them. The data loader, the optimizer and the schedule are prepared as ever.
+holds a shard of them. The data loader, the optimizer and the schedule are prepared as ever.
 Needs torch, transformers, accelerate, cai-mesh[hf] and cai-zero.
 """
 

@@ -64,11 +64,11 @@ def main() -> None:
 
     model = build_model().to(device)
     if options.stage == 3:
-        # The module is sharded, and an ordinary optimizer steps the rows that are left.
+        # The module is sharded, and an ordinary optimizer steps this rank's shards.
         sync = sharding_of(shard_module(model, mesh))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     else:
-        # The module stays whole, and the optimizer is sharded.
+        # The module stays unsharded, and the optimizer is sharded.
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
         optimizer = sync = shard_optimizer(inner, mesh, model=model, stage=options.stage)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
@@ -82,7 +82,7 @@ def main() -> None:
                 loss = next_token_loss(model, ids) / options.accumulate
                 loss.backward()
             total += loss.detach()
-        # The norm of the whole model's gradients, of which this rank has some rows.
+        # The norm of the whole model's gradients, of which this rank has a shard.
         if options.stage == 3:
             norm = clip_grad_norm_(model.parameters(), 1.0, mesh)
         else:
@@ -95,7 +95,7 @@ def main() -> None:
             print(f"step {step} loss {float(total) / world:.6f} norm {float(norm):.4f}", flush=True)
 
     if options.save:
-        # Every rank writes its rows at their place; nothing is gathered.
+        # Every rank writes its shards at their place; nothing is gathered.
         checkpoint.save_hf(model, options.save)
     dist.destroy_process_group()
 

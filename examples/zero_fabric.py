@@ -62,13 +62,13 @@ class ZeroStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """A rank holds some rows of the gradients."""
+        """A rank holds a shard of the gradients."""
         if self.stage == 3:
             return clip_grad_norm_(module.parameters(), max_norm, self.mesh, norm_type=norm_type)
         return optimizer.clip_grad_norm_(max_norm)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole tensors on rank 0, which writes the file."""
+        """Full tensors on rank 0, which writes the file."""
         return full_state_dict(module)
 
 

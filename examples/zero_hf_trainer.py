@@ -47,7 +47,7 @@ class ZeroTrainer(Trainer):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate must neither wrap nor move the sharded model, and clips a norm of which a rank holds some rows."""
+        """Accelerate must neither wrap nor move the sharded model, and clips a norm of which a rank holds a part."""
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, **_: prepare(
@@ -75,7 +75,7 @@ class ZeroTrainer(Trainer):
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A directory for `from_pretrained`, written by rank 0 from whole tensors."""
+        """A directory for `from_pretrained`, written by rank 0 from full tensors."""
         weights = self.sharded.weights() if self.stage < 3 else None
         state = full_state_dict(self.model, weights=weights)
         self._save(output_dir or self.args.output_dir, state_dict=state)
@@ -86,7 +86,7 @@ class ZeroTrainer(Trainer):
         return self.sharded.state_for_checkpoint()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank writes its rows of the state; any number of ranks reads them."""
+        """Every rank writes its shards of the state; any number of ranks reads them."""
         checkpoint.save(os.path.join(output_dir, "optimizer"), self._state(), step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))

@@ -1,8 +1,8 @@
-"""LoRA with peft over ZeRO: small adapters are trained while the frozen weights are sharded (stage 3) or whole.
+"""LoRA with peft over ZeRO: small adapters are trained while the frozen weights are sharded (stage 3) or not.
 
     torchrun --nproc-per-node 2 examples/zero_lora.py --stage 3 --save runs/adapter
 
-In stage 3 each rank holds its rows of the frozen weights as well as of the adapters and of their optimizer state; in
+In stage 3 each rank holds its shards of the frozen weights as well as of the adapters and of their optimizer state; in
 stages 0 to 2 only what concerns the adapters is shared out. The adapter is saved by peft, and here loaded again into
 an ordinary model, which then gives the same logits.
 Needs torch, transformers (for the model), peft, cai-mesh and cai-zero.
@@ -101,7 +101,7 @@ def main() -> None:
 
 def save(model: PeftModel, directory: str, ids: torch.Tensor, rank: int) -> None:
     """Save the adapter, and show that an ordinary model with it gives the logits of the one that was trained."""
-    adapters = full_state_dict(model, only=lambda name: "lora_" in name)  # whole, on rank 0
+    adapters = full_state_dict(model, only=lambda name: "lora_" in name)  # unsharded, on rank 0
     with torch.no_grad():
         trained = model(input_ids=ids).logits  # on all ranks: stage 3 gathers
     if rank == 0:

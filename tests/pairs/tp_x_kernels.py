@@ -39,7 +39,7 @@ def train(name: str):
     record = swap(model)
     losses = step_through(model, own_loss)
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return losses, twin.whole(boxed), sorted({r.kind for r in record.replaced}), record.kept
+    return losses, twin.full(boxed), sorted({r.kind for r in record.replaced}), record.kept
 
 
 @pytest.mark.parametrize("name", list(twin.MODELS))

@@ -39,7 +39,7 @@ def train(name: str, schedule: str):
         optimizer.step()
         optimizer.zero_grad()
     boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return losses, norms, twin.whole(boxed)
+    return losses, norms, twin.full(boxed)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -57,7 +57,7 @@ def reference(name: str, device: str = "cpu") -> tuple[list[float], list[float],
     return losses, norms, {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
-def whole(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
+def full(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
     """Full tensors from every rank's boxes; pipeline stages hold parts of different names."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, {name: (box.global_shape, box.dtype) for name, box in boxed.items()})

@@ -1,4 +1,4 @@
-"""Rows that cai-zero shards (stage 3) and cai-gemini keeps on device and host as planned train as on one process."""
+"""Shards of cai-zero (stage 3) that cai-gemini keeps on device and host as planned train as on one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import twin
-from rows import DISK, MIXED, ROOMY, STREAMED, adamw, assert_equals_one_process, planned
+from shards import DISK, MIXED, ROOMY, STREAMED, adamw, assert_equals_one_process, planned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,7 +38,7 @@ class Case:
     Args:
         own: clip by the optimizer, on the device; else by `cai_mesh.clip_grad_norm_`.
         plain: step with the optimizer itself, which knows of no residency.
-        keep: parameters stay whole from forward to backward.
+        keep: parameters stay unsharded from forward to backward.
         device: that trains.
         folder: on a disk, for what is to be there.
     """
@@ -61,13 +61,13 @@ class Case:
 def train(case: Case):
     mesh = init_device_mesh(case.device, case.shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     data, memory = mesh._flatten("data"), ROOMY if case.device == "cpu" else 10**9
-    rows = planned(case.residency, memory, None if case.folder is None else str(case.folder))
+    residency = planned(case.residency, memory, None if case.folder is None else str(case.folder))
     gather = Gather(reshard_after_forward=not case.keep, prefetch_bytes=40_000)
-    model = shard_module(twin.build(case.name).to(case.device), mesh, residency=rows, gather=gather)
+    model = shard_module(twin.build(case.name).to(case.device), mesh, residency=residency, gather=gather)
     if case.activations:
         offload_activations(model, keep=0, smallest=0)
     plain = adamw(model.parameters())
-    optimizer = plain if case.plain else rows.optimizer(plain)
+    optimizer = plain if case.plain else residency.optimizer(plain)
     losses, norms = [], []
     for step in range(twin.STEPS):
         ids, loss = twin.batch(step, data.get_local_rank(), data.size()).to(case.device), 0.0
@@ -83,9 +83,9 @@ def train(case: Case):
         optimizer.zero_grad()
         losses.append(twin.mean_over(data.get_group(), loss))
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    assert rows._engine.planned is not case.plain
-    assert any(chunk.disk is not None for chunk in rows._engine.chunks) == (case.folder is not None)
-    return losses, norms, twin.whole(boxed)
+    assert residency._engine.planned is not case.plain
+    assert any(chunk.disk is not None for chunk in residency._engine.chunks) == (case.folder is not None)
+    return losses, norms, twin.full(boxed)
 
 
 def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_equals_one_process(case: Case):
     ],
     ids=str,
 )
-def test_rows_on_a_disk_equal_one_process(case: Case, tmp_path: Path):
+def test_shards_on_a_disk_equal_one_process(case: Case, tmp_path: Path):
     case = replace(case, folder=tmp_path)
     assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
     assert not any(tmp_path.iterdir()), "scratch files are gone with the run"
@@ -139,20 +139,20 @@ def test_every_mix_equals_one_process(name, shape, residency, own, keep):
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def leg(directory: str, residency: str | Tiers, first: int, last: int, own: bool):
+def leg(directory: str, tiers: str | Tiers, first: int, last: int, own: bool):
     """Steps `first` to `last` of the twin's run, from a checkpoint and to another; `own`: of the optimizer's making."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
-    rows, model = planned(residency, nvme=directory), twin.build("llama")
+    residency, model = planned(tiers, nvme=directory), twin.build("llama")
     if first:
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-    shard_module(model, mesh, residency=rows)
-    optimizer = rows.optimizer(adamw(model.parameters()))
+    shard_module(model, mesh, residency=residency)
+    optimizer = residency.optimizer(adamw(model.parameters()))
     if first and own:
         optimizer.load(directory)
     elif first:
-        restore_groups(optimizer, checkpoint.load(directory, whole_state(model, optimizer))["groups"])
+        restore_groups(optimizer, checkpoint.load(directory, complete_state(model, optimizer))["groups"])
     losses = []
     for step in range(first, last):
         ids = twin.batch(step, mesh.get_local_rank(), mesh.size())
@@ -165,11 +165,11 @@ def leg(directory: str, residency: str | Tiers, first: int, last: int, own: bool
     if own:
         optimizer.save(directory, step=last)
     else:
-        checkpoint.save(directory, whole_state(model, optimizer), step=last).wait()
-    return losses, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+        checkpoint.save(directory, complete_state(model, optimizer), step=last).wait()
+    return losses, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def complete_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     held = optimizer_state(optimizer, model)
     groups = held.pop("param_groups")
     return {**{f"model.{n}": p for n, p in model.named_parameters()}, **held, "groups": groups}
@@ -190,7 +190,7 @@ def test_a_checkpoint_goes_on_over_other_ranks_and_residencies(tmp_path, own, on
         assert_same_as_one_device(got[1], final, tolerance=1e-8)
 
 
-# -- beside rows that stay on the device, bit for bit --------------------------------------------------------------
+# -- beside shards that stay on the device, bit for bit ------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -238,35 +238,37 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def bfloat16_steps(residency: str | Tiers | None):
+def bfloat16_steps(tiers: str | Tiers | None):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    rows = None if residency is None else planned(residency)
-    model = net(rows, mesh, precision=MixedPrecision(compute=torch.bfloat16))
-    optimizer = adamw(model.parameters()) if rows is None else rows.optimizer(adamw(model.parameters()))
+    residency = None if tiers is None else planned(tiers)
+    model = net(residency, mesh, precision=MixedPrecision(compute=torch.bfloat16))
+    optimizer = (
+        adamw(model.parameters()) if residency is None else residency.optimizer(adamw(model.parameters()))
+    )
     losses = losses_of(model, optimizer, rank=mesh.get_local_rank())
     return losses, values(model)
 
 
 @pytest.mark.parametrize("residency", [MIXED, "auto"], ids=str)
-def test_bfloat16_is_that_of_rows_on_the_device_bit_for_bit(residency):
+def test_bfloat16_is_that_of_shards_on_the_device_bit_for_bit(residency):
     plain, ours = run_ranks(2, bfloat16_steps, None), run_ranks(2, bfloat16_steps, residency)
-    for (losses, final), (got, rows) in zip(plain, ours, strict=True):
+    for (losses, final), (got, weights) in zip(plain, ours, strict=True):
         assert got == losses
-        assert all(torch.equal(a, b) for a, b in zip(final, rows, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(final, weights, strict=True))
 
 
 def pair(**options) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, OffloadedOptimizer]]:
-    """A model whose rows stay on the device, and one under a planned residency, of one process each."""
-    plain, rows = net(None), planned(**options)
-    model = net(rows)
-    return (plain, adamw(plain.parameters())), (model, rows.optimizer(adamw(model.parameters())))
+    """A model whose shards stay on the device, and one under a planned residency, of one process each."""
+    plain, residency = net(None), planned(**options)
+    model = net(residency)
+    return (plain, adamw(plain.parameters())), (model, residency.optimizer(adamw(model.parameters())))
 
 
 def assert_alike(a: nn.Module, b: nn.Module) -> None:
     assert all(torch.equal(x, y) for x, y in zip(values(a), values(b), strict=True))
 
 
-def test_what_a_forward_left_whole_is_gathered_anew_after_a_step():
+def test_what_a_forward_left_unsharded_is_gathered_anew_after_a_step():
     """Such as a loss that nobody calls backward on; torch's fused steps count no version."""
     (plain, theirs), (model, ours) = pair()
     torch.manual_seed(0)
@@ -287,7 +289,7 @@ def test_what_a_forward_left_whole_is_gathered_anew_after_a_step():
 
 @pytest.mark.parametrize("residency", [MIXED, DISK, "nvme"], ids=str)
 def test_evaluations_and_writes_between_steps(residency, tmp_path):
-    """The trace of a step does not know of them; rows that were written to are gathered anew."""
+    """The trace of a step does not know of them; shards that were written to are gathered anew."""
     (plain, theirs), (model, ours) = pair(residency=residency, nvme=str(tmp_path))
     for step in range(6):
         for m, opt in ((plain, theirs), (model, ours)):
@@ -330,22 +332,22 @@ def test_the_budget_is_never_passed_and_memory_that_is_there_is_used():
     expected = losses_of(plain, adamw(plain.parameters()))
     states = []
     for budget in (21_000, 50_000, 90_000):
-        rows = planned("auto", budget)
-        model = net(rows)
-        optimizer = rows.optimizer(adamw(model.parameters()))
-        ledger = rows._engine.ledger
+        residency = planned("auto", budget)
+        model = net(residency)
+        optimizer = residency.optimizer(adamw(model.parameters()))
+        ledger = residency._engine.ledger
         ledger.limit = budget
         assert losses_of(model, optimizer) == expected
         assert ledger.peak <= budget
-        states.append(len(rows._engine.plan.state))
+        states.append(len(residency._engine.plan.state))
     assert states[0] < states[1] < states[2]
 
 
-def test_what_lies_beside_the_rows_is_left_free():
-    rows = planned("auto", 100_000, observe=lambda: 60_000)
-    model = net(rows)
-    losses_of(model, rows.optimizer(adamw(model.parameters())))
-    assert rows._engine.ledger.peak <= 50_000
+def test_what_lies_beside_the_shards_is_left_free():
+    residency = planned("auto", 100_000, observe=lambda: 60_000)
+    model = net(residency)
+    losses_of(model, residency.optimizer(adamw(model.parameters())))
+    assert residency._engine.ledger.peak <= 50_000
     cramped = planned("auto", 100_000, observe=lambda: 105_000)
     model = net(cramped)
     optimizer = cramped.optimizer(adamw(model.parameters()))
@@ -353,7 +355,7 @@ def test_what_lies_beside_the_rows_is_left_free():
         losses_of(model, optimizer)
 
 
-def test_a_step_runs_until_its_rows_are_needed():
+def test_a_step_runs_until_its_shards_are_needed():
     """`step` returns while a late chunk is not stepped; the forward waits for that chunk."""
     (plain, theirs), (model, ours) = pair(residency="host")
     assert losses_of(model, ours, range(3)) == losses_of(plain, theirs, range(3))
@@ -387,22 +389,22 @@ def test_errors():
         PlanError, match=r"one layer at a time(.|\n)*5KB(.|\n)*more than [\d,]+ bytes(.|\n)*layers"
     ):
         net(ChunkResidency("auto", device_memory="5KB"))
-    rows = planned("host")
-    assert isinstance(rows, Residency)
+    residency = planned("host")
+    assert isinstance(residency, Residency)
     with pytest.raises(PlanError, match="no shards to step yet"):
-        rows.optimizer(adamw(Net().parameters()))
-    model = net(rows)
+        residency.optimizer(adamw(Net().parameters()))
+    model = net(residency)
     with pytest.raises(PlanError, match="already has a model's shards"):
-        net(rows)
+        net(residency)
     with pytest.raises(PlanError, match="does not have"):
-        rows.optimizer(adamw(Net().parameters()))
+        residency.optimizer(adamw(Net().parameters()))
     meshed = Lamb(model.parameters())
     meshed.mesh = "a mesh"
     with pytest.raises(PlanError, match=r"communicates(.|\n)*Lamb"):
-        rows.optimizer(meshed)
-    rows.optimizer(adamw(model.parameters()))
+        residency.optimizer(meshed)
+    residency.optimizer(adamw(model.parameters()))
     with pytest.raises(PlanError, match="already have an optimizer"):
-        rows.optimizer(adamw(model.parameters()))
+        residency.optimizer(adamw(model.parameters()))
     short = ChunkResidency("host", host_memory="10KB")
     model = net(short)
     with pytest.raises(PlanError, match=r"host memory is too small(.|\n)*10KB(.|\n)*[\d,]+ bytes"):

@@ -1,10 +1,10 @@
-"""Rows of a pipeline's stages, sharded by cai-zero and planned by cai-gemini, train as on one process."""
+"""Shards of a pipeline's stages, sharded by cai-zero and planned by cai-gemini, train as on one process."""
 
 from __future__ import annotations
 
 import pytest
 import twin
-from rows import DISK, MIXED, adamw, assert_equals_one_process, planned
+from shards import DISK, MIXED, adamw, assert_equals_one_process, planned
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tiers
@@ -15,11 +15,11 @@ from cai_pipeline import PipelineRunner, split
 from cai_zero import shard_module, sharding_of
 
 
-def train_pipeline(name: str, residency: str | Tiers, disk: str, schedule: str, driver: str):
+def train_pipeline(name: str, tiers: str | Tiers, disk: str, schedule: str, driver: str):
     mesh, microbatches = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), 4
-    data, rows = mesh["dp_shard"], planned(residency, nvme=disk)
-    model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=rows)
-    optimizer = rows.optimizer(adamw(model.parameters()))
+    data, residency = mesh["dp_shard"], planned(tiers, nvme=disk)
+    model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=residency)
+    optimizer = residency.optimizer(adamw(model.parameters()))
     runner = PipelineRunner(
         model,
         mesh,
@@ -37,9 +37,9 @@ def train_pipeline(name: str, residency: str | Tiers, disk: str, schedule: str, 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(twin.mean_over(data.get_group(), loss))
-    assert rows._engine.planned
+    assert residency._engine.planned
     boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return losses, norms, twin.whole(boxed)
+    return losses, norms, twin.full(boxed)
 
 
 @pytest.mark.parametrize(

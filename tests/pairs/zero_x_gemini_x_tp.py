@@ -1,10 +1,10 @@
-"""Rows of a tensor-parallel model, sharded by cai-zero and planned by cai-gemini, train as on one process."""
+"""Shards of a tensor-parallel model, sharded by cai-zero and planned by cai-gemini, train as on one process."""
 
 from __future__ import annotations
 
 import pytest
 import twin
-from rows import DISK, MIXED, adamw, assert_equals_one_process, planned
+from shards import DISK, MIXED, adamw, assert_equals_one_process, planned
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tiers
@@ -14,11 +14,11 @@ from cai_tensor_parallel import parallelize
 from cai_zero import shard_module
 
 
-def train_tensor_parallel(name: str, residency: str | Tiers, disk: str):
+def train_tensor_parallel(name: str, tiers: str | Tiers, disk: str):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    data, rows = mesh["dp_shard"], planned(residency, nvme=disk)
-    model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=rows)
-    optimizer = rows.optimizer(adamw(model.parameters()))
+    data, residency = mesh["dp_shard"], planned(tiers, nvme=disk)
+    model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=residency)
+    optimizer = residency.optimizer(adamw(model.parameters()))
     losses, norms = [], []
     for step in range(twin.STEPS):
         ids = twin.batch(step, data.get_local_rank(), 2)
@@ -28,8 +28,8 @@ def train_tensor_parallel(name: str, residency: str | Tiers, disk: str):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(twin.mean_over(data.get_group(), loss))
-    assert rows._engine.planned
-    return losses, norms, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+    assert residency._engine.planned
+    return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize(

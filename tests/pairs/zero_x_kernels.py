@@ -66,7 +66,7 @@ def train(name: str, ranks: int, stage: int):
         model, optimizer, clip, lambda step: twin.batch(step, mesh.get_local_rank(), mesh.size())
     )
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return [twin.mean_over(mesh.get_group(), x) for x in losses], norms, twin.whole(boxed), replaced, formed
+    return [twin.mean_over(mesh.get_group(), x) for x in losses], norms, twin.full(boxed), replaced, formed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -208,7 +208,7 @@ def family_in_chunks(name, stage):
             losses = family_gradients(model)
         found = optimizer.gradients()
     assert routed(model.get_output_embeddings()) is not None
-    return losses, twin.whole(found)
+    return losses, twin.full(found)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -51,7 +51,7 @@ def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "action
         losses.append(twin.mean_over(data.get_group(), loss))
         norms.append(float(norm))
     boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return losses, norms, twin.whole(boxed)
+    return losses, norms, twin.full(boxed)
 
 
 @pytest.mark.parametrize(

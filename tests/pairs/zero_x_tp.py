@@ -39,7 +39,7 @@ def train(name: str, stage: int):
         optimizer.zero_grad()
         losses.append(twin.mean_over(data.get_group(), loss))
         norms.append(float(norm))
-    return losses, norms, twin.whole({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+    return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -204,8 +204,8 @@ def parameters_of(session: Session) -> dict[str, BoxedTensor]:
     return {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in session.model.named_parameters()}
 
 
-def whole(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's boxes; ranks may hold different names. Collective."""
+def full(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
+    """Full tensors from every rank's boxes; ranks may hold different names. Collective."""
     known: list = [None] * dist.get_world_size()
     dist.all_gather_object(known, {n: (b.global_shape, b.dtype) for n, b in boxed.items()})
     shapes = {n: shape for names in known for n, shape in names.items()}
@@ -216,5 +216,5 @@ def trained(name: str, case: Case, dtype: str, steps: int = STEPS):
     """What every rank returns: losses, first gradients and final parameters of a session."""
     session = session_of(name, case, dtype, steps)
     losses, gradients = train_steps(session, case, 0, steps)
-    result = losses, whole(gradients), whole(parameters_of(session))
+    result = losses, full(gradients), full(parameters_of(session))
     return result if dist.get_rank() == 0 else losses

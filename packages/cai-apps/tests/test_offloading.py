@@ -9,11 +9,11 @@ import torch
 from layouts import (
     DTYPES,
     Case,
+    full,
     model_config,
     parameters_of,
     run_config,
     train_steps,
-    whole,
 )
 
 from cai_apps.apply import apply
@@ -62,7 +62,7 @@ def session_with(model, config):
 def run(model, config):
     """Initial parameters, losses, final parameters and optimizer state, on one rank."""
     session = session_with(model, config)
-    before = whole(parameters_of(session))
+    before = full(parameters_of(session))
     losses, _ = train_steps(session, ALONE, 0, STEPS)
     return before, losses, stored(session)
 
@@ -75,7 +75,7 @@ def planned(model, config):
 
 
 def stored(session):
-    return whole({n: v for n, v in session.state().items() if n != "optimizer.param_groups"})
+    return full({n: v for n, v in session.state().items() if n != "optimizer.param_groups"})
 
 
 def assert_equal(one, two):
@@ -86,15 +86,15 @@ def assert_equal(one, two):
 def initial(model, dtype):
     """Every value `InitialValues` gives, asked for backwards, and the model's buffers; and those of `materialize`."""
     options = {"seed": 3, "dtype": DTYPES[dtype], "device": torch.device("cpu")}
-    empty, full = (meta_model(model_config(model)) for _ in range(2))
+    empty, at_once = (meta_model(model_config(model)) for _ in range(2))
     values = InitialValues(empty, **options)
     found = {name: values(name, param) for name, param in reversed(list(empty.named_parameters()))}
     values.finish()
     assert all(param.is_meta for param in empty.parameters())
-    materialize(full, **options)
+    materialize(at_once, **options)
     return (
         found | dict(empty.named_buffers()),
-        {n: p.detach() for n, p in full.named_parameters()} | dict(full.named_buffers()),
+        {n: p.detach() for n, p in at_once.named_parameters()} | dict(at_once.named_buffers()),
     )
 
 
@@ -185,7 +185,7 @@ def test_resumed_it_is_bitwise_the_run_that_went_on(saved, loaded, tmp_path):
 
 def opened(model, config):
     session = session_with(model, config)
-    before = whole(parameters_of(session))
+    before = full(parameters_of(session))
     return before, train_steps(session, ALONE, 0, HALF)[0]
 
 

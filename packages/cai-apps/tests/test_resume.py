@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Case, model_config, parameters_of, run_config, session_of, train_steps, twin, whole
+from layouts import Case, full, model_config, parameters_of, run_config, session_of, train_steps, twin
 
 from cai_apps.apply import apply
 from cai_mesh import checkpoint
@@ -27,7 +27,7 @@ LAYOUTS = {
 def through(model, case, dtype):
     session = session_of(model, case, dtype, 2 * HALF)
     losses, _ = train_steps(session, case, 0, 2 * HALF)
-    return losses, whole(parameters_of(session))
+    return losses, full(parameters_of(session))
 
 
 def first_half(model, case, dtype, directory):
@@ -42,7 +42,7 @@ def second_half(model, case, dtype, directory):
         p.data.zero_()  # whatever was not loaded shows
     session.loaded(checkpoint.load(directory, session.state()), HALF)
     losses, _ = train_steps(session, case, HALF, 2 * HALF)
-    return losses, whole(parameters_of(session))
+    return losses, full(parameters_of(session))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_on_another_layout_it_is_the_same_run(model, saved, loaded, tmp_path):
 
 
 def stored(model, case, directory):
-    """Load on a layout; whole parameters and optimizer state, to compare with what was saved bit for bit."""
+    """Load on a layout; full parameters and optimizer state, to compare with what was saved bit for bit."""
     session = session_of(model, case, "fp32", 2 * HALF)
     state = session.state()
     values = checkpoint.load(directory, state)
     tensors = {n: v for n, v in state.items() if n != "optimizer.param_groups"}
-    return whole(tensors), values["optimizer.param_groups"]
+    return full(tensors), values["optimizer.param_groups"]
 
 
 @pytest.mark.parametrize("saved", ["one", "2x2x2"])
@@ -109,7 +109,7 @@ def export(model, case, directory):
     session = session_of(model, case, "fp32", 2)
     train_steps(session, case, 0, 2)
     session.export(directory, Tokenizer())
-    return whole(parameters_of(session)) if dist.get_rank() == 0 else whole(parameters_of(session)) and None
+    return full(parameters_of(session)) if dist.get_rank() == 0 else full(parameters_of(session)) and None
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -129,7 +129,7 @@ def fine_tuned(model, case, directory):
     config = run_config(case, "fp32", 2)
     config = replace(config, model=replace(config.model, name=str(directory), weights="pretrained"))
     session = apply(config, model_config(model), device=torch.device("cpu"))
-    before = whole(parameters_of(session))
+    before = full(parameters_of(session))
     losses, _ = train_steps(session, case, 0, 2)
     return before, losses
 

@@ -492,7 +492,7 @@ def test_the_loop_does_not_wait_for_reads(tmp_path):
     gate.set()
     for chunk in chunks:
         chunk.arrive()
-        assert torch.equal(chunk.unit.whole.data, chunk.unit.shard) or not chunk.disk.in_memory
+        assert torch.equal(chunk.unit.weights.data, chunk.unit.shard) or not chunk.disk.in_memory
 
 
 def test_errors(tmp_path, monkeypatch):

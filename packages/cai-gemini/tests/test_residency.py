@@ -28,8 +28,10 @@ from cai_mesh.storage import FlatUnit, Share, StoredShard
 CPU, BLOCKS = torch.device("cpu"), 4
 
 
-def rows_of(residency: Residency, compute: torch.dtype = torch.float32, width: int = 20) -> list[StoredShard]:
-    """The second half of every block's rows; the second block is frozen."""
+def shards_of(
+    residency: Residency, compute: torch.dtype = torch.float32, width: int = 20
+) -> list[StoredShard]:
+    """The second shard of every block, of two; the second block is frozen."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(width, 15) for _ in range(BLOCKS))
     stored = []
@@ -49,14 +51,14 @@ def rows_of(residency: Residency, compute: torch.dtype = torch.float32, width: i
 
 
 def trained(stored: list[StoredShard]) -> list[nn.Parameter]:
-    return [p for rows in stored for p in rows.unit.kept if p.requires_grad]
+    return [p for shard in stored for p in shard.unit.kept if p.requires_grad]
 
 
-def use(residency: Residency, rows: StoredShard) -> torch.Tensor:
-    residency.fetch(rows).wait()
-    assert rows.on_device is not None
-    found = rows.on_device.clone()
-    residency.release(rows)
+def use(residency: Residency, shard: StoredShard) -> torch.Tensor:
+    residency.fetch(shard).wait()
+    assert shard.on_device is not None
+    found = shard.on_device.clone()
+    residency.release(shard)
     return found
 
 
@@ -64,11 +66,11 @@ def step(residency: ChunkResidency, stored: list[StoredShard], optimizer, number
     """Two forwards and backwards and a step; returns what was fetched."""
     seen = []
     for part in range(2):
-        seen += [use(residency, rows) for rows in stored]
-        for i, rows in reversed(list(enumerate(stored))):
-            seen.append(use(residency, rows))
-            if rows.gradients is not None:
-                residency.keep_gradient(rows, gradient(rows, number, part, i))
+        seen += [use(residency, shard) for shard in stored]
+        for i, shard in reversed(list(enumerate(stored))):
+            seen.append(use(residency, shard))
+            if shard.gradients is not None:
+                residency.keep_gradient(shard, gradient(shard, number, part, i))
     optimizer.step()
     optimizer.zero_grad()
     return seen
@@ -79,11 +81,11 @@ def planned(residency="auto", memory=10**6, nvme=None, **options) -> ChunkReside
     return ChunkResidency(residency, device_memory=memory, nvme=nvme, tuning=tuning)
 
 
-def gradient(rows: StoredShard, number: int, part: int, index: int) -> torch.Tensor:
+def gradient(shard: StoredShard, number: int, part: int, index: int) -> torch.Tensor:
     """Of a backward; padding is zero."""
     generator = torch.Generator().manual_seed(100 * number + 10 * part + index)
-    grad = torch.zeros(rows.unit.shard.numel())
-    for low, high in rows.unit.ranges:
+    grad = torch.zeros(shard.unit.shard.numel())
+    for low, high in shard.unit.ranges:
         grad[low:high] = torch.randn(high - low, generator=generator)
     return grad
 
@@ -92,18 +94,18 @@ STREAMED = Tiers(0.5, 0.2, streamed=0.6)
 DISKS = ["nvme", Tiers(0.4, 0.3, disk=0.7), Tiers(0.6, 0.3, disk=0.4, disk_weights=0.5)]
 
 
-@pytest.mark.parametrize("residency", ["auto", "host", "device", Tiers(0.6, 0.4), STREAMED, *DISKS], ids=str)
+@pytest.mark.parametrize("tiers", ["auto", "host", "device", Tiers(0.6, 0.4), STREAMED, *DISKS], ids=str)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute, tmp_path):
+def test_what_is_fetched_is_what_a_plain_optimizer_makes(tiers, compute, tmp_path):
     """The twin steps copies of the parameters, with gradients added in the order in which they came: bit for bit."""
-    rows = planned(residency, nvme=tmp_path)
-    stored = rows_of(rows, compute)
+    residency = planned(tiers, nvme=tmp_path)
+    stored = shards_of(residency, compute)
     twins = [[p.detach().clone() for p in one.unit.kept] for one in stored]
     theirs = torch.optim.AdamW([t for i, ts in enumerate(twins) if i != 1 for t in ts], lr=1e-2, fused=True)
-    ours = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2, fused=True))
+    ours = residency.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2, fused=True))
     for number in range(5):
         expected = [[t.to(compute) for t in ts] for ts in twins]
-        seen = step(rows, stored, ours, number)
+        seen = step(residency, stored, ours, number)
         for got, index in zip(seen, 2 * [*range(BLOCKS), *reversed(range(BLOCKS))], strict=True):
             for (low, high), wanted in zip(stored[index].unit.ranges, expected[index], strict=True):
                 assert got.dtype == compute and torch.equal(got[low:high], wanted)
@@ -112,7 +114,7 @@ def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute, tmp
             for (low, high), twin in zip(one.unit.ranges, ts, strict=True):
                 twin.grad = total[low:high]
         theirs.step()
-    assert rows._engine.planned
+    assert residency._engine.planned
     for one, ts in zip(stored, twins, strict=True):
         assert all(torch.equal(p.detach(), twin) for p, twin in zip(one.unit.kept, ts, strict=True))
 
@@ -120,19 +122,19 @@ def test_what_is_fetched_is_what_a_plain_optimizer_makes(residency, compute, tmp
 @pytest.mark.parametrize("part", ["weights", "master weights", "exp_avg"])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_failing_disk_is_an_error_that_names_path_and_parameter(tmp_path, part, call):
-    rows = planned("nvme", nvme=tmp_path)
-    stored = rows_of(rows, torch.bfloat16)
-    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    residency = planned("nvme", nvme=tmp_path)
+    stored = shards_of(residency, torch.bfloat16)
+    optimizer = residency.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
     for number in range(2):
-        step(rows, stored, optimizer, number)
+        step(residency, stored, optimizer, number)
     optimizer.wait()
-    chunk = rows._engine.chunks[2]
+    chunk = residency._engine.chunks[2]
     region = {r.name: r for r in chunk.disk_regions()}[f"{chunk.name} ({part})"]
-    rows._engine.store._file._sys = Disk(**{call: within(region, fails(errno.EIO))})
+    residency._engine.store._file._sys = Disk(**{call: within(region, fails(errno.EIO))})
 
     def go_on():
         for number in range(2, 5):
-            step(rows, stored, optimizer, number)
+            step(residency, stored, optimizer, number)
 
     with pytest.raises(NvmeError) as caught:
         go_on()
@@ -143,8 +145,8 @@ def test_host_memory_that_is_short_spills_to_the_disk(tmp_path):
     """To the byte that the error asks for."""
 
     def of(host_memory, nvme=None):
-        rows = ChunkResidency("host", host_memory=host_memory, nvme=nvme)
-        return rows.optimizer(torch.optim.AdamW(trained(rows_of(rows, width=4000)), lr=1e-2))
+        residency = ChunkResidency("host", host_memory=host_memory, nvme=nvme)
+        return residency.optimizer(torch.optim.AdamW(trained(shards_of(residency, width=4000)), lr=1e-2))
 
     with pytest.raises(PlanError, match=r"host memory is too small(.|\n)*or pass nvme") as caught:
         of(10_000)
@@ -153,104 +155,104 @@ def test_host_memory_that_is_short_spills_to_the_disk(tmp_path):
     assert of(enough - 1, tmp_path).placement().state_on_disk > 0
 
 
-def test_a_traced_step_is_whole():
+def test_a_traced_step_is_complete():
     """All micro-batches, with those uses as backwards that gradients followed, and nothing of the step before."""
-    rows = planned("host")
-    stored = rows_of(rows)
-    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    residency = planned("host")
+    stored = shards_of(residency)
+    optimizer = residency.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
     for number in range(2):
-        step(rows, stored, optimizer, number)
+        step(residency, stored, optimizer, number)
     forward = [Use(i, False) for i in range(BLOCKS)]
     backward = [Use(i, i != 1) for i in reversed(range(BLOCKS))]
-    assert rows._engine.trace.uses == tuple(2 * (forward + backward))
+    assert residency._engine.trace.uses == tuple(2 * (forward + backward))
 
 
 def test_a_step_that_is_left_out_is_not_traced():
     """As a loss scale does: gradients are dropped, and the next backward belongs to another step."""
-    rows = planned("host")
-    stored = rows_of(rows)
-    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    residency = planned("host")
+    stored = shards_of(residency)
+    optimizer = residency.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
     expected = None
     for number, skipped in enumerate([False, True, False]):
         if skipped:
-            use(rows, stored[2])
-            rows.keep_gradient(stored[2], gradient(stored[2], number, 0, 2))
+            use(residency, stored[2])
+            residency.keep_gradient(stored[2], gradient(stored[2], number, 0, 2))
             optimizer.zero_grad()
         else:
-            step(rows, stored, optimizer, number)
-            expected = expected or rows._engine.trace.uses
-    assert rows._engine.trace.uses == expected
+            step(residency, stored, optimizer, number)
+            expected = expected or residency._engine.trace.uses
+    assert residency._engine.trace.uses == expected
 
 
 def test_nothing_is_traced_without_an_optimizer():
-    rows = planned("host")
-    stored = rows_of(rows)
+    residency = planned("host")
+    stored = shards_of(residency)
     for _ in range(3):
         for one in stored:
-            use(rows, one)
-    assert not rows._engine._seen
+            use(residency, one)
+    assert not residency._engine._seen
 
 
 def test_versions_tell_of_steps_and_writes():
-    rows = planned("host")
-    stored = rows_of(rows)
-    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    residency = planned("host")
+    stored = shards_of(residency)
+    optimizer = residency.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
     for number in range(3):
-        before = [rows.version(one) for one in stored]
-        step(rows, stored, optimizer, number)
-        after = [rows.version(one) for one in stored]
+        before = [residency.version(one) for one in stored]
+        step(residency, stored, optimizer, number)
+        after = [residency.version(one) for one in stored]
         assert [a != b for a, b in zip(before, after, strict=True)] == [True, False, True, True]
         optimizer.wait()
-        assert [rows.version(one) for one in stored] == after, "a step that ends is not another change"
+        assert [residency.version(one) for one in stored] == after, "a step that ends is not another change"
     with torch.no_grad():
         stored[1].unit.kept[0].mul_(2)
-    written = rows.version(stored[1])
+    written = residency.version(stored[1])
     assert written != after[1]
-    assert torch.equal(use(rows, stored[1]), stored[1].unit.shard)
-    assert rows.version(stored[1]) == written, "what is taken over is not another change"
+    assert torch.equal(use(residency, stored[1]), stored[1].unit.shard)
+    assert residency.version(stored[1]) == written, "what is taken over is not another change"
 
 
 def test_a_version_is_that_of_the_step_while_the_step_writes():
-    rows = planned("host")
-    stored = rows_of(rows)
-    optimizer = rows.optimizer(torch.optim.SGD(trained(stored), lr=1e-2))  # whose writes are counted
-    chunk_step, written, gate = rows._engine.chunks[0].step, threading.Event(), threading.Event()
+    residency = planned("host")
+    stored = shards_of(residency)
+    optimizer = residency.optimizer(torch.optim.SGD(trained(stored), lr=1e-2))  # whose writes are counted
+    chunk_step, written, gate = residency._engine.chunks[0].step, threading.Event(), threading.Event()
     run = chunk_step.run
     chunk_step.run = lambda *args: (run(*args), written.set(), gate.wait())  # type: ignore[method-assign]
-    step(rows, stored, optimizer, 0)
+    step(residency, stored, optimizer, 0)
     written.wait()
-    during = rows.version(stored[0])
+    during = residency.version(stored[0])
     gate.set()
     optimizer.wait()
-    assert rows.version(stored[0]) == during
+    assert residency.version(stored[0]) == during
 
 
 def test_a_plain_optimizers_steps_are_seen():
     """Torch's fused steps write without counting a version."""
-    rows = ChunkResidency("host")
-    stored = rows_of(rows)
+    residency = ChunkResidency("host")
+    stored = shards_of(residency)
     optimizer = torch.optim.AdamW(trained(stored), lr=1e-2, fused=True)
-    first = [use(rows, one) for one in stored]
-    step(rows, stored, optimizer, 0)
+    first = [use(residency, one) for one in stored]
+    step(residency, stored, optimizer, 0)
     assert not any(
-        torch.equal(use(rows, one), a) for one, a in zip(stored, first, strict=True) if one.gradients
+        torch.equal(use(residency, one), a) for one, a in zip(stored, first, strict=True) if one.gradients
     )
-    assert all(torch.equal(use(rows, one), one.unit.shard) for one in stored)
+    assert all(torch.equal(use(residency, one), one.unit.shard) for one in stored)
 
 
-def test_rows_in_use_are_not_freed():
-    rows = planned("host", memory=10**5)
-    stored = rows_of(rows)
-    optimizer = rows.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
-    coming = [rows.fetch(one) for one in stored]
+def test_shards_in_use_are_not_freed():
+    residency = planned("host", memory=10**5)
+    stored = shards_of(residency)
+    optimizer = residency.optimizer(torch.optim.AdamW(trained(stored), lr=1e-2))
+    coming = [residency.fetch(one) for one in stored]
     for handle in coming:
         handle.wait()
     assert all(one.on_device is not None for one in stored)
-    chunks = rows._engine.chunks
+    chunks = residency._engine.chunks
     assert all(chunk.in_use for chunk in chunks)
     for one in stored:
-        rows.release(one)
-    step(rows, stored, optimizer, 0)
+        residency.release(one)
+    step(residency, stored, optimizer, 0)
     assert all(chunk.state is State.FREE for chunk in chunks if chunk.trains)
 
 

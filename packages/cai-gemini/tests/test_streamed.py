@@ -299,10 +299,10 @@ def test_what_cannot_be_streamed_is_refused_before_anything_is_moved(optimizer, 
         Tiers(streamed=1.5)
 
 
-def test_rows_refuse_it_too():
-    from test_residency import rows_of, trained
+def test_shards_refuse_it_too():
+    from test_residency import shards_of, trained
 
-    rows = ChunkResidency(MIXED, device_memory=10**6, tuning=Tuning(rates=SLOW_HOST))
-    stored = rows_of(rows, torch.float32)
+    residency = ChunkResidency(MIXED, device_memory=10**6, tuning=Tuning(rates=SLOW_HOST))
+    stored = shards_of(residency, torch.float32)
     with pytest.raises(PlanError, match="leave streamed out"):
-        rows.optimizer(torch.optim.SGD(trained(stored), lr=0.1))
+        residency.optimizer(torch.optim.SGD(trained(stored), lr=0.1))

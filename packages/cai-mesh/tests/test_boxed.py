@@ -1,4 +1,4 @@
-"""Boxes of local tensors, flat parts and DTensors, and the whole from every rank's."""
+"""Boxes of local tensors, flat parts and DTensors, and the full tensor from every rank's."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_flat_part_and_what_is_laid_out_like_it():
     assert full.shape == (4, 3)
     assert full.flatten()[1:5].tolist() == [10, 11, 12, 13]
     assert full.isnan().sum() == 8
-    whole = BoxedTensor.from_param(torch.zeros(3, dtype=torch.int64))
-    assert BoxedTensor(whole.global_shape, whole.dtype, ()).to_full().tolist() == [0, 0, 0]
+    full = BoxedTensor.from_param(torch.zeros(3, dtype=torch.int64))
+    assert BoxedTensor(full.global_shape, full.dtype, ()).to_full().tolist() == [0, 0, 0]
 
 
 def test_a_tied_copy_does_not_own():
@@ -60,5 +60,5 @@ def from_ranks():
     assert BoxedTensor.like(tensor, moment).to_full(dist.group.WORLD).eq(1).all()
 
 
-def test_the_whole_from_every_rank():
+def test_the_full_tensor_from_every_rank():
     run_ranks(3, from_ranks)

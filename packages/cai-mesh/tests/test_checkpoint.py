@@ -24,7 +24,7 @@ from cai_mesh.layout import BoxedTensor, FlatChunk, Layout, Shard, attach
 from cai_mesh.testing import run_ranks
 
 SHAPES = {"a": (7, 5), "b": (12,), "c": (4, 3, 2), "step": ()}
-LAYOUTS = ["whole", "rows2", "columns2", "packed2", "flat3", "2x2"]
+LAYOUTS = ["full", "rows2", "columns2", "packed2", "flat3", "2x2"]
 
 
 def value(name):
@@ -71,7 +71,7 @@ def state_on(kind, fill):
 
 
 def world_of(kind):
-    return {"whole": 1, "flat3": 3, "2x2": 4}.get(kind, 2)
+    return {"full": 1, "flat3": 3, "2x2": 4}.get(kind, 2)
 
 
 def save_on(kind, directory, step):

@@ -53,14 +53,14 @@ def test_flat_ranges_rebuild_every_parameter(shapes_, world, data):
     params = numbered(shapes_)
     chunk.fill(buffer, params)
     cuts = sorted(data.draw(st.lists(st.integers(0, chunk.numel), max_size=4)))
-    whole = [torch.zeros_like(p) for p in params]
+    full = [torch.zeros_like(p) for p in params]
     for low, high in zip([0, *cuts], [*cuts, chunk.numel], strict=True):
         part = buffer[low:high].clone()
         for name, boxed in chunk.boxed(part, low).items():
             for box, view in boxed.pieces:
                 assert view.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-                whole[int(name[1:])][box.slices()] += view
-    assert all(torch.equal(a, b) for a, b in zip(whole, params, strict=True))
+                full[int(name[1:])][box.slices()] += view
+    assert all(torch.equal(a, b) for a, b in zip(full, params, strict=True))
     for index in range(world):
         low, high = chunk.shard_range(index)
         covered = sum(part.high - part.low for part in chunk.overlaps(low, high))

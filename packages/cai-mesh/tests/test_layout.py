@@ -53,7 +53,7 @@ def copies(layout):
 
 @settings(max_examples=300, deadline=None)
 @given(layouts())
-def test_shards_cover_the_whole_exactly_once(layout):
+def test_shards_cover_the_full_tensor_exactly_once(layout):
     full = torch.arange(math.prod(layout.global_shape)).view(layout.global_shape)
     seen = torch.zeros_like(full)
     rebuilt = torch.full_like(full, -1)

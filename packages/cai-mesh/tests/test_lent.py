@@ -93,8 +93,8 @@ def test_contents_are_names_shapes_dtypes_and_values(tmp_path):
     state = {**away().state(), "half": torch.zeros(2, 3, dtype=torch.bfloat16), "step": 7}
     checkpoint.save(tmp_path, state, step=1)
     found = checkpoint.contents(tmp_path)
-    whole = (SHAPE, torch.float32)
-    assert found.tensors == {"a": whole, "b": whole, "c": whole, "half": ((2, 3), torch.bfloat16)}
+    full = (SHAPE, torch.float32)
+    assert found.tensors == {"a": full, "b": full, "c": full, "half": ((2, 3), torch.bfloat16)}
     assert found.values == {"step": 7}
     with pytest.raises(CheckpointError, match="no checkpoint"):
         checkpoint.contents(tmp_path / "none")
@@ -102,8 +102,8 @@ def test_contents_are_names_shapes_dtypes_and_values(tmp_path):
 
 def test_what_was_lent_is_let_go(tmp_path):
     """torch holds what it was given to write until the file is closed."""
-    whole = {name: torch.arange(15.0) + i for i, name in enumerate("abcdef")}
-    source = Away(whole)
+    full = {name: torch.arange(15.0) + i for i, name in enumerate("abcdef")}
+    source = Away(full)
     source.range = (0, 15)
     checkpoint.save(tmp_path, source.state(), step=1)
     assert len(source.made) == 6

@@ -40,7 +40,7 @@ def tensor_parallel(where, degree, name="tp"):
 
 
 def flat_shard(where, degree):
-    """Rows of a chunk of two parameters, one of them cut over tp as well (the same part on all: index 0 of 1)."""
+    """A shard of a chunk of two parameters, one of them cut over tp as well (the same part on all: index 0 of 1)."""
     full = [gradient("chunked_a"), gradient("chunked_b")]
     chunk = FlatChunk([("a", full[0]), ("b", full[1])], world=degree)
     buffer = chunk.allocate(torch.float64, "cpu")

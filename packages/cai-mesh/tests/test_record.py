@@ -31,7 +31,7 @@ SPEC = ReduceSpec(("dp_shard",), divisor=3.0)
 
 
 def cut_model(device="cpu"):
-    """Two layers that share a weight, which is cut; a third one whole."""
+    """Two layers that share a weight, which is cut; a third one full."""
     model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(3)))
     model[1].weight = model[0].weight
     for layer in model[:2]:
@@ -108,7 +108,7 @@ def test_the_next_forward_finds_parameters_that_were_replaced():
 
 def test_a_parameter_of_another_shape_is_refused():
     model = cut_model()
-    model[0].weight = nn.Parameter(torch.ones(8, 4))  # the whole one
+    model[0].weight = nn.Parameter(torch.ones(8, 4))  # the full one
     with pytest.raises(LayoutError, match="'weight' was replaced by one of another shape") as caught:
         refresh(model)
     assert "(4, 4)" in str(caught.value)

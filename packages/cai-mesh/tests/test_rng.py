@@ -21,19 +21,19 @@ def test_every_layout_draws_the_same(rows, columns, degree, dim, packed):
     size = (rows, columns)[dim]
     shard = Shard(dim, (size // 2, size - size // 2) if packed else None)
     for fill in (rng.uniform_, rng.normal_, rng.truncated_normal_):
-        whole = fill(torch.empty(rows, columns, dtype=torch.float64), KEY)
+        full = fill(torch.empty(rows, columns, dtype=torch.float64), KEY)
         for index in range(degree):
             layout = Layout((rows, columns)).then("tp", degree, index, shard)
             local = fill(torch.empty(layout.local_shape, dtype=torch.float64), KEY, layout=layout)
             for where, box in layout.slices():
-                assert torch.equal(local[where], whole[box.slices()])
+                assert torch.equal(local[where], full[box.slices()])
 
 
 def test_blocks_do_not_change_the_numbers(monkeypatch):
-    whole = rng.uniform_(torch.empty(33, 5), KEY)
+    full = rng.uniform_(torch.empty(33, 5), KEY)
     monkeypatch.setattr(rng, "_BLOCK", 7)
-    assert torch.equal(rng.uniform_(torch.empty(33, 5), KEY), whole)
-    assert rng.uniform_(torch.empty(()), KEY) == whole[0, 0]
+    assert torch.equal(rng.uniform_(torch.empty(33, 5), KEY), full)
+    assert rng.uniform_(torch.empty(()), KEY) == full[0, 0]
 
 
 def ks(sample, distribution):
@@ -67,7 +67,7 @@ def test_streams_differ():
     assert abs(float((a * b).mean())) < 0.03
 
 
-def test_dropout_is_that_of_the_whole():
+def test_dropout_is_that_of_the_full_tensor():
     x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
     out = rng.dropout(x, 0.4, KEY)
     (grad,) = torch.autograd.grad(out.sum(), x)

@@ -85,7 +85,7 @@ def unit_of(model, index=0, world=2):
     return FlatUnit(model, list(model.named_parameters()), **options)
 
 
-def test_the_whole_comes_and_goes_under_the_same_names():
+def test_the_unsharded_chunk_comes_and_goes_under_the_same_names():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30))
     original = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -94,17 +94,17 @@ def test_the_whole_comes_and_goes_under_the_same_names():
     assert [n for n, _ in model.named_parameters()] == list(original)
     assert all(p.dim() == 1 for p in model.parameters())
     assert all(p.untyped_storage().nbytes() == 0 for p in before), "the original parameters stay in memory"
-    assert unit.whole.untyped_storage().nbytes() == 0
+    assert unit.unsharded.untyped_storage().nbytes() == 0
     unit.allocate_storage()
-    unit.whole.copy_(unit.shard)
+    unit.unsharded.copy_(unit.shard)
     unit.swap_in()
-    assert unit.is_whole
+    assert unit.is_unsharded
     for name, param in model.named_parameters():
         assert param.dtype == torch.bfloat16
         assert torch.equal(param, original[name].bfloat16())
     unit.free_storage()
-    assert not unit.is_whole
-    assert unit.whole.untyped_storage().nbytes() == 0
+    assert not unit.is_unsharded
+    assert unit.unsharded.untyped_storage().nbytes() == 0
     for name, param in model.named_parameters():
         assert torch.equal(param.view(original[name].shape), original[name])
 

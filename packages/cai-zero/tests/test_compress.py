@@ -35,14 +35,14 @@ def largest(x, block):
 def gather(form, parts, block, out_dtype, in_place, asynchronous):
     rank, world = dist.get_rank(), dist.get_world_size()
     n = 128 * parts
-    whole = torch.full((world * n,), math.nan, dtype=out_dtype)
-    rows = whole[rank * n : (rank + 1) * n] if in_place else torch.empty(n)
-    rows.copy_(values(n, rank))
-    handle = all_gather_compressed(whole, rows, dist.group.WORLD, form, block, async_op=asynchronous)
+    unsharded = torch.full((world * n,), math.nan, dtype=out_dtype)
+    shard = unsharded[rank * n : (rank + 1) * n] if in_place else torch.empty(n)
+    shard.copy_(values(n, rank))
+    handle = all_gather_compressed(unsharded, shard, dist.group.WORLD, form, block, async_op=asynchronous)
     if asynchronous:
-        assert whole[((rank + 1) % world) * n :][:n].isnan().all()  # not before `wait`
+        assert unsharded[((rank + 1) % world) * n :][:n].isnan().all()  # not before `wait`
     handle.wait()
-    return whole
+    return unsharded
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -146,10 +146,10 @@ def test_a_gradient_that_is_not_finite_is_seen_and_forgotten(form, bad):
 
 def test_a_world_of_one_is_exact():
     x = values(256, 0)
-    whole, shard, residual = torch.empty(256), torch.empty(256), torch.ones(256)
-    all_gather_compressed(whole, x, None, "int8").wait()
+    unsharded, shard, residual = torch.empty(256), torch.empty(256), torch.ones(256)
+    all_gather_compressed(unsharded, x, None, "int8").wait()
     reduce_scatter_compressed(shard, x, None, "int8", 256, residual)
-    assert torch.equal(whole, x)
+    assert torch.equal(unsharded, x)
     assert torch.equal(shard, x)
     assert torch.equal(residual, torch.ones(256))
 

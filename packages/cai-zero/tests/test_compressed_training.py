@@ -99,7 +99,7 @@ def start(stage, compression, precision=None, mesh=None):
     return model, shard_optimizer(inner, mesh, model=model, stage=stage, **options)
 
 
-def rows(model, optimizer, stage):
+def weights_of(model, optimizer, stage):
     if stage == 3:
         return BoxedTensor.from_param(model.weight)
     return next(iter(optimizer.weights().values()))  # without a model it has no name
@@ -119,7 +119,7 @@ def train(stage, compression, steps, shape=(2,)):
     model.register_forward_pre_hook(lambda m, _: seen.append(m.weight.detach().clone()))
     for step in range(steps):
         go(model, optimizer, [step])
-        history.append(rows(model, optimizer, stage).to_full(dist.group.WORLD))
+        history.append(weights_of(model, optimizer, stage).to_full(dist.group.WORLD))
     return seen, history
 
 
@@ -256,14 +256,14 @@ def resume(stage, half):
     go(model, optimizer, range(half))
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), kept(model, optimizer, stage)])
     go(model, optimizer, range(half, STEPS))
-    whole = rows(model, optimizer, stage).to_full(dist.group.WORLD)
+    full = weights_of(model, optimizer, stage).to_full(dist.group.WORLD)
     model, optimizer = start(stage, INT8)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     if stage == 3:
         sharding_of(model).load_residuals(saved[2])
     go(model, optimizer, range(half, STEPS))
-    return whole, rows(model, optimizer, stage).to_full(dist.group.WORLD)
+    return full, weights_of(model, optimizer, stage).to_full(dist.group.WORLD)
 
 
 def kept(model, optimizer, stage):
@@ -272,8 +272,8 @@ def kept(model, optimizer, stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_resume_on_the_same_ranks_is_exact(stage):
-    for whole, continued in run_ranks(WORLD, resume, stage, 3):
-        assert torch.equal(whole, continued)
+    for full, continued in run_ranks(WORLD, resume, stage, 3):
+        assert torch.equal(full, continued)
 
 
 def reshard():

@@ -51,9 +51,9 @@ class Experts(nn.Module):
         """Keep this rank's experts."""
         degree, index = mesh.degree("ep"), mesh.index("ep")
         spec = ReduceSpec(EXPERT_GRADIENT_AXES, divisor=float(mesh.degree(DATA_AXES)))
-        for name, whole in list(self.named_parameters()):
-            layout = Layout(tuple(whole.shape)).then("ep", degree, index, Shard(0))
-            part = nn.Parameter(whole.detach().chunk(degree)[index].clone())
+        for name, full in list(self.named_parameters()):
+            layout = Layout(tuple(full.shape)).then("ep", degree, index, Shard(0))
+            part = nn.Parameter(full.detach().chunk(degree)[index].clone())
             setattr(self, name, part)
             attach_to(self, name, layout, reduce=spec)
         self.group, self.first = mesh.group("ep"), index * (EXPERTS // degree)

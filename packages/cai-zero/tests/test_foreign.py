@@ -42,7 +42,7 @@ def x_of(step, rank):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def whole(model):
+def full(model):
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     return {n: b.to_full(dist.group.WORLD) for n, b in boxed.items()}
 
@@ -76,7 +76,7 @@ def uneven(stage):
         for step in range(3):
             model(x_of(step, dist.get_rank()), SKIPS[dist.get_rank()]).backward()
             opt.step()
-        return whole(model)
+        return full(model)
     finally:
         chunks.BUCKET_ELEMENTS = 32 * 1024 * 1024
 
@@ -145,7 +145,7 @@ def memory():
     seen = []
 
     def record(module, args):
-        seen.append(sum(p.unit.whole.untyped_storage().nbytes() > 0 for p in parts))
+        seen.append(sum(p.unit.unsharded.untyped_storage().nbytes() > 0 for p in parts))
 
     for layer in model.layers:
         layer.register_forward_pre_hook(record)
@@ -155,16 +155,16 @@ def memory():
     model(x_of(0, 0)).backward()
     opt.step()
     sharding.reshard(model)  # what the step has begun to gather for the next forward
-    assert max(seen) <= 3, "more than the model's own, the block in use and the next are whole"
+    assert max(seen) <= 3, "more than the model's own, the block in use and the next are unsharded"
     for part in parts:
-        assert part.unit.whole.untyped_storage().nbytes() == 0
+        assert part.unit.unsharded.untyped_storage().nbytes() == 0
         assert not part.reducible.buffer.is_open
     assert sum(p.untyped_storage().nbytes() for p in first) == 0
-    rows = sum(part.unit.shard.numel() for part in parts)
+    held = sum(part.unit.shard.numel() for part in parts)
     padding = sum(part.unit.chunk.numel for part in parts) - total
-    assert rows * dist.get_world_size() == total + padding
+    assert held * dist.get_world_size() == total + padding
     opt.zero_grad()
-    # a forward without a backward leaves the root whole; the step after must not be missed
+    # a forward without a backward leaves the root unsharded; the step after must not be missed
     model(x_of(0, 0)).backward()
     model(x_of(0, 0))
     opt.step()
@@ -193,7 +193,7 @@ def accumulated(stage, defer):
                 (model(part) / 2).backward()
         opt.step()
         opt.zero_grad()
-    return whole(model)
+    return full(model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -122,14 +122,14 @@ def logged(model):
         held = sharding._units.get(module)
         if held is not None:
             log.bytes[name] = held.nbytes
-            log.names.update({id(part.unit.whole): name for part in held.parts})
+            log.names.update({id(part.unit.unsharded): name for part in held.parts})
     for name, module in model.named_modules():
         if module in sharding._units and module is not model:
             module.register_forward_pre_hook(lambda m, a, name=name: log.events.append(f"use {name}"))
 
-    def gather(compression, whole, *args, **kwargs):
-        log.events.append(f"gather {log.names[id(whole)]}")
-        return kept(compression, whole, *args, **kwargs)
+    def gather(compression, unsharded, *args, **kwargs):
+        log.events.append(f"gather {log.names[id(unsharded)]}")
+        return kept(compression, unsharded, *args, **kwargs)
 
     cai_zero.gathering.gather_weights = gather
     try:
@@ -272,12 +272,14 @@ def passes(route, gather):
             loss = loss_of(model, route, step, 0)
             forward = log.take()
             loss.backward()
-            found.append((forward, log.take(), [n for n, m in model.named_modules() if _whole(units, m)]))
+            found.append(
+                (forward, log.take(), [n for n, m in model.named_modules() if _is_unsharded(units, m)])
+            )
     return found, log.bytes
 
 
-def _whole(units, module):
-    return module in units and units[module].whole
+def _is_unsharded(units, module):
+    return module in units and units[module].is_unsharded
 
 
 def names(*blocks):
@@ -287,28 +289,28 @@ def names(*blocks):
 def test_the_order_is_learned_in_the_first_backward():
     """Blocks run in the reverse of their registration: then nothing is gathered twice in a pass."""
     for found, _ in on_ranks(passes, (3, 2, 1, 0), Gather()):
-        for step, (forward, backward, whole) in enumerate(found):
-            assert whole == []
+        for step, (forward, backward, unsharded) in enumerate(found):
+            assert unsharded == []
             if step:
                 assert gathers(forward) == ["", *names(3, 2, 1, 0)]
-                assert gathers(backward) == names(1, 2, 3)  # the model and its last block are still whole
+                assert gathers(backward) == names(1, 2, 3)  # the model and its last block are still unsharded
         assert len(gathers(found[0][0])) > 5  # the registered order was wrong
 
 
 def test_registered_order_is_right_from_the_start():
     for found, _ in on_ranks(passes, (0, 1, 2, 3), Gather()):
-        for forward, backward, whole in found:
+        for forward, backward, unsharded in found:
             assert gathers(forward) == ["", *names(0, 1, 2, 3)]
             assert gathers(backward) == names(2, 1, 0)
-            assert whole == []
+            assert unsharded == []
 
 
-def test_kept_whole_until_backward_units_are_gathered_once():
+def test_kept_unsharded_until_backward_units_are_gathered_once():
     for found, _ in on_ranks(passes, (0, 1, 2, 3), Gather(reshard_after_forward=False)):
-        for forward, backward, whole in found:
+        for forward, backward, unsharded in found:
             assert gathers(forward) == ["", *names(0, 1, 2, 3)]
             assert gathers(backward) == []
-            assert whole == []
+            assert unsharded == []
 
 
 def largest_prefetch(events):
@@ -349,13 +351,13 @@ def without_gradients():
         for _ in range(2):
             loss_of(model, (0, 1, 2, 3), 0, 0)
         units = sharding_of(model)._units
-        return gathers(log.take()), [n for n, m in model.named_modules() if _whole(units, m)]
+        return gathers(log.take()), [n for n, m in model.named_modules() if _is_unsharded(units, m)]
 
 
-def test_a_forward_without_gradients_leaves_nothing_whole():
-    for found, whole in on_ranks(without_gradients):
+def test_a_forward_without_gradients_leaves_nothing_unsharded():
+    for found, unsharded in on_ranks(without_gradients):
         assert found == ["", *names(0, 1, 2, 3)] * 2
-        assert whole == []
+        assert unsharded == []
 
 
 def copy_engines():
@@ -473,7 +475,7 @@ def meta_without_values(values):
     return nan, float(loss_of(model, (0, 1, 2, 3), 0, 0).detach())
 
 
-def test_without_values_rows_are_nan_until_loaded():
+def test_without_values_shards_are_nan_until_loaded():
     model = build()
     values = {n: p.detach() for n, p in model.named_parameters()}
     expected = float(loss_of(model, (0, 1, 2, 3), 0, 0).detach())
@@ -557,15 +559,15 @@ def train_by_actions():
     sharding.reduce(model)
     sharding.finish()
     optimizer.step()
-    whole = [unit.whole for unit in sharding._units.values()]
+    unsharded = [unit.is_unsharded for unit in sharding._units.values()]
     kept = full_parameters(model)
     sharding.unshard(model).wait()
-    return whole, kept, float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
+    return unsharded, kept, float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())
 
 
-def test_a_fused_step_leaves_nothing_whole_that_actions_unsharded():
-    for whole, kept, loss in on_ranks(train_by_actions):
-        assert not any(whole)
+def test_a_fused_step_leaves_nothing_unsharded_that_actions_gathered():
+    for unsharded, kept, loss in on_ranks(train_by_actions):
+        assert not any(unsharded)
         model = build()
         model.load_state_dict(kept)
         expected = float(loss_of(model, (0, 1, 2, 3), 1, 0).detach())

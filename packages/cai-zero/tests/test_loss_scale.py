@@ -238,7 +238,7 @@ def test_what_a_loss_scale_is_for():
 
 
 def one_rank_overflows(stage, name, culprit):
-    """In step 2, one element of one gradient, which lies in the rows of rank `culprit`, is infinite."""
+    """In step 2, one element of one gradient, which lies in the shard of rank `culprit`, is infinite."""
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     model, optimizer = sharded(stage, name, mesh)
     scale = LossScale(mesh, initial=256.0, interval=2)
@@ -246,17 +246,17 @@ def one_rank_overflows(stage, name, culprit):
     for step in range(5):
         scale.scale(loss_of(model, step, dist.get_rank(), 2)).backward()
         (optimizer if stage < 3 else sharding_of(model)).finish()
-        rows = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
         if step == 2 and dist.get_rank() == culprit:
-            rows[0].grad.view(-1)[1] = math.inf
-        saw.append(all(bool(p.grad.isfinite().all()) for p in rows))
-        before = [p.detach().clone() for p in rows]
+            held[0].grad.view(-1)[1] = math.inf
+        saw.append(all(bool(p.grad.isfinite().all()) for p in held))
+        before = [p.detach().clone() for p in held]
         with sharding_untouched(optimizer):
             scale.step(optimizer)
         scale.update()
         if stage == 3:  # a sharded optimizer drops its gradients itself, of a skipped step too
             optimizer.zero_grad()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, rows, strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(before, held, strict=True))
         history.append((moved, scale.value))
     return saw, history
 

@@ -37,7 +37,7 @@ def expected(stage: int, ranks: int) -> dict[str, float]:
     gradients 2, and for Adam 12: master weights, mean and variance in float32. cai-zero reduces and keeps gradients in
     float32 unless `reduce` says otherwise, so gradients count 4 here. Stage 1 divides the 12 by the ranks, stage 2 the
     gradients too, stage 3 the parameters as well: its bfloat16 parameters exist only while a block is used, so of
-    their 2 bytes nothing stays, and the rows that are left are the master weights.
+    their 2 bytes nothing stays, and the shards that are left are the master weights.
     """
     return {
         "parameters": 2.0 if stage < 3 else 0.0,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-import whole
+import toy
 from torch import nn
 
 from cai_mesh.errors import PlanError
@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 
 def exact(model, mesh):
-    return AdamW(whole.groups_of(model, lr=0.05, weight_decay=0.0), **OPTIONS)
+    return AdamW(toy.groups_of(model, lr=0.05, weight_decay=0.0), **OPTIONS)
 
 
 def torchs(params):
@@ -39,21 +39,21 @@ MAKERS = {"exact": exact, "bfloat16": half}
 
 
 def sharded(name, stages, shape):
-    return whole.sharded(MAKERS[name], stages, shape)
+    return toy.sharded(MAKERS[name], stages, shape)
 
 
 def test_one_process():
-    whole.compare(whole.one_process(exact), whole.torch_twin(torchs))
+    toy.compare(toy.one_process(exact), toy.torch_twin(torchs))
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
-@pytest.mark.parametrize(("shape", "stages"), whole.LAYOUTS)
-def test_equals_whole_tensors(name, shape, stages):
+@pytest.mark.parametrize(("shape", "stages"), toy.LAYOUTS)
+def test_equals_full_tensors(name, shape, stages):
     """With bfloat16 moments too: random bits belong to elements, not to ranks."""
-    expected = whole.torch_twin(torchs) if name == "exact" else whole.one_process(half)
-    for found in run_ranks(whole.ranks(shape), sharded, name, stages, shape):
+    expected = toy.torch_twin(torchs) if name == "exact" else toy.one_process(half)
+    for found in run_ranks(toy.ranks(shape), sharded, name, stages, shape):
         for stage in stages:
-            whole.compare(found[stage], expected)
+            toy.compare(found[stage], expected)
 
 
 def test_random_bits_belong_to_elements():
@@ -193,10 +193,10 @@ def net():
 def trained(make, dtype=torch.float32, steps=250):
     model = net().to(dtype)
     optimizer = make(model.parameters())
-    teacher = torch.randn(16, 4, generator=whole.generator("teacher"))
+    teacher = torch.randn(16, 4, generator=toy.generator("teacher"))
     losses = []
     for step in range(steps):
-        x = torch.randn(64, 16, generator=whole.generator("x", step))
+        x = torch.randn(64, 16, generator=toy.generator("x", step))
         loss = (model(x.to(dtype)).float() - torch.sin(x @ teacher)).square().mean()
         loss.backward()
         optimizer.step()
@@ -236,7 +236,7 @@ def test_moments_follow_those_of_float32(state_dtype):
     sizes = torch.logspace(-2, 0, 20).unsqueeze(1)
     first, second = torch.zeros(20, 256), torch.zeros(20, 256)
     for step in range(400):
-        param.grad = sizes * torch.randn(20, 256, generator=whole.generator(step))
+        param.grad = sizes * torch.randn(20, 256, generator=toy.generator(step))
         before = stored(optimizer, param) if step else None
         optimizer.step()
         got = stored(optimizer, param)
@@ -270,13 +270,12 @@ def test_bytes_of_state():
 def stepped(chunk, monkeypatch, **options):
     monkeypatch.setattr(adamw, "CHUNK", chunk)
     params = [
-        nn.Parameter(torch.randn(s, generator=whole.generator(s)))
-        for s in ((700,), (31, 9), (), (256,), (0,))
+        nn.Parameter(torch.randn(s, generator=toy.generator(s))) for s in ((700,), (31, 9), (), (256,), (0,))
     ]
     optimizer = AdamW(params, lr=0.1, **options)
     for step in range(3):
         for i, p in enumerate(params):
-            p.grad = torch.randn(p.shape, generator=whole.generator(i, step))
+            p.grad = torch.randn(p.shape, generator=toy.generator(i, step))
         optimizer.step()
     return [p.detach() for p in params]
 
@@ -308,11 +307,11 @@ def test_batches_cover_everything_once_on_block_boundaries(monkeypatch):
 def test_parameters_that_are_not_row_major(state_dtype):
     results = []
     for transposed in (False, True):
-        values = torch.randn(40, 30, generator=whole.generator("t"))
+        values = torch.randn(40, 30, generator=toy.generator("t"))
         param = nn.Parameter(values.t().contiguous().t() if transposed else values)
         optimizer = AdamW([param], lr=0.1, state_dtype=state_dtype)
         for step in range(2):
-            param.grad = torch.randn(40, 30, generator=whole.generator(step))
+            param.grad = torch.randn(40, 30, generator=toy.generator(step))
             optimizer.step()
         results.append(param.detach())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
@@ -323,12 +322,12 @@ def test_compiles_once_and_whole(state_dtype):
     torch._dynamo.reset()
     results = []
     for compiled in (False, "aot_eager"):
-        param = nn.Parameter(torch.randn(512, generator=whole.generator("c")).to(BF16))
+        param = nn.Parameter(torch.randn(512, generator=toy.generator("c")).to(BF16))
         options = {"state_dtype": state_dtype, "stochastic_rounding": True, "compile": compiled}
         optimizer = AdamW([param], lr=0.01, **options)
         torch._dynamo.utils.counters.clear()
         for step in range(4):
-            param.grad = torch.randn(512, generator=whole.generator(step)).to(BF16)
+            param.grad = torch.randn(512, generator=toy.generator(step)).to(BF16)
             optimizer.step()
         results.append(param.detach().clone())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-import whole
+import toy
 
 from cai_mesh import checkpoint
 from cai_mesh.layout import BoxedTensor
@@ -20,7 +20,7 @@ MAKERS = {
     "adafactor": lambda model, mesh: Adafactor(model.parameters(), lr=0.05, mesh=mesh),
     "came": lambda model, mesh: Came(model.parameters(), lr=0.02, mesh=mesh),
     "muon": lambda model, mesh: Muon(
-        whole.groups_of(model, use_muon=False), lr=0.02, newton_schulz=NewtonSchulz(dtype=None), mesh=mesh
+        toy.groups_of(model, use_muon=False), lr=0.02, newton_schulz=NewtonSchulz(dtype=None), mesh=mesh
     ),
     "adamw": lambda model, mesh: AdamW(model.parameters(), lr=0.02),
     "bfloat16": lambda model, mesh: AdamW(model.parameters(), lr=0.02, state_dtype=torch.bfloat16, seed=3),
@@ -40,18 +40,18 @@ def leg(name, stage, shape, directory, first, last):
     """Load what the leg before saved, train steps [first, last), save; the final parameters."""
     make = MAKERS[name]
     if shape is None:
-        model, mesh = whole.Toy(), None
+        model, mesh = toy.Toy(), None
         optimizer = make(model, None)
     else:
-        model, optimizer, mesh = whole.built(make, stage, shape)
+        model, optimizer, mesh = toy.built(make, stage, shape)
     if first:
         values = checkpoint.load(directory, state_of(model, optimizer))
         restore_groups(optimizer, values["optimizer.param_groups"])
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.publish()
-    whole.advance(model, optimizer, mesh, range(first, last))
+    toy.advance(model, optimizer, mesh, range(first, last))
     checkpoint.save(directory, state_of(model, optimizer), step=last).wait()
-    return whole.everyone(model)
+    return toy.everyone(model)
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
@@ -60,16 +60,16 @@ def test_resharding_changes_nothing(name, tmp_path):
     run_ranks(3, leg, name, 3, (3,), tmp_path, 3, 6)
     run_ranks(4, leg, name, 2, (2, 2), tmp_path, 6, 9)
     got = leg(name, None, None, tmp_path, 9, 12)
-    whole.compare(got, whole.one_process(MAKERS[name]))
+    toy.compare(got, toy.one_process(MAKERS[name]))
 
 
 def eight_bit(stage, shape, directory, save):
     """Train and save, or load and say what was loaded, by name, before and after it is put in eight bits."""
-    model, optimizer, mesh = whole.built(
+    model, optimizer, mesh = toy.built(
         lambda model, mesh: AdamW(model.parameters(), lr=0.02, state_dtype="int8"), stage, shape
     )
     if save:
-        whole.advance(model, optimizer, mesh, range(4))
+        toy.advance(model, optimizer, mesh, range(4))
         state = state_of(model, optimizer)
         checkpoint.save(directory, state, step=4).wait()
     else:
@@ -103,9 +103,9 @@ def test_eight_bits_are_saved_as_float32_and_loaded_in_other_blocks(tmp_path):
 
 def test_torchs_own_state_loads_into_eight_bits_at_the_next_step(tmp_path):
     """Without `restore_groups` the step itself takes back what was written."""
-    model = whole.Toy(dtype=torch.float32)
+    model = toy.Toy(dtype=torch.float32)
     theirs = torch.optim.AdamW(model.parameters(), lr=0.02)
-    whole.advance(model, theirs, None, range(3), torch.float32)
+    toy.advance(model, theirs, None, range(3), torch.float32)
     checkpoint.save(tmp_path, optimizer_state(theirs, model), step=3).wait()
     mine = AdamW(model.parameters(), lr=0.0, weight_decay=0.0, betas=(0.9, 0.999), state_dtype="int8")
     checkpoint.load(tmp_path, optimizer_state(mine, model))
@@ -122,23 +122,23 @@ def test_torchs_own_state_loads_into_eight_bits_at_the_next_step(tmp_path):
 def test_a_save_leaves_no_copies_behind_and_changes_nothing():
     results = []
     for looks in (False, True):
-        model = whole.Toy(dtype=torch.float32)
+        model = toy.Toy(dtype=torch.float32)
         optimizer = AdamW(model.parameters(), lr=0.02, state_dtype="int8")
         for step in range(3):
             if looks:
                 optimizer_state(optimizer, model)
                 assert optimizer._lent
-            whole.advance(model, optimizer, None, [step], torch.float32)
+            toy.advance(model, optimizer, None, [step], torch.float32)
             assert not optimizer._lent and not optimizer._borrowed
-        results.append(whole.everyone(model))
+        results.append(toy.everyone(model))
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def test_different_counts_of_steps_in_one_shard(tmp_path):
     """Parameters of a flat shard step together: the largest saved count is theirs."""
-    model = whole.Toy()
+    model = toy.Toy()
     optimizer = MAKERS["lamb"](model, None)
-    values = whole.values(0, 0, 1, torch.float64)
+    values = toy.values(0, 0, 1, torch.float64)
     for first_or_last in ("embed", "layers.0.up"):  # of a shard
         del values[first_or_last]
     model(values).backward()
@@ -150,7 +150,7 @@ def test_different_counts_of_steps_in_one_shard(tmp_path):
 
 
 def counted(directory):
-    model, optimizer, _ = whole.built(MAKERS["lamb"], 1, (2,))
+    model, optimizer, _ = toy.built(MAKERS["lamb"], 1, (2,))
     values = checkpoint.load(directory, state_of(model, optimizer))
     optimizer.restore_groups(values["optimizer.param_groups"])
     return [float(state["step"]) for state in optimizer.state.values()]
@@ -159,9 +159,9 @@ def counted(directory):
 @pytest.mark.parametrize("name", [*MAKERS, "int8"])
 def test_state_dict_on_the_same_ranks(name):
     make = MAKERS.get(name) or (lambda model, mesh: AdamW(model.parameters(), lr=0.02, state_dtype="int8"))
-    models = [whole.Toy(dtype=torch.bfloat16) for _ in range(2)]
+    models = [toy.Toy(dtype=torch.bfloat16) for _ in range(2)]
     first, second = (make(model, None) for model in models)
-    whole.advance(models[0], first, None, range(3), torch.bfloat16)
+    toy.advance(models[0], first, None, range(3), torch.bfloat16)
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -172,13 +172,13 @@ def test_state_dict_on_the_same_ranks(name):
             pairs = zip(value, theirs[slot], strict=True) if listed else [(value, theirs[slot])]
             assert all(a.dtype == b.dtype and torch.equal(a, b) and a is not b for a, b in pairs)
     for model, optimizer in zip(models, (first, second), strict=True):
-        whole.advance(model, optimizer, None, range(3, 5), torch.bfloat16)
-    results = [whole.everyone(model) for model in models]
+        toy.advance(model, optimizer, None, range(3, 5), torch.bfloat16)
+    results = [toy.everyone(model) for model in models]
     assert all(torch.equal(value, results[1][n]) for n, value in results[0].items())
 
 
 def test_a_stranger_has_no_state():
-    model = whole.Toy()
+    model = toy.Toy()
     optimizer = Lamb([model.embed])
     found = optimizer_state(optimizer, model)
     assert {n for n in found if n != "param_groups"} == {"embed.step", "embed.exp_avg", "embed.exp_avg_sq"}

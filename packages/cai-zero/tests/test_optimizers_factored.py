@@ -1,10 +1,10 @@
-"""Adafactor equals torch's, and CAME its formula, on whole tensors, however the parameters are divided."""
+"""Adafactor equals torch's, and CAME its formula, on full tensors, however the parameters are divided."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import whole
+import toy
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
@@ -15,7 +15,7 @@ CAME = {"lr": 0.02, "betas": (0.9, 0.99, 0.999), "clip": 0.9, "weight_decay": 0.
 
 
 def adafactor(model, mesh):
-    return Adafactor(whole.groups_of(model, lr=0.2, eps=(1e-4, 1e-2)), **ADAFACTOR, mesh=mesh)
+    return Adafactor(toy.groups_of(model, lr=0.2, eps=(1e-4, 1e-2)), **ADAFACTOR, mesh=mesh)
 
 
 def torch_adafactor(params):
@@ -29,7 +29,7 @@ def came(model, mesh):
 
 
 def came_formula(name, p, grad, state, step):
-    """Written per matrix, with outer products of whole rows and columns."""
+    """Written per matrix, with outer products of full rows and columns."""
     b1, b2, b3 = CAME["betas"]
     squares = grad**2 + 1e-30
     if p.ndim < 2:
@@ -55,25 +55,25 @@ MAKERS = {"adafactor": adafactor, "came": came}
 
 
 def expected_of(name):
-    return whole.torch_twin(torch_adafactor) if name == "adafactor" else whole.twin(came_formula)
+    return toy.torch_twin(torch_adafactor) if name == "adafactor" else toy.twin(came_formula)
 
 
 def sharded(name, stages, shape):
-    return whole.sharded(MAKERS[name], stages, shape)
+    return toy.sharded(MAKERS[name], stages, shape)
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_one_process(name):
-    whole.compare(whole.one_process(MAKERS[name]), expected_of(name))
+    toy.compare(toy.one_process(MAKERS[name]), expected_of(name))
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
-@pytest.mark.parametrize(("shape", "stages"), whole.LAYOUTS)
-def test_equals_whole_tensors(name, shape, stages):
+@pytest.mark.parametrize(("shape", "stages"), toy.LAYOUTS)
+def test_equals_full_tensors(name, shape, stages):
     expected = expected_of(name)
-    for found in run_ranks(whole.ranks(shape), sharded, name, stages, shape):
+    for found in run_ranks(toy.ranks(shape), sharded, name, stages, shape):
         for stage in stages:
-            whole.compare(found[stage], expected)
+            toy.compare(found[stage], expected)
 
 
 @pytest.mark.parametrize(("kind", "vectors"), [(Adafactor, 2), (Came, 4)])

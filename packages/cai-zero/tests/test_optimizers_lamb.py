@@ -1,11 +1,11 @@
-"""LAMB equals its formula on whole tensors, however the parameters are divided."""
+"""LAMB equals its formula on full tensors, however the parameters are divided."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-import whole
+import toy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cai_mesh.errors import MeshError, PlanError
@@ -18,7 +18,7 @@ LR, BETAS, EPS, DECAY, BOUND = 0.02, (0.9, 0.99), 1e-6, 0.1, 4.0
 
 def make(model, mesh):
     return Lamb(
-        whole.groups_of(model, ("layers.0.bias",), adapt=False, weight_decay=0.0),
+        toy.groups_of(model, ("layers.0.bias",), adapt=False, weight_decay=0.0),
         lr=LR,
         betas=BETAS,
         eps=EPS,
@@ -39,25 +39,25 @@ def lamb(name, p, grad, state, step):
 
 
 def sharded(stages, shape):
-    return whole.sharded(make, stages, shape)
+    return toy.sharded(make, stages, shape)
 
 
 def test_one_process():
-    whole.compare(whole.one_process(make), whole.twin(lamb))
+    toy.compare(toy.one_process(make), toy.twin(lamb))
 
 
-@pytest.mark.parametrize(("shape", "stages"), whole.LAYOUTS)
-def test_equals_whole_tensors(shape, stages):
-    expected = whole.twin(lamb)
-    for found in run_ranks(whole.ranks(shape), sharded, stages, shape):
+@pytest.mark.parametrize(("shape", "stages"), toy.LAYOUTS)
+def test_equals_full_tensors(shape, stages):
+    expected = toy.twin(lamb)
+    for found in run_ranks(toy.ranks(shape), sharded, stages, shape):
         for stage in stages:
-            whole.compare(found[stage], expected)
+            toy.compare(found[stage], expected)
 
 
 def forgotten(stage):
-    model, optimizer, mesh = whole.built(lambda model, mesh: Lamb(model.parameters()), stage, (2,))
+    model, optimizer, mesh = toy.built(lambda model, mesh: Lamb(model.parameters()), stage, (2,))
     with pytest.raises(MeshError, match="knows no mesh") as caught:
-        whole.advance(model, optimizer, mesh, range(1))
+        toy.advance(model, optimizer, mesh, range(1))
     assert "dp_shard" in str(caught.value)
 
 
@@ -104,20 +104,20 @@ def test_a_closure_and_a_loss():
 
 
 def test_one_process_of_zero_3():
-    model = whole.Toy()
+    model = toy.Toy()
     shard_module(model, None)
-    whole.advance(model, make(model, None), None, range(whole.STEPS))
-    whole.compare(whole.everyone(model), whole.twin(lamb))
+    toy.advance(model, make(model, None), None, range(toy.STEPS))
+    toy.compare(toy.everyone(model), toy.twin(lamb))
 
 
 def of_dtensors(kind):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("rows",))
-    full = torch.randn(7, 6, generator=whole.generator("d"))
+    full = torch.randn(7, 6, generator=toy.generator("d"))
     param = torch.nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))
     plain = torch.nn.Parameter(full.clone())
     optimizers = [make_one(kind, param, mesh), make_one(kind, plain, None)]
     for step in range(5):
-        plain.grad = torch.randn(7, 6, generator=whole.generator(step))
+        plain.grad = torch.randn(7, 6, generator=toy.generator(step))
         param.grad = distribute_tensor(plain.grad, mesh, [Shard(0)])
         for optimizer in optimizers:
             optimizer.step()

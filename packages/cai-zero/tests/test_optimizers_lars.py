@@ -1,10 +1,10 @@
-"""LARS equals its formula on whole tensors, however the parameters are divided."""
+"""LARS equals its formula on full tensors, however the parameters are divided."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import whole
+import toy
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
@@ -14,9 +14,7 @@ LR, MOMENTUM, DECAY, TRUST = 2.0, 0.8, 0.01, 0.02
 
 
 def make(model, mesh):
-    groups = whole.groups_of(
-        model, ("layers.0.bias", "layers.0.norm"), adapt=False, weight_decay=0.0, lr=0.05
-    )
+    groups = toy.groups_of(model, ("layers.0.bias", "layers.0.norm"), adapt=False, weight_decay=0.0, lr=0.05)
     return Lars(groups, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, trust=TRUST, mesh=mesh)
 
 
@@ -30,19 +28,19 @@ def lars(name, p, grad, state, step):
 
 
 def sharded(stages, shape):
-    return whole.sharded(make, stages, shape)
+    return toy.sharded(make, stages, shape)
 
 
 def test_one_process():
-    whole.compare(whole.one_process(make), whole.twin(lars))
+    toy.compare(toy.one_process(make), toy.twin(lars))
 
 
-@pytest.mark.parametrize(("shape", "stages"), whole.LAYOUTS)
-def test_equals_whole_tensors(shape, stages):
-    expected = whole.twin(lars)
-    for found in run_ranks(whole.ranks(shape), sharded, stages, shape):
+@pytest.mark.parametrize(("shape", "stages"), toy.LAYOUTS)
+def test_equals_full_tensors(shape, stages):
+    expected = toy.twin(lars)
+    for found in run_ranks(toy.ranks(shape), sharded, stages, shape):
         for stage in stages:
-            whole.compare(found[stage], expected)
+            toy.compare(found[stage], expected)
 
 
 def test_weights_and_gradients_of_zero():

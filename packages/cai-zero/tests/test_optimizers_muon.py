@@ -1,4 +1,4 @@
-"""Muon equals whole matrices orthogonalised through their singular values, and torch's Muon, however divided."""
+"""Muon equals full matrices orthogonalised through their singular values, and torch's Muon, however divided."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-import whole
+import toy
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
@@ -18,14 +18,14 @@ EXACT = NewtonSchulz(dtype=None)
 
 
 def muon(model, mesh):
-    groups = whole.groups_of(model, ("embed",), use_muon=False, lr=0.01)
+    groups = toy.groups_of(model, ("embed",), use_muon=False, lr=0.01)
     return Muon(
         groups, LR, MOMENTUM, weight_decay=DECAY, betas=BETAS, eps=EPS, newton_schulz=EXACT, mesh=mesh
     )
 
 
 def plain_momentum(model, mesh):
-    groups = whole.groups_of(model, ("embed",), use_muon=False, lr=0.01)
+    groups = toy.groups_of(model, ("embed",), use_muon=False, lr=0.01)
     return Muon(groups, LR, MOMENTUM, False, DECAY, scale="match_rms_adamw", newton_schulz=EXACT, mesh=mesh)
 
 
@@ -62,21 +62,21 @@ def adamw(p, grad, state, step, lr):
 
 
 def sharded(name, stages, shape):
-    return whole.sharded(MAKERS[name], stages, shape)
+    return toy.sharded(MAKERS[name], stages, shape)
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_one_process(name):
-    whole.compare(whole.one_process(MAKERS[name]), whole.twin(formula(name)))
+    toy.compare(toy.one_process(MAKERS[name]), toy.twin(formula(name)))
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
-@pytest.mark.parametrize(("shape", "stages"), whole.LAYOUTS)
-def test_equals_whole_tensors(name, shape, stages):
-    expected = whole.twin(formula(name))
-    for found in run_ranks(whole.ranks(shape), sharded, name, stages, shape):
+@pytest.mark.parametrize(("shape", "stages"), toy.LAYOUTS)
+def test_equals_full_tensors(name, shape, stages):
+    expected = toy.twin(formula(name))
+    for found in run_ranks(toy.ranks(shape), sharded, name, stages, shape):
         for stage in stages:
-            whole.compare(found[stage], expected)
+            toy.compare(found[stage], expected)
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
@@ -90,7 +90,7 @@ def test_equals_torch_in_bfloat16(scale, nesterov):
     reference = torch.optim.Muon(theirs, **options, adjust_lr_fn=scale)
     for step in range(10):
         for i, (p, q) in enumerate(zip(mine, theirs, strict=True)):
-            p.grad = torch.randn(p.shape, generator=whole.generator(i, step))
+            p.grad = torch.randn(p.shape, generator=toy.generator(i, step))
             q.grad = p.grad.clone()
         ours.step()
         reference.step()
@@ -118,8 +118,8 @@ def test_work_is_divided_evenly():
 
 def counts(stage):
     calls = []
-    _, optimizer, _ = model = whole.built(muon, stage, (2,))
-    whole.advance(*model, range(1))
+    _, optimizer, _ = model = toy.built(muon, stage, (2,))
+    toy.advance(*model, range(1))
     inner = getattr(optimizer, "inner", optimizer)
     kept = inner.newton_schulz
     shapes = []
@@ -139,7 +139,7 @@ def counts(stage):
 
     collectives._all_to_all = counted
     try:
-        whole.advance(*model, range(1, 2))
+        toy.advance(*model, range(1, 2))
     finally:
         collectives._all_to_all = original
         inner.newton_schulz = kept
@@ -149,7 +149,7 @@ def counts(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_matrix_is_worked_on_once(stage):
     (first, calls), (second, _) = run_ranks(2, counts, stage)
-    expected = [s for n, (s, _) in whole.SHAPES.items() if len(s) == 2 and n != "embed"]
+    expected = [s for n, (s, _) in toy.SHAPES.items() if len(s) == 2 and n != "embed"]
     assert sorted(first + second) == sorted(expected)
     assert first and second and calls == 2
 

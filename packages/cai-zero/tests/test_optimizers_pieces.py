@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import whole
+import toy
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import ParallelMesh
@@ -19,7 +19,7 @@ from cai_zero.optimizers.sums import resolve, square_sums, summed
 
 def enumerated(stage, shape):
     """Every part of every tensor the optimizer meets, with the values this rank holds by global position."""
-    _, optimizer, _ = whole.built(lambda model, mesh: Lamb(model.parameters()), stage, shape)
+    _, optimizer, _ = toy.built(lambda model, mesh: Lamb(model.parameters()), stage, shape)
     found = []
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -33,10 +33,10 @@ def enumerated(stage, shape):
     ("stage", "shape"), [(0, (2,)), (1, (2,)), (2, (3,)), (3, (3,)), (None, (1, 2)), (1, (2, 2)), (3, (2, 2))]
 )
 def test_every_element_once_and_the_same_parameters_everywhere(stage, shape):
-    found = run_ranks(whole.ranks(shape), enumerated, stage, shape)
+    found = run_ranks(toy.ranks(shape), enumerated, stage, shape)
     known = [(s, axes) for s, axes, _ in found[0]]
     assert all([(s, axes) for s, axes, _ in held] == known for held in found)
-    expected = {s: whole.initial(n) for n, (s, _) in whole.SHAPES.items()}
+    expected = {s: toy.initial(n) for n, (s, _) in toy.SHAPES.items()}
     assert sorted(s for s, _ in known) == sorted(expected)
     inside = 0
     for i, (global_shape, axes) in enumerate(known):
@@ -51,7 +51,7 @@ def test_every_element_once_and_the_same_parameters_everywhere(stage, shape):
         degree = 1
         for axis in axes:
             degree *= shape[("dp_shard", "tp").index(axis)]
-        assert (count == whole.ranks(shape) / degree).all()
+        assert (count == toy.ranks(shape) / degree).all()
     assert inside or stage in (0, None), "no rank holds part of a row: the shapes test nothing"
 
 

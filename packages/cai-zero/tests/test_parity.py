@@ -132,7 +132,7 @@ def module_gradients(model):
 
 
 def everyone(boxed):
-    """Whole tensors from every rank's boxes; ranks may hold parts of different names."""
+    """Full tensors from every rank's boxes; ranks may hold parts of different names."""
     held = [None] * dist.get_world_size()
     dist.all_gather_object(held, {n: (b.global_shape, b.dtype) for n, b in boxed.items()})
     known = {n: what for names in held for n, what in names.items()}

@@ -119,7 +119,7 @@ def prefixed(state: dict) -> dict:
 
 
 def everything(state: dict) -> dict[str, torch.Tensor]:
-    """Whole tensors of what all ranks hold."""
+    """Full tensors of what all ranks hold."""
     boxes = {n: v for n, v in state.items() if isinstance(v, BoxedTensor)}
     held = [None] * dist.get_world_size()
     dist.all_gather_object(held, {n: (b.global_shape, b.dtype) for n, b in boxes.items()})

@@ -270,7 +270,7 @@ def mesh_of(case: Case):
 
 
 def training(case: Case, steps: int = STEPS):
-    """What every rank runs: the losses of the job and the whole parameters."""
+    """What every rank runs: the losses of the job and the full parameters."""
     mesh, rank = mesh_of(case), dist.get_rank()
     model, optimizer, sync, clip = sharded(case, mesh)
     schedule = schedule_of(optimizer)

@@ -125,8 +125,8 @@ def work(rank: int, world: int, folder: str, stage: int, copies: bool, compiled:
         held = optimizer.weights()
     names = [n for n, _ in model.named_parameters()]
     empty = {n: BoxedTensor(tuple(p.shape), torch.float32, ()) for n, p in build().named_parameters()}
-    whole = {n: held.get(n, empty[n]).to_full(dist.group.WORLD) for n in names}
-    torch.save((losses, whole), f"{folder}/{rank}.pt")
+    full = {n: held.get(n, empty[n]).to_full(dist.group.WORLD) for n in names}
+    torch.save((losses, full), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -150,8 +150,8 @@ def test_equals_one_process_and_never_waits(tmp_path: Path, stage, copies, compi
     mp.spawn(work, (world, str(tmp_path), stage, copies, compiled, bf16), nprocs=world)
     losses, weights = plain()
     for rank in range(world):
-        got, whole = torch.load(tmp_path / f"{rank}.pt")
+        got, full = torch.load(tmp_path / f"{rank}.pt")
         assert got == pytest.approx(losses, abs=2e-2 if bf16 else 1e-5)
-        for name, value in whole.items():
+        for name, value in full.items():
             bound = 1e-2 if bf16 else 1e-4
             assert torch.allclose(value, weights[name], atol=bound), name

@@ -270,7 +270,7 @@ def _shard(
 
 
 def _residency(config: Config) -> ChunkResidency | None:
-    """Where the rows of ZeRO-3 live on several ranks; None: on the device."""
+    """Where the shards of ZeRO-3 live on several ranks; None: on the device."""
     memory = config.memory
     if memory.residency == "device":
         return None
@@ -283,7 +283,7 @@ def _residency(config: Config) -> ChunkResidency | None:
 
 
 def _copy_engines(config: Config, mesh: DeviceMesh) -> bool:
-    """Whether rows are gathered by copies between GPUs: by the config, or where all ranks run on one host."""
+    """Whether shards are gathered by copies between GPUs: by the config, or where all ranks run on one host."""
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "on"
     ranks = dist.get_world_size()

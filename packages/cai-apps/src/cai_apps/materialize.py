@@ -1,6 +1,6 @@
 """From a meta-device model to real weights that depend on names and a seed, not on the layout.
 
-Each block is made whole on its own, initialized by the model's own `_init_weights`, and cut to this rank's parts.
+Each block is made in full on its own, initialized by the model's own `_init_weights`, and cut to this rank's parts.
 While that runs, torch's random fills draw from `cai_mesh.rng` keyed by the seed and the parameter's name, so every
 split over stages and ranks starts from the same weights.
 """
@@ -54,16 +54,16 @@ def materialize(model: nn.Module, *, seed: int, dtype: torch.dtype, device: torc
     """Give a Hugging Face model on the meta device real parameters and buffers, in place; returns the model.
 
     Args:
-        model: whole, or split and parallelized; parameters carry their layouts and names.
+        model: complete, or split and parallelized; parameters carry their layouts and names.
         dtype: of the parameters. Buffers keep theirs.
 
-    At most one block is whole at any time, and the layers outside blocks one by one.
+    At most one block is there in full at any time, and the layers outside blocks one by one.
     """
     values = InitialValues(model, seed=seed, dtype=dtype, device=device)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for group in values.groups:
-        for param, whole in values.make(group).items():
-            made[param] = _part(whole, param)
+        for param, full in values.make(group).items():
+            made[param] = _part(full, param)
         for module, key, param in group.sites:
             module._parameters[key] = made[param]
     return model
@@ -81,7 +81,7 @@ class InitialValues:
     """The initial values of a Hugging Face model on the meta device, a block at a time.
 
     Called with a parameter's name and the parameter, as `cai_gemini.offload` does with `materialize`, it returns the
-    whole parameter and forgets it: the values `materialize` would give it, while all others stay without memory. A
+    full parameter and forgets it: the values `materialize` would give it, while all others stay without memory. A
     block is made when the first of its parameters is asked for.
 
     Args:
@@ -119,28 +119,28 @@ class InitialValues:
 
     @torch.no_grad()
     def make(self, group: _Group) -> dict[nn.Parameter, torch.Tensor]:
-        """Initialize a group's modules, whose buffers stay filled; returns the whole values of the parameters it owns.
+        """Initialize a group's modules, whose buffers stay filled; returns the full values of the parameters it owns.
 
         A parameter that several groups share is owned by the first.
         """
-        whole: dict[nn.Parameter, nn.Parameter] = {}
+        full: dict[nn.Parameter, nn.Parameter] = {}
         before = [module._parameters[key] for module, key, _ in group.sites]
         for module, key, param in group.sites:
-            if param not in whole:
+            if param not in full:
                 empty = torch.empty(self._shapes[param], dtype=self._dtype, device=self._device)
-                whole[param] = nn.Parameter(empty, requires_grad=False)
-            module._parameters[key] = whole[param]
+                full[param] = nn.Parameter(empty, requires_grad=False)
+            module._parameters[key] = full[param]
         for module in group.modules:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = torch.empty_like(buffer, device=self._device)
-        known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in whole.items()}
+        known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
         with _KeyedFills(self._seed, known):
             for module in group.modules:
                 self._model._init_weights(module)  # type: ignore[operator]
         for (module, key, _), param in zip(group.sites, before, strict=True):
             module._parameters[key] = param
-        return {p: value.detach() for p, value in whole.items() if self._home[p] is group}
+        return {p: value.detach() for p, value in full.items() if self._home[p] is group}
 
 
 def _post_order(module: nn.Module) -> Iterator[nn.Module]:
@@ -153,14 +153,14 @@ def _sites(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]
     return [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
 
 
-def _part(whole: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
+def _part(full: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
     """This rank's part of an initialized parameter, with everything that was attached to its meta twin."""
     layout = layout_of(meta)
-    values = whole
+    values = full
     if layout.sharded_axes:
-        values = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)
+        values = torch.empty(layout.local_shape, dtype=full.dtype, device=full.device)
         for index, box in layout.slices():
-            values[index] = whole[box.slices()]
+            values[index] = full[box.slices()]
     part = nn.Parameter(values, requires_grad=meta.requires_grad)
     part.__dict__.update({k: v for k, v in meta.__dict__.items() if k.startswith("cai_")})
     return part

@@ -28,8 +28,8 @@ def offload_model(
     """Give a model on the meta device its initial values chunk by chunk in host memory, to be trained from there.
 
     Args:
-        model: whole; its optimizer is over its meta parameters.
-        device: where it computes. At most one block is whole there while values are made.
+        model: neither split nor parallelized; its optimizer is over its meta parameters.
+        device: where it computes. At most one block is there while values are made.
         master: dtype of master weights and optimizer state.
         compute: dtype of forward and backward.
 

@@ -51,7 +51,7 @@ def live_bytes() -> int:
 def measure(config) -> tuple[int, int]:
     """(stage, most bytes of model state between microbatches of a step after the first).
 
-    Under ZeRO-3 blocks are whole while a microbatch runs, so there the state is measured after the last.
+    Under ZeRO-3 blocks are unsharded while a microbatch runs, so there the state is measured after the last.
     """
     before = live_bytes()
     model_config = load_model_config(config.model.name)

@@ -17,13 +17,13 @@ def tiny():
     return recipes.load("llama-tiny")
 
 
-def test_stages_and_tensor_shards_make_the_whole(tiny):
+def test_stages_and_tensor_shards_make_the_model(tiny):
     planned = plan(tiny)
     assert planned.ranks == 8
     assert planned.axes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     names = [name for stage in planned.stages for name in stage.blocks]
     assert names == [f"model.layers.{index}" for index in range(4)]
-    replicated = 9 * 128  # the norms are whole on both tensor ranks
+    replicated = 9 * 128  # the norms are replicated on both tensor ranks
     assert 2 * sum(stage.parameters for stage in planned.stages) == planned.parameters + replicated
 
 
@@ -66,7 +66,7 @@ def test_microbatches_in_flight(schedule, stages, microbatches, expected):
     assert [most_in_flight(order) for order in program(schedule, stages, microbatches)] == expected
 
 
-def test_zero_1_holds_whole_gradients_only_to_accumulate(tiny):
+def test_zero_1_holds_unsharded_gradients_only_to_accumulate(tiny):
     many, one = (
         replace(
             tiny, parallel=replace(tiny.parallel, pipeline=replace(tiny.parallel.pipeline, microbatches=n))

@@ -104,7 +104,7 @@ class OffloadedChunk:
     def sizes(self) -> Sizes:
         """Bytes of its parts, for those that are on the device."""
         numel = self.unit.shard.numel()
-        weights = numel * self.unit.whole.element_size()
+        weights = numel * self.unit.weights.element_size()
         if self.gradient_dtype is None:
             return Sizes(weights, 0, 0)
         state = self.step.state_bytes if self.step is not None else 0
@@ -171,7 +171,7 @@ class OffloadedChunk:
             self._renew()
             self.arrive()
         self._happens(Event.USE)
-        if not self.unit.is_whole:
+        if not self.unit.is_in_use:
             self.unit.swap_in()
 
     def forward_over(self) -> None:
@@ -201,7 +201,7 @@ class OffloadedChunk:
         if self.state is State.COMING:
             if self.on_device:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    self.unit.whole.copy_(self.unit.shard)
+                    self.unit.weights.copy_(self.unit.shard)
                 self.host_weights.adopt(changed=True)
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
@@ -339,7 +339,7 @@ class OffloadedChunk:
             return
         gradient, groups, step = taken
         if self.on_device:
-            step.run(groups, gradient.tensor, there(scale), self.unit.whole.data)
+            step.run(groups, gradient.tensor, there(scale), self.unit.weights.data)
             self.host_weights.adopt()
             return
 

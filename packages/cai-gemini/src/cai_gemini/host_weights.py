@@ -28,7 +28,7 @@ class HostWeights:
 
     def __init__(self, unit: Unit, copies: Copies):
         self._unit, self._copies = unit, copies
-        self.tensor = copies.host.take(unit.shard.numel(), unit.whole.dtype)
+        self.tensor = copies.host.take(unit.shard.numel(), unit.weights.dtype)
         self.tensor.copy_(unit.shard)
         self.disk: DiskWeights | None = None
         self._version, self.changes = self._versions(), 0
@@ -86,7 +86,7 @@ class HostWeights:
 
         free: an event of the compute stream, after which the device memory may be written.
         """
-        target = self._unit.whole.data
+        target = self._unit.weights.data
         if self.disk is not None:
             self.disk.fetch(self._copies, target, free, coming, name)
             return

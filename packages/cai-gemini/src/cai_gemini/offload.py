@@ -27,10 +27,11 @@ from cai_gemini.policy import NONE_STREAMABLE, Streamable, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
 from cai_gemini.streamed import can_stream, check_streamed
+from cai_gemini.unit import ChunkUnit
 from cai_gemini.uses import ModuleUses
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
-from cai_mesh.storage import FlatUnit, check_parameters, units
+from cai_mesh.storage import check_parameters, units
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,9 @@ def _chunks(
     compute: torch.dtype | None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
     use_disk: Callable[[int, OffloadedChunk], None],
-) -> tuple[dict[nn.Module, list[FlatUnit]], dict[nn.Module, list[OffloadedChunk]]]:
+) -> tuple[dict[nn.Module, list[ChunkUnit]], dict[nn.Module, list[OffloadedChunk]]]:
     """Move the model's parameters into chunks in host memory, one after the other."""
-    made: dict[nn.Module, list[FlatUnit]] = {}
+    made: dict[nn.Module, list[ChunkUnit]] = {}
     chunks: dict[nn.Module, list[OffloadedChunk]] = {}
     index = 0
     _move_buffers(model, engine.copies.device)
@@ -195,9 +196,9 @@ def _unit(
     compute: torch.dtype | None,
     device: torch.device,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
-) -> FlatUnit:
+) -> ChunkUnit:
     param = members[0][1]
-    return FlatUnit(
+    return ChunkUnit(
         model,
         members,
         master=param.dtype,
@@ -208,19 +209,19 @@ def _unit(
     )
 
 
-def _flat_parameters(made: Mapping[nn.Module, Sequence[FlatUnit]]) -> dict[int, nn.Parameter]:
+def _flat_parameters(made: Mapping[nn.Module, Sequence[ChunkUnit]]) -> dict[int, nn.Parameter]:
     """The flat parameters by the ids of those they were made from."""
     flats = [unit for some in made.values() for unit in some]
     return {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)}
 
 
-def _chunk(unit: FlatUnit, engine: Engine) -> OffloadedChunk:
-    dtype = unit.whole.dtype
+def _chunk(unit: ChunkUnit, engine: Engine) -> OffloadedChunk:
+    dtype = unit.weights.dtype
     if not unit.kept[0].requires_grad:
         return OffloadedChunk(unit, None, engine)
     chunk = OffloadedChunk(unit, dtype, engine)
     room = chunk.expect_gradient
-    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.whole.device, before_open=room)
+    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.weights.device, before_open=room)
     return chunk
 
 

@@ -30,7 +30,8 @@ def _slot_bytes(chunk: OffloadedChunk) -> int:
     assert gradient is not None
     numel, master = min(PIECE, unit.shard.numel()), unit.shard.dtype
     coming = [dtype.itemsize for dtype in (gradient, wide(gradient)) if dtype != master]
-    return 4 * _aligned(numel * master.itemsize) + _aligned(numel * max([*coming, unit.whole.element_size()]))
+    widest = max([*coming, unit.weights.element_size()])
+    return 4 * _aligned(numel * master.itemsize) + _aligned(numel * widest)
 
 
 def _aligned(nbytes: int) -> int:

@@ -120,12 +120,12 @@ class ChunkResidency:
         """Another number after every step and every write to the shard."""
         return self._engine.chunks[self._index[id(stored)]].version
 
-    def keep_gradient(self, stored: StoredShard, rows: torch.Tensor) -> None:
+    def keep_gradient(self, stored: StoredShard, shard: torch.Tensor) -> None:
         """Take a shard's gradient, [n], written by the current stream; it stays, or leaves for the host."""
         index = self._index[id(stored)]
         chunk = self._engine.chunks[index]
         chunk.expect_gradient()
-        self._engine.sent(chunk, chunk.receive(rows, range(len(chunk.unit.kept))))
+        self._engine.sent(chunk, chunk.receive(shard, range(len(chunk.unit.kept))))
         self._engine.had_backward(index)
 
     # -- the optimizer -------------------------------------------------------------------------------------------

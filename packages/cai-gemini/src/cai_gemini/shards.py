@@ -28,8 +28,8 @@ class ShardUnit:
         self.chunk: FlatChunk = unit.chunk
         self.kept: Sequence[nn.Parameter] = unit.kept
         self.ranges: Sequence[tuple[int, int]] = unit.ranges
-        self.whole = torch.empty(unit.shard.numel(), dtype=unit.whole.dtype, device=stored.device)
-        self.is_whole = False
+        self.weights = torch.empty(unit.shard.numel(), dtype=unit.unsharded.dtype, device=stored.device)
+        self.is_in_use = False
         self.free_storage()
 
     @property
@@ -40,17 +40,17 @@ class ShardUnit:
         self._stored.unit.move_shard(shard)
 
     def allocate_storage(self) -> None:
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
 
     def swap_in(self) -> None:
-        self._stored.on_device, self.is_whole = self.whole, True
+        self._stored.on_device, self.is_in_use = self.weights, True
 
     def hide(self) -> None:
-        self._stored.on_device, self.is_whole = None, False
+        self._stored.on_device, self.is_in_use = None, False
 
     def free_storage(self) -> None:
         self.hide()
-        self.whole.untyped_storage().resize_(0)
+        self.weights.untyped_storage().resize_(0)
 
 
 class ShardEngine(Engine):
@@ -83,7 +83,7 @@ class Arriving:
 
 def check_device(stored: Sequence[StoredShard], budget: int, asked: int | str | None) -> None:
     """Raise `PlanError` where one unsharded chunk, its shard and gradients on their way do not fit."""
-    needs = {id(s): _bytes(s.unit.whole) + _weight_bytes(s) for s in stored}
+    needs = {id(s): _bytes(s.unit.unsharded) + _weight_bytes(s) for s in stored}
     sending = sorted(
         (s.unit.shard.numel() * s.gradients.itemsize for s in stored if s.gradients), reverse=True
     )
@@ -111,7 +111,7 @@ def shard_bytes(stored: Sequence[StoredShard], optimizer: torch.optim.Optimizer)
             state=tensors * _bytes(shard) if trains else 0,
             weights=_weight_bytes(stored),
             trains=trains,
-            shared=shard.dtype == stored.unit.whole.dtype,
+            shared=shard.dtype == stored.unit.unsharded.dtype,
             gradient=shard.numel() * stored.gradients.itemsize if stored.gradients is not None else 0,
         )
 
@@ -123,4 +123,4 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _weight_bytes(stored: StoredShard) -> int:
-    return stored.unit.shard.numel() * stored.unit.whole.element_size()
+    return stored.unit.shard.numel() * stored.unit.unsharded.element_size()

@@ -133,14 +133,14 @@ class Streaming:
         chunk.host_weights.wait_until_read()
         chunk.host_weights.refresh()
         tensors = (unit.shard, *step.moments(), ready, chunk.host_weights.tensor)
-        whole = unit.whole.data if chunk.stays else None
+        weights = unit.weights.data if chunk.stays else None
         cut = pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE)
         if not cut:  # the optimizer leaves the chunk's parameters out
             yield Copied(None), True
         for piece in cut:
             part = slice(piece.low, piece.high)
             here = [tensor[part] for tensor in tensors]
-            used = whole[part] if whole is not None else None
+            used = weights[part] if weights is not None else None
             yield self._step_piece(job, piece, here, used, scale), piece is cut[-1]
 
     def _step_piece(

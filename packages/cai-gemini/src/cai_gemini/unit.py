@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 from cai_mesh.layout import FlatChunk
+from cai_mesh.storage import FlatUnit
 
 
 class Unit(Protocol):
-    """A chunk on one rank: all of it (`cai_mesh.storage.FlatUnit`), or the rank's shard of it (`ShardUnit`).
+    """A chunk on one rank: all of it (`ChunkUnit`), or the rank's shard of it (`ShardUnit`).
 
     Attributes:
         chunk: names of the parameters; where it is sharded, of more elements than are here.
         shard: [n] in master dtype, what stays.
         kept: 1-d parameters, parts of `shard`, some perhaps empty.
         ranges: (start, stop) of each of `kept` in `shard`.
-        whole: [n], the same elements in the dtype of computation on the device; has memory between `allocate_storage`
-            and `free_storage`.
-        is_whole: whether `whole` is in use.
+        weights: [n], the same elements in the dtype of computation on the device; has memory between
+            `allocate_storage` and `free_storage`.
+        is_in_use: whether `weights` are in use.
     """
 
     @property
@@ -33,21 +34,33 @@ class Unit(Protocol):
     @property
     def ranges(self) -> Sequence[tuple[int, int]]: ...
     @property
-    def whole(self) -> torch.Tensor: ...
+    def weights(self) -> torch.Tensor: ...
     @property
-    def is_whole(self) -> bool: ...
+    def is_in_use(self) -> bool: ...
 
     def move_shard(self, shard: torch.Tensor) -> None:
         """Let another tensor of the same values, perhaps in another memory, be the shard."""
 
     def allocate_storage(self) -> None:
-        """Give `whole` its memory; its contents are undefined."""
+        """Give `weights` their memory; their contents are undefined."""
 
     def swap_in(self) -> None:
-        """`whole` has its values: let it be used."""
+        """`weights` have their values: let them be used."""
 
     def hide(self) -> None:
-        """`whole` is not used any more; it keeps its memory."""
+        """`weights` are not used any more; they keep their memory."""
 
     def free_storage(self) -> None:
         """`hide`, and free the memory."""
+
+
+class ChunkUnit(FlatUnit):
+    """All of a chunk, on one device; a `Unit`."""
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.unsharded
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.is_unsharded

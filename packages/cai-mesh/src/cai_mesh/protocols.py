@@ -155,19 +155,19 @@ class Stored(Protocol):
 
 @runtime_checkable
 class Residency(Protocol):
-    """Which memory a rank's rows, their gradients and what steps them live in."""
+    """Which memory a rank's shards, their gradients and what steps them live in."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The home of new rows: the tensor itself, or a copy in another memory, complete on return."""
+        """The home of a new shard: the tensor itself, or a copy in another memory, complete on return."""
         ...
 
     def adopt(self, stored: Sequence[Stored], mesh: AnyMesh | None) -> None:
-        """All rows of a model, once they are placed, and the mesh over whose ranks the model lies. Called once."""
+        """All shards of a model, once they are placed, and the mesh over whose ranks the model lies. Called once."""
 
     def fetch(self, stored: Stored) -> CommHandle:
-        """Bring rows to their device, with the values of the last step.
+        """Bring a shard to its device, with the values of the last step.
 
-        They are there for the stream on which `wait` is called, in `stored.on_device`, until they are released.
+        It is there for the stream on which `wait` is called, in `stored.on_device`, until it is released.
         """
         ...
 
@@ -175,8 +175,8 @@ class Residency(Protocol):
         """What was fetched has been read by all that the current stream has waited for; its memory may be taken."""
 
     def version(self, stored: Stored) -> int:
-        """Another number whenever the rows have, or will have, got other values: by a step or a checkpoint."""
+        """Another number whenever the shard has, or will have, got other values: by a step or a checkpoint."""
         ...
 
-    def keep_gradient(self, stored: Stored, rows: torch.Tensor) -> None:
-        """Add [n] `rows`, written by the current stream, to the kept parameters' gradients. They are given away."""
+    def keep_gradient(self, stored: Stored, shard: torch.Tensor) -> None:
+        """Add `shard` [n], written by the current stream, to the kept parameters' gradients. It is given away."""

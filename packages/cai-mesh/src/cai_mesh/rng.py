@@ -126,7 +126,7 @@ def _drop(x: torch.Tensor, p: float, stream: int, layout: Layout) -> torch.Tenso
 def dropout(x: torch.Tensor, p: float, stream: int, *, layout: Layout | None = None) -> torch.Tensor:
     """Dropout whose mask is that of the global tensor: ranks that hold the same elements drop the same ones.
 
-    `stream` is `key(seed, step, name)`; `layout` describes the local activation (None: it is whole). The mask is
+    `stream` is `key(seed, step, name)`; `layout` describes the local activation (None: it is full). The mask is
     drawn again in backward, so nothing is kept for it. Runs as a few elementwise passes of torch.
     """
     if p <= 0.0:

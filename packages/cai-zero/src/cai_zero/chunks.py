@@ -41,12 +41,12 @@ class Chunk:
         spec: how its gradients are reduced.
         params, chunk: the parameters and where they lie.
         weights: [chunk.numel] in compute dtype, which the parameters are views of.
-        flat: this rank's rows in master dtype, which the optimizer steps.
+        flat: this rank's shard in master dtype, which the optimizer steps.
         buffer: where the gradients accumulate until they are reduced.
         units: modules whose backward gives the gradients.
-        low: first element of this rank's rows.
+        low: first element of this rank's shard.
         ranks: who shares the parameters.
-        reduced: this rank's rows of the gradient, summed over the reductions of the step.
+        reduced: this rank's shard of the gradient, summed over the reductions of the step.
         reducible: how its gradients are reduced.
         ready: units whose gradients of this pass are complete.
         collected: whether all gradients of this pass are in `buffer`.
@@ -84,14 +84,14 @@ class Chunk:
             self.gathering = None
 
     @property
-    def rows(self) -> torch.Tensor:
-        """This rank's part of `weights`."""
+    def shard(self) -> torch.Tensor:
+        """This rank's shard of `weights`."""
         return self.weights[self.low : self.low + self.chunk.shard_numel]
 
     @property
     def has_master(self) -> bool:
         """Whether `flat` is a copy, in another dtype or not rounded, and not a view of `weights`."""
-        return self.flat.data_ptr() != self.rows.data_ptr()
+        return self.flat.data_ptr() != self.shard.data_ptr()
 
     def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
         """Boxes, by canonical name, of a tensor laid out as `flat`; the pieces are views."""
@@ -137,9 +137,9 @@ def build_chunks(
     *,
     apart: bool = False,
 ) -> list[Chunk]:
-    """Move the parameters into chunks, each a view from then on, and cut this rank's rows.
+    """Move the parameters into chunks, each a view from then on, and cut this rank's shards.
 
-    `before_open` is called before a chunk's gradients take memory. `apart`: rows are never a view of the parameters.
+    `before_open` is called before a chunk's gradients take memory. `apart`: shards are never a view of the parameters.
     """
     return [_build(*bucket, table, precision, before_open, apart) for bucket in _buckets(inner, units)]
 

@@ -33,16 +33,16 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Compression:
-    """What travels between the ranks that share rows in one byte an element instead of two or four.
+    """What travels between the ranks that share a chunk in one byte an element instead of two or four.
 
     Args:
-        weights: form in which parameters are gathered. Every rank computes with the values read back, its own rows'
-            too, so weights stay bitwise equal on all ranks; the optimizer steps rows of full precision.
+        weights: form in which parameters are gathered. Every rank computes with the values read back, its own
+            shard's too, so weights stay bitwise equal on all ranks; the optimizer steps shards of full precision.
         gradients: form in which gradients are reduced.
         block: elements that share a scale, a multiple of 128; fewer (still a multiple of 128) in chunks whose shards
             it does not divide.
         error_feedback: keep what quantisation takes from a gradient and add it to the next one. Costs every rank a
-            tensor of the size of its whole, unsharded gradients, in the dtype of the reduction.
+            tensor of the size of its unsharded gradients, in the dtype of the reduction.
 
     Raises `PlanError` for an unknown form or such a block.
     """
@@ -84,14 +84,14 @@ def check_ranks(
     if copy_engines and compression.weights is not None:
         raise PlanError(
             "compressed weights cannot be gathered by copy engines",
-            cause="those copy rows as they are",
+            cause="those copy shards as they are",
             fix="leave one of compression.weights and copy_engines out",
         )
     if ranks.shard is None and ranks.copies is not None:
         raise PlanError(
-            "there is nothing that could be compressed: all ranks hold the same rows",
+            "there is nothing that could be compressed: all ranks hold the same elements",
             got=f"copies over {ranks.copy_axes}",
-            expected="an axis over which rows are divided",
+            expected="an axis over which chunks are sharded",
             cause="sums over copies travel in full precision",
             fix="put the ranks on dp_shard, or leave compression out",
         )
@@ -135,32 +135,32 @@ class _Then:
 
 @torch.no_grad()
 def all_gather_compressed(
-    whole: torch.Tensor,
-    rows: torch.Tensor,
+    unsharded: torch.Tensor,
+    shard: torch.Tensor,
     group: dist.ProcessGroup | None,
     form: Form,
     block: int = BLOCK,
     *,
     async_op: bool = False,
 ) -> CommHandle:
-    """Gather every rank's `rows` into `whole` as quantised bytes; all ranks read the same numbers, bit for bit.
+    """Gather every rank's `shard` into `unsharded` as quantised bytes; all ranks read the same numbers, bit for bit.
 
     Args:
-        whole: [ranks * n], written. Part of it may be `rows`, which then becomes what the others read.
-        rows: [n], this rank's, of any floating-point dtype: quantised from that, read back in `whole`'s.
+        unsharded: [ranks * n], written. Part of it may be `shard`, which then becomes what the others read.
+        shard: [n], this rank's, of any floating-point dtype: quantised from that, read back in `unsharded`'s.
         group: None is a world of one, where nothing travels and nothing is quantised.
-        async_op: return at once; `whole` is written by `wait`, which must be called from the stream that uses it.
+        async_op: return at once; `unsharded` is written by `wait`, which must be called from the stream that uses it.
 
     Raises `PlanError` where the parts are not equal.
     """
     if group is None:
-        return all_gather_into(whole, rows, None)
+        return all_gather_into(unsharded, shard, None)
     ranks = group.size()
-    block = _block(whole.numel(), ranks, block)
-    mine = pack(rows.view(1, -1), form, block)
+    block = _block(unsharded.numel(), ranks, block)
+    mine = pack(shard.view(1, -1), form, block)
     packed = mine.new_empty(ranks, mine.shape[1])
     handle = all_gather_into(packed, mine, group, async_op=async_op)
-    then = _Then(handle, lambda: unpack(packed, whole.view(ranks, -1), form, block))
+    then = _Then(handle, lambda: unpack(packed, unsharded.view(ranks, -1), form, block))
     if async_op:
         return then
     then.wait()
@@ -213,29 +213,29 @@ def reduce_scatter_compressed(
 @torch.no_grad()
 def gather_weights(
     compression: Compression,
-    whole: torch.Tensor,
-    rows: torch.Tensor,
+    unsharded: torch.Tensor,
+    shard: torch.Tensor,
     group: dist.ProcessGroup | None,
     *,
     async_op: bool = False,
     peer: PeerGather | None = None,
 ) -> CommHandle:
-    """Gather every rank's `rows` [n], of any dtype, into `whole` [ranks * n], in the form `compression` says.
+    """Gather every rank's `shard` [n], of any dtype, into `unsharded` [ranks * n], in the form `compression` says.
 
     With `peer`, copy engines do it.
     """
     if group is None:
-        return all_gather_into(whole, rows, None)
+        return all_gather_into(unsharded, shard, None)
     if peer is not None:
-        peer(whole, rows)
+        peer(unsharded, shard)
         return Done()
     if compression.weights is not None:
         form, block = compression.weights, compression.block
-        return all_gather_compressed(whole, rows, group, form, block, async_op=async_op)
-    part = whole.view(group.size(), -1)[group.rank()]
-    if part.data_ptr() != rows.data_ptr():
-        part.copy_(rows, non_blocking=True)
-    return all_gather_into(whole, part, group, async_op=async_op)
+        return all_gather_compressed(unsharded, shard, group, form, block, async_op=async_op)
+    part = unsharded.view(group.size(), -1)[group.rank()]
+    if part.data_ptr() != shard.data_ptr():
+        part.copy_(shard, non_blocking=True)
+    return all_gather_into(unsharded, part, group, async_op=async_op)
 
 
 @torch.no_grad()

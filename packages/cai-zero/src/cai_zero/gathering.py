@@ -1,4 +1,4 @@
-"""Gathering of stage 3: units made whole before their use, the next ones while they are used.
+"""Gathering of stage 3: units are unsharded before their use, the next ones while they are used.
 
 Gathers have a communicator of their own and one order on all ranks (`GatherOrder`); reductions have theirs. So a rank
 whose data skip a block takes part in its gather and its reduction all the same, and nothing waits for ever.
@@ -29,8 +29,8 @@ class Gather:
     """When and how stage 3 gathers.
 
     Args:
-        reshard_after_forward: False keeps parameters whole until their backward: one gather less, the memory of a
-            whole model in compute dtype more.
+        reshard_after_forward: False keeps parameters unsharded until their backward: one gather less, the memory of
+            an unsharded model in compute dtype more.
         prefetch_bytes: parameters gathered ahead of their use, in bytes; the next unit always is.
         copy_engines: gather by copies between the GPUs of one host, which leave every multiprocessor to the model.
 
@@ -51,17 +51,17 @@ class Part:
     """One chunk of a unit.
 
     Args:
-        unit: its rows and its whole parameters.
+        unit: its shard and its unsharded parameters.
         spec: over whom its gradients are summed.
-        rows: where they are stored.
-        group: ranks that share the rows, for gathers alone (None: one).
+        stored: the shard, as its residency knows it.
+        group: ranks that share the chunk, for gathers alone (None: one).
         reducible: how its gradients are reduced (None: frozen).
         peer: gathers by copy engines instead of collectives.
     """
 
     unit: FlatUnit
     spec: ReduceSpec
-    rows: StoredShard
+    stored: StoredShard
     group: dist.ProcessGroup | None
     reducible: Reducible | None
     peer: PeerGather | None = None
@@ -75,29 +75,29 @@ class Sharded:
         module: the unit.
         parts: its chunks; none for a model whose parameters all lie in blocks.
         handles: gathers under way.
-        versions: of the rows when they were gathered.
-        whole: whether the module sees whole parameters.
+        versions: of the shards when they were gathered.
+        is_unsharded: whether the module sees unsharded parameters.
     """
 
     module: nn.Module
     parts: list[Part]
     handles: list[CommHandle] | None = None
     versions: tuple[int, ...] = ()
-    whole: bool = False
+    is_unsharded: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameters."""
-        return sum(part.unit.whole.numel() * part.unit.whole.element_size() for part in self.parts)
+        """Bytes of the unsharded parameters."""
+        return sum(part.unit.unsharded.numel() * part.unit.unsharded.element_size() for part in self.parts)
 
 
 class Gatherer:
-    """Makes units whole and frees them.
+    """Unshards units and frees them.
 
     Args:
         units: in the order of their first use; the model itself first.
-        residency: which memory the rows live in.
-        device: of the whole parameters.
+        residency: which memory the shards live in.
+        device: of the unsharded parameters.
         options: when.
         compression: of what travels.
         passed: told, one by one, of the units that this rank's backward passes by.
@@ -126,14 +126,16 @@ class Gatherer:
     # -- one unit ------------------------------------------------------------------------------------------------
 
     def start(self, unit: Sharded) -> None:
-        """Begin to gather a unit that is neither whole nor on its way."""
-        if unit.whole or unit.handles is not None:
+        """Begin to gather a unit that is neither unsharded nor on its way."""
+        if unit.is_unsharded or unit.handles is not None:
             return
-        coming = [self._residency.fetch(part.rows) for part in unit.parts]
+        coming = [self._residency.fetch(part.stored) for part in unit.parts]
         for part in unit.parts:
             part.unit.allocate_storage()
         with self._stream.after_compute():
-            unit.handles = [self._gather(part, rows) for part, rows in zip(unit.parts, coming, strict=True)]
+            unit.handles = [
+                self._gather(part, handle) for part, handle in zip(unit.parts, coming, strict=True)
+            ]
         unit.versions = self._versions(unit)
         if self._stream.stream is not None:
             unit.handles = [self._stream.mark()]
@@ -142,46 +144,46 @@ class Gatherer:
     def _gather(self, part: Part, coming: CommHandle) -> CommHandle:
         unit = part.unit
         coming.wait()
-        rows, asynchronous = part.rows.on_device, self._stream.stream is None
-        assert rows is not None
+        shard, asynchronous = part.stored.on_device, self._stream.stream is None
+        assert shard is not None
         return gather_weights(
-            self._compression, unit.whole, rows, part.group, async_op=asynchronous, peer=part.peer
+            self._compression, unit.unsharded, shard, part.group, async_op=asynchronous, peer=part.peer
         )
 
     def _versions(self, unit: Sharded) -> tuple[int, ...]:
-        return tuple(self._residency.version(part.rows) for part in unit.parts)
+        return tuple(self._residency.version(part.stored) for part in unit.parts)
 
     def is_stale(self, unit: Sharded) -> bool:
-        """Whether the rows have changed since they were gathered last."""
+        """Whether the shards have changed since they were gathered last."""
         return unit.versions != self._versions(unit)
 
     def finish(self, unit: Sharded) -> None:
-        """Return with the unit whole, gathering it now if nobody has begun to."""
-        if unit.whole:
+        """Return with the unit unsharded, gathering it now if nobody has begun to."""
+        if unit.is_unsharded:
             return
         self.start(unit)
         for handle in unit.handles or ():
             handle.wait()
         unit.handles = None
         for part in unit.parts:
-            self._residency.release(part.rows)
+            self._residency.release(part.stored)
             part.unit.swap_in()
-        unit.whole = True
+        unit.is_unsharded = True
 
     def free(self, unit: Sharded) -> None:
-        """Back to rows alone."""
+        """Back to shards alone."""
         if unit.handles is not None:
             self.finish(unit)
         self._in_backward.discard(unit)
-        if unit.whole:
-            unit.whole = False
+        if unit.is_unsharded:
+            unit.is_unsharded = False
             for part in unit.parts:
                 part.unit.free_storage()
 
     # -- a pass --------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """The rows have new values: nothing stays whole, whatever versions say.
+        """The shards have new values: nothing stays unsharded, whatever versions say.
 
         torch's fused steps do not count as writes to their tensors.
         """
@@ -198,7 +200,7 @@ class Gatherer:
         self._begun = True
 
     def begin_forward(self) -> None:
-        """A forward of the model starts. What was made whole before is dropped if the rows have changed since."""
+        """A forward of the model starts. What was gathered before is dropped if shards have changed since."""
         if not self._begun or any(self.is_stale(u) for u in [self.units[0], *self._prefetched]):
             self._reset()
             self.order.begin(backward=False)
@@ -209,18 +211,18 @@ class Gatherer:
         self._backward = self._begun = False
         self._in_backward.clear()
         for unit in self.units:
-            if unit.handles is not None or (unit.whole and (stepped or self.is_stale(unit))):
+            if unit.handles is not None or (unit.is_unsharded and (stepped or self.is_stale(unit))):
                 self.free(unit)
 
     def use(self, unit: Sharded, *, backward: bool) -> None:
-        """Return with `unit` whole; ranks pass by the same units on the way. Then gather ahead."""
+        """Return with `unit` unsharded; ranks pass by the same units on the way. Then gather ahead."""
         if backward and not self._backward:
             self._drop_prefetched()
             self._backward = True
             self.order.begin(backward=True)
         if backward:
             self._in_backward.add(unit)
-        elif unit.whole and self.is_stale(unit):
+        elif unit.is_unsharded and self.is_stale(unit):
             self.free(unit)  # a forward that did not begin with the model's
         if not self._reached_prefetched(unit):  # the order may hold it once more, further on
             for passed in self.order.use(unit):
@@ -255,13 +257,13 @@ class Gatherer:
             self.free(unit)
 
     def stays(self, unit: Sharded) -> bool:
-        """Whether a unit stays whole after its forward, for the backward: by choice, and the model's last one."""
+        """Whether a unit stays unsharded after its forward, for the backward: by choice, and the model's last one."""
         return torch.is_grad_enabled() and (self._keep or unit is self.units[0] or unit is self.order.last)
 
     def _prefetch(self) -> None:
         pending = sum(unit.nbytes for unit in self._prefetched)
         following = self.order.peek()
-        while following is not None and not following.whole and following.handles is None:
+        while following is not None and not following.is_unsharded and following.handles is None:
             if self._prefetched and pending + following.nbytes > self._ahead:
                 return
             self.start(following)
@@ -271,7 +273,7 @@ class Gatherer:
             following = self.order.peek()
 
     def end_pass(self) -> None:
-        """Pass by what is left of the order; a backward leaves nothing whole."""
+        """Pass by what is left of the order; a backward leaves nothing unsharded."""
         self._drop_prefetched()
         for unit in self.order.end():
             self._pass_by(unit)

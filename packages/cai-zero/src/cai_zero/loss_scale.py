@@ -5,7 +5,7 @@ divided by it after. A step whose gradients overflowed is left out and the numbe
 it is made larger.
 
 The verbs are those of `torch.amp.GradScaler`, and a loop reads alike. That class itself will not do: it looks for
-overflow in what one rank holds. Here ranks hold different rows, so one would skip and the others step, and every rank
+overflow in what one rank holds. Here ranks hold different shards, so one would skip and the others step, and every rank
 would then wait for a collective that the others never enter.
 """
 
@@ -39,7 +39,7 @@ class LossScale:
             scale.update()
             optimizer.zero_grad()
 
-    Works with what `shard_optimizer` returns, with any optimizer over the rows of a `shard_module` model, and with an
+    Works with what `shard_optimizer` returns, with any optimizer over the shards of a `shard_module` model, and with an
     ordinary optimizer on replicated or tensor-parallel parameters. Compute the loss itself in float32: a float16 loss
     gets its gradient, the scale, in float16, which ends at 65504.
 

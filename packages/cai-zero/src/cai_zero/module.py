@@ -1,4 +1,4 @@
-"""Stage 3: parameters themselves are sharded and whole only while their block is in use.
+"""Stage 3: parameters themselves are sharded, and unsharded only while their block is in use.
 
 ZeRO-3 (Rajbhandari et al., arXiv:1910.02054) in the manner of FSDP (Zhao et al., arXiv:2304.11277), on flat chunks:
 an all-gather writes the chunk that the block's parameters are views of, a reduce-scatter reads the chunk their
@@ -52,8 +52,8 @@ class Options:
 class ModuleSharding:
     """Keeps a model's parameters sharded; a `ParameterSharding` and a `GradSync`. Found by `sharding_of(model)`.
 
-    Reductions happen after every backward, into this rank's rows, also under `defer`: whole gradients never pile up.
-    `no_sync` lets them.
+    Reductions happen after every backward, into this rank's shards, also under `defer`: unsharded gradients never
+    pile up. `no_sync` lets them.
     """
 
     def __init__(self, model: nn.Module, mesh: AnyMesh | None, options: Options):
@@ -73,7 +73,7 @@ class ModuleSharding:
         root = self._units[model]
         parts = [part for unit in self._units.values() for part in unit.parts]
         self._use_copy_engines(parts)
-        options.residency.adopt([part.rows for part in parts], self._ranks.mesh)
+        options.residency.adopt([part.stored for part in parts], self._ranks.mesh)
         self._gatherer = Gatherer(
             [root, *(u for u in self._units.values() if u is not root)],
             options.residency,
@@ -98,13 +98,13 @@ class ModuleSharding:
         def group(part: Part) -> dist.ProcessGroup | None:
             return self._ranks.of(part.spec).shard
 
-        needs = ((group(p), (p.unit.high - p.unit.low) * p.unit.whole.element_size()) for p in parts)
+        needs = ((group(p), (p.unit.high - p.unit.low) * p.unit.unsharded.element_size()) for p in parts)
         peers = PeerGathers(needs, self._device, wanted=self._options.gather.copy_engines)
         for part in parts:
             part.peer = peers.of(group(part))
 
     def _follow_steps(self) -> None:
-        """After an optimizer has stepped the rows nothing stays whole; hooks gather what the next forward needs."""
+        """After an optimizer has stepped the shards nothing stays unsharded; hooks gather for the next forward."""
         kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
         found = weakref.ref(self)
 
@@ -142,18 +142,18 @@ class ModuleSharding:
             fill=lambda chunk, full: _fill(chunk, full, members, self._options.materialize),
         )
         trained = members[0][1].requires_grad
-        rows = StoredShard(unit, self._device, reduce if trained else None)
+        stored = StoredShard(unit, self._device, reduce if trained else None)
         group = self._gather_group(ranks.shard)
         if not trained:
-            return Part(unit, spec, rows, group, None)
+            return Part(unit, spec, stored, group, None)
         make_room = self._reducer.make_room
         buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
         direct_linears(self._root, unit.kept)
-        keep = functools.partial(self._options.residency.keep_gradient, rows)
-        return Part(unit, spec, rows, group, Reducible(buffer, spec, ranks, keep))
+        keep = functools.partial(self._options.residency.keep_gradient, stored)
+        return Part(unit, spec, stored, group, Reducible(buffer, spec, ranks, keep))
 
     def _gather_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """A communicator for gathers alone, one for every group that shares rows."""
+        """A communicator for gathers alone, one for every group that shares chunks."""
         if group not in self._gather_groups:
             self._gather_groups[group] = second_group(group)
         return self._gather_groups[group]
@@ -168,7 +168,7 @@ class ModuleSharding:
         return _Gathering(self._gatherer, below)
 
     def reshard(self, module: nn.Module) -> None:
-        """Free the whole parameters of `module` and below."""
+        """Free the unsharded parameters of `module` and below."""
         for unit in self._below(module):
             self._gatherer.free(unit)
 
@@ -193,7 +193,7 @@ class ModuleSharding:
         if unit is self._root and not backward:
             for held in self._units.values():
                 for part in held.parts:
-                    part.unit.check_rows()
+                    part.unit.check_shard()
             self._gatherer.begin_forward()
             if self._recorded is not None:
                 self._recorded = ([], [], [])  # of the last forward before the first backward
@@ -204,10 +204,10 @@ class ModuleSharding:
         self._gatherer.use(sharded, backward=backward)
 
     def _finish_if_started(self, unit: Sharded) -> None:
-        stale = unit.whole and self._gatherer.is_stale(unit)
+        stale = unit.is_unsharded and self._gatherer.is_stale(unit)
         if stale:
             self._gatherer.free(unit)
-        if not unit.whole and unit.handles is None and unit.parts:
+        if not unit.is_unsharded and unit.handles is None and unit.parts:
             raise PlanError(
                 "a block is used while its parameters are sharded", fix="add an UNSHARD before its first use"
             )
@@ -274,7 +274,7 @@ class ModuleSharding:
         for group in (self._ranks.of().copies, self._ranks.of().shard):
             recorded = all_gather_object(recorded, group)[0]
         forward, backward, ready = ([units[i] for i in uses] for uses in recorded)
-        # a unit stays whole from its first use in a backward to its last
+        # a unit stays unsharded from its first use in a backward to its last
         self._gatherer.order.learn(forward, list(dict.fromkeys(backward)))
         self._reducer.order = list(complete(list(dict.fromkeys(ready)), self._reducer.order))
         self._recorded = None
@@ -283,12 +283,12 @@ class ModuleSharding:
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """Backwards inside need not be reduced. With one rank they are not; with more, rows save more than it costs."""
+        """Backwards inside need not reduce. With one rank they do not; with more, shards save more than it costs."""
         with self.no_sync() if self._ranks.of().count == 1 else contextlib.nullcontext():
             yield
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside accumulate whole gradients and communicate none; the next one outside reduces all."""
+        """Backwards inside accumulate unsharded gradients and communicate none; the next one outside reduces all."""
         return self._reducer.no_sync()
 
     def _collect(self, unit: Sharded) -> None:
@@ -347,7 +347,7 @@ def _device(param: torch.Tensor, device: torch.device | None) -> torch.device:
 def _fill(
     chunk: FlatChunk, full: torch.Tensor, members: list[tuple[str, nn.Parameter]], make: Materialize | None
 ) -> None:
-    """Initial values of a whole chunk; NaN for meta parameters whose values are still to be loaded."""
+    """Initial values of an unsharded chunk; NaN for meta parameters whose values are still to be loaded."""
     for view, (name, param) in zip(chunk.views(full), members, strict=True):
         if not param.is_meta:
             view.copy_(param.detach())
@@ -388,22 +388,22 @@ def shard_module(
 ) -> nn.Module:
     """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
 
-    Afterwards `model.named_parameters()` gives the same names, each parameter a 1-d tensor of this rank's rows (some
-    may be empty). Build an elementwise optimizer over them, or one of `cai_zero.optimizers`. Every block (an element of
-    an `nn.ModuleList`), and every large embedding or linear layer outside blocks, is gathered before its forward and
-    backward and freed after; gradients are reduced while backward runs and appear as `.grad` of the rows. Norms go
-    through `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
+    Afterwards `model.named_parameters()` gives the same names, each parameter a 1-d tensor, its part of this rank's
+    shard (some may be empty). Build an elementwise optimizer over them, or one of `cai_zero.optimizers`. Every
+    block (an element of an `nn.ModuleList`), and every large embedding or linear layer outside blocks, is gathered
+    before its forward and backward and freed after; gradients are reduced while backward runs and appear as `.grad` of
+    the shards. Norms go through `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
 
     Args:
-        model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds it whole.
+        model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds all of it.
         mesh: see `cai_zero.ranks.RankTable`. None: one process.
-        precision: dtypes of gathered parameters, of the rows and of the reduction.
-        residency: which memory the rows, their gradients and the state of their optimizer live in between uses, such
+        precision: dtypes of gathered parameters, of the shards and of the reduction.
+        residency: which memory the shards, their gradients and the state of their optimizer live in between uses, such
             as `cai_gemini.ChunkResidency`. None: the device.
         driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
         gather: when and how parameters are gathered.
         materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:
-            rows of meta parameters are NaN until a checkpoint is loaded into them.
+            shards of meta parameters are NaN until a checkpoint is loaded into them.
         device: of the parameters of a meta model. Buffers are the caller's to materialize.
         compression: what travels in one byte an element.
 

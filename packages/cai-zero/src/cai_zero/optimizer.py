@@ -1,7 +1,7 @@
 """Stages 0, 1 and 2: an ordinary optimizer over flat shards of the parameters.
 
 Stage 0 reduces gradients and steps everywhere. Stage 1 gives every rank the optimizer state, master weights and
-step of its rows; stage 2 also keeps only the gradients of its rows (ZeRO, Rajbhandari et al., arXiv:1910.02054).
+step of its shards; stage 2 also keeps only the gradients of its shards (ZeRO, Rajbhandari et al., arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What `shard_optimizer` returns: steps flat shards, then gives every rank the whole parameters again.
+    """What `shard_optimizer` returns: steps flat shards, then gives every rank the unsharded parameters again.
 
     It is a `GradSync`: backwards under `defer()` only accumulate. Learning-rate schedulers, `param_groups` and
     `zero_grad` work as on the optimizer it was made from. Gradients live in the chunks: `param.grad` is None after
@@ -91,12 +91,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """Backwards inside accumulate; the next one outside reduces. Stage 2 reduces all the same, into its rows."""
+        """Backwards inside accumulate; the next one outside reduces. Stage 2 reduces all the same, into its shards."""
         with self.no_sync() if self.stage < 2 else contextlib.nullcontext():
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside accumulate whole gradients and communicate none, in every stage."""
+        """Backwards inside accumulate unsharded gradients and communicate none, in every stage."""
         return self._reducer.no_sync()
 
     def _check_parameters(self) -> None:
@@ -108,14 +108,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             chunk.chunk.check_views(chunk.weights, chunk.params)
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
-        """Parameters are whole in stages 0 to 2, once the gather after the last step has arrived."""
+        """Parameters are unsharded in stages 0 to 2, once the gather after the last step has arrived."""
         if not backward:
             self._end_pass()  # an earlier backward may have raised
         for chunk in self._chunks_of[unit]:
             chunk.wait_gathered()
 
     def after_use(self, unit: nn.Module) -> None:
-        """Parameters stay whole in stages 0 to 2."""
+        """Parameters stay unsharded in stages 0 to 2."""
 
     def grads_ready(self, unit: nn.Module) -> None:
         for chunk in self._chunks_of[unit]:
@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step this rank's rows, then gather the new parameters. Frees the gradients."""
+        """Step this rank's shards, then gather the new parameters. Frees the gradients."""
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._check_parameters()
@@ -186,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give every rank the whole parameters of what the optimizer holds, after loading weights into it."""
+        """Give every rank the unsharded parameters of what the optimizer holds, after loading weights into it."""
         self._gather()
         self.wait_gathered()
 
@@ -206,7 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             chunk.gathering = self._gathers.mark() if self._gathers.stream is not None else done
 
     def wait_gathered(self) -> None:
-        """Return once parameters are whole again. Only `overlap_gather` leaves that to their first use."""
+        """Return once parameters are unsharded again. Only `overlap_gather` leaves that to their first use."""
         for chunk in self._chunks:
             chunk.wait_gathered()
 
@@ -253,11 +253,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def weights(self) -> dict[str, BoxedTensor]:
-        """This rank's rows of the (master) weights by canonical name, as views: call `publish` after loading."""
+        """This rank's shards of the (master) weights by canonical name, as views: call `publish` after loading."""
         return {n: b for chunk in self._chunks for n, b in chunk.boxed(chunk.flat.detach()).items()}
 
     def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
-        """This rank's rows of the state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
+        """This rank's shards of the state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
 
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
@@ -284,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's inner state, master weights and residuals, for a resume on the same ranks.
 
-        Whole parameters are the model's. `state_for_checkpoint` is the one that reshards.
+        Unsharded parameters are the model's. `state_for_checkpoint` is the one that reshards.
         """
         master = [chunk.flat.detach() if chunk.has_master else None for chunk in self._chunks]
         residual = [chunk.reducible.residual for chunk in self._chunks]

@@ -27,7 +27,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(eq=False)
 class Reducible:
-    """One chunk's gradients on their way from a whole chunk here to this rank's shard of their sum.
+    """One chunk's gradients on their way from an unsharded chunk here to this rank's shard of their sum.
 
     Args:
         buffer: where they accumulate.
@@ -55,7 +55,7 @@ def reduce_chunk(
     compression: Compression,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Reduce the gradients of a whole chunk and return this rank's shard (`full` itself where it is not divided).
+    """Reduce the gradients of an unsharded chunk and return this rank's shard (`full` itself where it is not divided).
 
     The order is that of `ReduceSpec`: holders of a tied parameter, then axes with partial gradients, then the data
     axes; then the divisor. Only the sum over the ranks that share the chunk is compressed. `full` [numel] is
@@ -132,7 +132,7 @@ class GradReducer(Generic[Key]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate whole gradients and communicate none."""
+        """Backwards inside accumulate unsharded gradients and communicate none."""
         before, self.silent = self.silent, True
         try:
             yield

@@ -60,7 +60,7 @@ def render(plan: Plan, label: str) -> str:
             *_table(plan.stages),
             "",
             "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. gathered: what ZeRO-3",
-            "holds whole at once. activations: estimate of what is kept for backward at the fullest moment.",
+            "holds unsharded at once. activations: estimate of what is kept for backward at the fullest moment.",
             "Communication buffers and the allocator's slack come on top.",
             *_offload(plan),
         ]

@@ -28,7 +28,7 @@ class ModelState:
 
 
 def gathered(config: Config, blocks: list[int], rest: int) -> int:
-    """Bytes of parameters that ZeRO-3 makes whole at once: those outside blocks, a block and the one fetched ahead.
+    """Bytes of parameters that ZeRO-3 holds unsharded at once: those outside blocks, a block and the one ahead.
 
     Args:
         blocks: elements of each block of the stage.
@@ -43,17 +43,17 @@ def model_state(config: Config, parameters: int) -> ModelState:
     """The state of a rank whose stage and tensor shard has `parameters` elements.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
-    gradients too, stage 3 parameters too. Stage 1 holds whole gradients only while microbatches accumulate.
+    gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate.
     """
     zero, ranks = config.parallel.zero, config.parallel.shard
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
     own = -(-parameters // ranks)
     stepped = own if zero >= 1 else parameters
     masters = master if master != compute else 0
-    whole_gradients = zero == 0 or (zero == 1 and config.parallel.pipeline.microbatches != 1)
+    unsharded_gradients = zero == 0 or (zero == 1 and config.parallel.pipeline.microbatches != 1)
     return ModelState(
         parameters=own * master if zero == 3 else parameters * compute,
-        gradients=(parameters if whole_gradients else own) * master,
+        gradients=(parameters if unsharded_gradients else own) * master,
         optimizer=stepped * (ADAM_SLOTS * master + (masters if zero < 3 else 0)),
     )
 

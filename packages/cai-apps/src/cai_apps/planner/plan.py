@@ -35,7 +35,7 @@ class StagePlan:
     """Elements of the stage's tensor shard, before ZeRO."""
     state: ModelState
     gathered: int
-    """Bytes of parameters that ZeRO-3 holds whole at once."""
+    """Bytes of parameters that ZeRO-3 holds unsharded at once."""
     activations: int
     """Bytes kept for backward when most microbatches are in flight. An estimate."""
 
@@ -95,8 +95,8 @@ def _stage(config: Config, model_config: PretrainedConfig, stage: int, saved: di
     if stage == pipeline.size - 1:
         kept[REST] = saved.get(REST, 0)
     activations = _activations(config, model_config.hidden_size, kept, most_in_flight(order))
-    state, whole = model_state(config, parameters), gathered(config, list(sizes.values()), rest)
-    return StagePlan(stage, own, parameters, state, whole, activations)
+    state, unsharded = model_state(config, parameters), gathered(config, list(sizes.values()), rest)
+    return StagePlan(stage, own, parameters, state, unsharded, activations)
 
 
 def _activations(config: Config, width: int, kept: dict[str, int], in_flight: int) -> int:

@@ -96,7 +96,7 @@ def save(
     """Write `directory/step-N`. Collective over all ranks of the job; the directory must be one all of them see.
 
     Args:
-        state: flat names to tensors (whole, with an attached `Layout`, DTensors), `BoxedTensor`s, or values JSON can
+        state: flat names to tensors (full, with an attached `Layout`, DTensors), `BoxedTensor`s, or values JSON can
             hold (rank 0's are written). Every box is written once, whoever holds copies.
         step: a step is never overwritten; a damaged checkpoint of it is moved aside.
         keep_last: committed checkpoints to keep, this one included; None keeps all.

@@ -116,7 +116,7 @@ def scatter_to(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> to
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-gather along `dim` forward, reduce-scatter backward: every rank uses the whole in its own way."""
+    """All-gather along `dim` forward, reduce-scatter backward: every rank uses the full tensor in its own way."""
     if group is None:
         return x
     return _Gather.apply(x, dim, group.group_name, group.rank(), group.size(), True)
@@ -171,7 +171,7 @@ def swap_shards(
     Ulysses attention goes from sequence to heads and back so (Jacobs et al., arXiv:2309.14509).
 
     Args:
-        x: [..., G/p, ..., S, ...], this rank's shard along `gather_dim`, whole along `scatter_dim`.
+        x: [..., G/p, ..., S, ...], this rank's shard along `gather_dim`, full along `scatter_dim`.
         gather_dim, scatter_dim: two different dims of x; negative ones count from the end.
         group: the p ranks, in the order of the shards.
 

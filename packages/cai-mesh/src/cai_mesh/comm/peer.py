@@ -1,7 +1,7 @@
-"""All-gather by the GPUs' copy engines: each rank reads the others' rows out of their memory.
+"""All-gather by the GPUs' copy engines: each rank reads the others' shards out of their memory.
 
 A collective kernel holds some of the multiprocessors the model computes on; copies between GPUs of one host need
-none. The rows are put in symmetric memory (which every rank of the group can address), a barrier says that all are
+none. The shards are put in symmetric memory (which every rank of the group can address), a barrier says that all are
 there, and each rank copies the parts it lacks.
 """
 
@@ -28,13 +28,13 @@ def check_device(device: torch.device, *, wanted: bool) -> None:
 
 
 class PeerGather:
-    """Gathers rows over the GPUs of one host without occupying a multiprocessor.
+    """Gathers shards over the GPUs of one host without occupying a multiprocessor.
 
     Every rank of the group makes the same gathers in the same order, all on one stream.
 
     Args:
-        group: ranks that share rows, each with a GPU that can address the others'.
-        nbytes: of the largest rows of a rank.
+        group: ranks that share a chunk, each with a GPU that can address the others'.
+        nbytes: of the largest shard.
         device: this rank's GPU.
 
     Collective. Raises `PlanError` where the GPUs cannot address each other.
@@ -56,24 +56,24 @@ class PeerGather:
             ) from error
 
     @torch.no_grad()
-    def __call__(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
-        """Gather `rows` [n], of any dtype, into `whole` [ranks * n] on the current stream."""
+    def __call__(self, unsharded: torch.Tensor, shard: torch.Tensor) -> None:
+        """Gather every rank's `shard` [n], of any dtype, into `unsharded` [ranks * n] on the current stream."""
         slot, self._turn = self._turn % SLOTS, self._turn + 1
-        parts = whole.view(self._size, -1)
-        nbytes = parts.shape[1] * whole.element_size()
-        mine = self._slots[slot, :nbytes].view(whole.dtype)
-        mine.copy_(rows, non_blocking=True)
+        parts = unsharded.view(self._size, -1)
+        nbytes = parts.shape[1] * unsharded.element_size()
+        mine = self._slots[slot, :nbytes].view(unsharded.dtype)
+        mine.copy_(shard, non_blocking=True)
         self._handle.barrier(channel=0)
         for step in range(self._size):
             peer = (self._rank + step) % self._size
-            parts[peer].copy_(self._peers[peer][slot, :nbytes].view(whole.dtype), non_blocking=True)
+            parts[peer].copy_(self._peers[peer][slot, :nbytes].view(unsharded.dtype), non_blocking=True)
 
 
 class PeerGathers:
     """A `PeerGather` for every group that gathers, where copy engines are wanted.
 
     Args:
-        needs: (group, bytes of a rank's rows) of everything that will be gathered, in the same order on all ranks.
+        needs: (group, bytes of a rank's shard) of everything that will be gathered, in the same order on all ranks.
         device: this rank's GPU.
         wanted: False makes none.
 

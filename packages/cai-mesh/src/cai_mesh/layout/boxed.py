@@ -21,7 +21,7 @@ class BoxedTensor:
     """Boxes of a global tensor and views of local memory that hold them; reading a checkpoint writes into the views.
 
     Args:
-        global_shape: shape of the whole.
+        global_shape: shape of the full tensor.
         dtype: element type.
         pieces: (region of the global tensor, view of exactly that shape).
         owner: whether this rank writes what several ranks hold (False for a tied copy).
@@ -42,7 +42,7 @@ class BoxedTensor:
 
     @staticmethod
     def from_param(tensor: torch.Tensor) -> BoxedTensor:
-        """The boxes of a local tensor by its attached layout, of a DTensor's local part, or of a whole tensor."""
+        """The boxes of a local tensor by its attached layout, of a DTensor's local part, or of a full tensor."""
         return BoxedTensor.like(tensor, tensor)
 
     @staticmethod
@@ -77,7 +77,7 @@ class BoxedTensor:
         return BoxedTensor(layout.global_shape, flat.dtype, pieces)
 
     def to_full(self, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """The whole tensor, on the CPU, from the boxes of every rank of `group` (None: of this rank alone).
+        """The full tensor, on the CPU, from the boxes of every rank of `group` (None: of this rank alone).
 
         For tests and small exports: the boxes travel as objects. Elements that no rank holds are NaN (0 for integers).
         """

@@ -100,7 +100,7 @@ class FlatChunk:
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
     def allocate(self, dtype: torch.dtype, device: torch.device | str, *, zero: bool = False) -> torch.Tensor:
-        """A buffer of the whole chunk, shape [numel]. Padding is zero either way."""
+        """A buffer of the unsharded chunk, shape [numel]. Padding is zero either way."""
         if zero:
             return torch.zeros(self.numel, dtype=dtype, device=device)
         buffer = torch.empty(self.numel, dtype=dtype, device=device)
@@ -108,12 +108,12 @@ class FlatChunk:
         return buffer
 
     def clear_padding(self, buffer: torch.Tensor) -> None:
-        """Zero what lies between and after the parameters in a buffer of the whole chunk."""
+        """Zero what lies between and after the parameters in a buffer of the unsharded chunk."""
         for low, high in self._gaps:
             buffer[low:high].zero_()
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view per slot of a buffer of the whole chunk, each of its parameter's shape."""
+        """One view per slot of a buffer of the unsharded chunk, each of its parameter's shape."""
         return [buffer[s.offset : s.end].view(s.shape) for s in self.slots]
 
     def fill(self, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> None:

@@ -58,7 +58,7 @@ class Record:
 
     Args:
         name: canonical name: that of its owner when it is a tied copy. None: the one the model gives it.
-        layout: of the local tensor. None: the tensor is whole.
+        layout: of the local tensor. None: the tensor is full.
         reduce: how its gradient is reduced. None: the default.
         slices: what a flat tensor holds of which parameters, in an order that is the same on all ranks.
     """
@@ -227,7 +227,7 @@ def refresh(model: nn.Module) -> nn.Module:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The attached layout of a tensor, that of a DTensor, or the whole tensor."""
+    """The attached layout of a tensor, that of a DTensor, or that of a full tensor."""
     attached = record_of(tensor).layout
     if attached is not None:
         return attached

@@ -13,15 +13,15 @@ from cai_mesh.storage.unit import FlatUnit
 
 
 class StoredShard:
-    """The rows of a chunk that one rank keeps between uses.
+    """The shard of a chunk that one rank keeps between uses.
 
     Args:
-        unit: whose shard they are.
-        device: where they are used.
-        gradients: dtype in which their gradients arrive; None for frozen ones.
+        unit: whose shard it is.
+        device: where it is used.
+        gradients: dtype in which its gradients arrive; None for a frozen one.
 
     Attributes:
-        on_device: [n], the rows on `device` in the dtype of the shard or of the whole chunk, from the `wait` of a
+        on_device: [n], the shard on `device` in its own dtype or in that of the unsharded chunk, from the `wait` of a
             fetch until the release.
     """
 
@@ -49,9 +49,9 @@ class OnDevice:
     def version(self, stored: StoredShard) -> int:
         return stored.unit.shard._version
 
-    def keep_gradient(self, stored: StoredShard, rows: torch.Tensor) -> None:
-        kept, rows = stored.unit.shard_gradient, rows.to(stored.unit.shard.dtype)
+    def keep_gradient(self, stored: StoredShard, shard: torch.Tensor) -> None:
+        kept, shard = stored.unit.shard_gradient, shard.to(stored.unit.shard.dtype)
         if kept is None:
-            stored.unit.set_shard_gradient(rows)
+            stored.unit.set_shard_gradient(shard)
         else:
-            kept.add_(rows)
+            kept.add_(shard)

@@ -1,8 +1,8 @@
-"""Blocks of a model whose parameters live in one chunk, whole only while they are used.
+"""Blocks of a model whose parameters live in one chunk, unsharded only while they are used.
 
-A `FlatUnit` keeps, for one module, the flat part of its chunk that stays (the *shard*: this rank's rows, or all of
-them on one device) and the whole chunk in compute dtype, which exists between `gather_storage` and `free_storage`.
-Who fills the whole chunk (an all-gather, a copy from the host) is the caller's business.
+A `FlatUnit` keeps, for one module, this rank's shard of its chunk (on one device: all of it) and the unsharded chunk in
+compute dtype, which has memory between `allocate_storage` and `free_storage`. Who fills the unsharded chunk (an
+all-gather, a copy from the host) is the caller's business.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ class Share:
 
 
 class FlatUnit:
-    """The chunk of one module's parameters: a shard that stays and a whole that comes and goes.
+    """The chunk of one module's parameters: a shard that stays, and the unsharded chunk, which comes and goes.
 
     Args:
         root: model in which every reference to the parameters is replaced.
         params: (canonical name, parameter) pairs of the unit, all on one device. Their memory is freed.
         share: the shard this rank keeps; default: all there is.
-        master, compute: dtypes of the shard and of the whole chunk.
-        device: where the whole chunk is used.
+        master, compute: dtypes of the shard and of the unsharded chunk.
+        device: where the unsharded chunk is used.
         home: where initial values are put together; default: `device`.
         place: returns the home of the shard (to move it to another memory); default: it stays where it is.
-        fill: writes the initial values into a whole chunk in master dtype; default: those of `params`.
+        fill: writes the initial values into an unsharded chunk in master dtype; default: those of `params`.
 
     Attributes:
         shard: [share of the chunk], what stays.
         kept: the parameters' parts of it, 1-d, in the order of `params`; empty where another shard has them.
         ranges: (start, stop) of each of `kept` in `shard`.
-        whole: [chunk.numel], what comes and goes; `used` are the parameters that view it.
+        unsharded: [chunk.numel], what comes and goes; `used` are the parameters that view it.
+        is_unsharded: whether the modules see `used`.
     """
 
     def __init__(
@@ -87,13 +88,14 @@ class FlatUnit:
         alone = share.world == 1
         self.shard = place(full if alone else full[self.low : self.high].clone())
         del full
-        self.whole = torch.empty(self.chunk.numel, dtype=compute, device=device)
+        self.unsharded = torch.empty(self.chunk.numel, dtype=compute, device=device)
         self.used = [
-            _whole_parameter(v, p) for v, p in zip(self.chunk.views(self.whole.data), originals, strict=True)
+            _unsharded_parameter(v, p)
+            for v, p in zip(self.chunk.views(self.unsharded.data), originals, strict=True)
         ]
         self.kept = self._shard_parameters(originals, share.axes)
         self._sites = _sites(root, originals)
-        self.is_whole = True
+        self.is_unsharded = True
         self.free_storage()
         for param in originals:
             param.data = param.data.new_empty(0)
@@ -115,7 +117,7 @@ class FlatUnit:
             kept.append(param)
         return kept
 
-    def check_rows(self) -> None:
+    def check_shard(self) -> None:
         """Raise `LayoutError` where a kept parameter is no longer part of the shard, or of the model."""
         for site in self._sites:
             held = site.module._parameters.get(site.attribute)
@@ -136,25 +138,25 @@ class FlatUnit:
             param.data = shard[start:stop]
 
     def allocate_storage(self) -> None:
-        """Give the whole chunk its memory back; its contents are undefined until the caller fills them."""
-        storage = self.whole.untyped_storage()
-        storage.resize_(self.whole.numel() * self.whole.element_size())
+        """Give the unsharded chunk its memory back; its contents are undefined until the caller fills them."""
+        storage = self.unsharded.untyped_storage()
+        storage.resize_(self.unsharded.numel() * self.unsharded.element_size())
 
     def swap_in(self) -> None:
-        """Let the modules see whole parameters."""
+        """Let the modules see the unsharded parameters."""
         self._refer(self.used)
-        self.is_whole = True
+        self.is_unsharded = True
 
     def hide(self) -> None:
-        """Let the modules see the shards; the whole chunk keeps its memory."""
-        if self.is_whole:
+        """Let the modules see the shards; the unsharded chunk keeps its memory."""
+        if self.is_unsharded:
             self._refer(self.kept)
-        self.is_whole = False
+        self.is_unsharded = False
 
     def free_storage(self) -> None:
-        """Let the modules see the shards and free the whole chunk."""
+        """Let the modules see the shards and free the unsharded chunk."""
         self.hide()
-        self.whole.untyped_storage().resize_(0)
+        self.unsharded.untyped_storage().resize_(0)
 
     def _refer(self, params: Sequence[nn.Parameter]) -> None:
         for site in self._sites:
@@ -187,7 +189,7 @@ class FlatUnit:
         return base
 
 
-def _whole_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
+def _unsharded_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
     param = nn.Parameter(view, requires_grad=original.requires_grad)
     param.cai_record = record_of(original)  # type: ignore[attr-defined]
     return param

@@ -1,7 +1,7 @@
-"""Optimizers that need norms, rows and columns, or whole matrices of parameters no rank holds whole.
+"""Optimizers that need norms, rows and columns, or full matrices of parameters that are divided over ranks.
 
 All are ordinary `torch.optim.Optimizer`s. They work in one process, over the flat shards of `shard_optimizer`, the
-rows of `shard_module` and tensor-parallel parameters, and give the same result as on whole tensors. Pass them the
+shards of `shard_module` and tensor-parallel parameters, and give the same result as on full tensors. Pass them the
 mesh the parameters are (or will be) sharded over.
 """
 

@@ -20,7 +20,7 @@ from cai_zero.optimizers.sums import square_sums, summed, sums_dtype
 
 
 class Adafactor(PartOptimizer):
-    """Adafactor over whole, sharded or tensor-parallel parameters.
+    """Adafactor over unsharded, sharded or tensor-parallel parameters.
 
     A parameter of two or more dimensions keeps a mean square for every row and column of its last two (of the
     global tensor, the same on all ranks), any other a mean square an element. The update, gradient over the root of

@@ -234,9 +234,9 @@ class AdamW(BoxedOptimizer):
 
     def exposed(self, param: torch.Tensor, slot: str, index: int) -> torch.Tensor:
         part, _ = self.plan()[param][index]
-        return part.segment(self._whole_slot(param, slot, fresh=index == 0))
+        return part.segment(self._full_slot(param, slot, fresh=index == 0))
 
-    def _whole_slot(self, param: torch.Tensor, slot: str, *, fresh: bool) -> torch.Tensor:
+    def _full_slot(self, param: torch.Tensor, slot: str, *, fresh: bool) -> torch.Tensor:
         """A moment laid out as the tensor; for "int8" a float32 copy that `state_loaded` takes back."""
         state, levels = self.state[param], self._levels(param.device)[MOMENTS.index(slot)]
         if levels is None:

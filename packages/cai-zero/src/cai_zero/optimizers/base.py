@@ -67,7 +67,7 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     Args:
         mesh: the mesh the parameters are divided over, or several (the dense one and the experts'); None where
-            every tensor is whole, or where `elementwise`: a step then never communicates.
+            every tensor is full, or where `elementwise`: a step then never communicates.
     """
 
     elementwise = False
@@ -143,11 +143,11 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
         steps = []
         for i, (part, _) in enumerate(self.plan()[param]):
             steps.append(state["step"].clone())
-            found[f"{part.name or name}.step"] = part.whole(steps[-1])
+            found[f"{part.name or name}.step"] = part.full(steps[-1])
             for slot, shape in self.slots(part, group).items():
                 value = self.exposed(param, slot, i)
                 found[f"{part.name or name}.{slot}"] = (
-                    part.boxed(value) if shape is None else part.whole(value)
+                    part.boxed(value) if shape is None else part.full(value)
                 )
         self._borrowed.append((state["step"], [(s, s._version) for s in steps]))
         return found

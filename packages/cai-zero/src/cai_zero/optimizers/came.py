@@ -20,7 +20,7 @@ from cai_zero.optimizers.sums import summed, sums_dtype
 
 
 class Came(PartOptimizer):
-    """CAME over whole, sharded or tensor-parallel parameters.
+    """CAME over unsharded, sharded or tensor-parallel parameters.
 
     With V the factored mean of `g² + eps[0]`, `u = g / sqrt(V)` is clipped to RMS `clip` and averaged into m. With S
     the factored mean of `(u - m)² + eps[1]`, a matrix moves by `lr * m / sqrt(S)`; a parameter of fewer than two

@@ -1,4 +1,4 @@
-"""Whole matrices from parts held by several ranks, on the rank that works on each, and back: the communication."""
+"""Full matrices from parts held by several ranks, on the rank that works on each, and back: the communication."""
 
 from __future__ import annotations
 
@@ -83,30 +83,30 @@ class Exchange:
     def collect(
         self, pieces: list[list[torch.Tensor]], dtype: torch.dtype, device: torch.device
     ) -> dict[int, torch.Tensor]:
-        """The whole matrices this rank works on, from every rank's pieces (a view a box). Collective."""
+        """The full matrices this rank works on, from every rank's pieces (a view a box). Collective."""
         held, wanted = self.splits
         flat = [piece.to(dtype).reshape(-1) for piece in self._outgoing(pieces)]
         given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         found = torch.empty(sum(wanted), dtype=dtype, device=device)
         all_to_all_into(found, given, self.group, out_splits=wanted, in_splits=held)
         own = self.matrices_of(self.rank)
-        whole = {i: torch.empty(self.shapes[i], dtype=dtype, device=device) for i in own}
+        full = {i: torch.empty(self.shapes[i], dtype=dtype, device=device) for i in own}
         at = 0
         for i, box in self._incoming():
-            whole[i][box.slices()] = found[at : at + box.numel].view(box.shape)
+            full[i][box.slices()] = found[at : at + box.numel].view(box.shape)
             at += box.numel
-        return whole
+        return full
 
     def give_back(
         self,
-        whole: dict[int, torch.Tensor],
+        full: dict[int, torch.Tensor],
         pieces: list[list[torch.Tensor]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """Write into every rank's pieces what the workers return of their matrices. Collective."""
         held, wanted = self.splits
-        flat = [whole[i][box.slices()].reshape(-1) for i, box in self._incoming()]
+        flat = [full[i][box.slices()].reshape(-1) for i, box in self._incoming()]
         given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         found = torch.empty(sum(held), dtype=dtype, device=device)
         all_to_all_into(found, given, self.group, out_splits=held, in_splits=wanted)

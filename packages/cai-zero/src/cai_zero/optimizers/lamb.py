@@ -18,7 +18,7 @@ from cai_zero.optimizers.trust import trust_ratios
 
 
 class Lamb(PartOptimizer):
-    """LAMB over whole, sharded or tensor-parallel parameters.
+    """LAMB over unsharded, sharded or tensor-parallel parameters.
 
     With m and v the moments of Adam, every parameter x moves by `lr * |x| / |u| * u`, where
     `u = m̂ / (sqrt(v̂) + eps) + weight_decay * x` and the norms are those of the global parameter.

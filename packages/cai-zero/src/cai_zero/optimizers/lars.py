@@ -18,7 +18,7 @@ from cai_zero.optimizers.trust import global_norms
 
 
 class Lars(PartOptimizer):
-    """LARS over whole, sharded or tensor-parallel parameters.
+    """LARS over unsharded, sharded or tensor-parallel parameters.
 
     For weight w and gradient g, `v = momentum * v + lr * ratio * (g + weight_decay * w)` and `w = w - v`, where
     `ratio = trust * |w| / (|g| + weight_decay * |w|)` and the norms are those of the global parameter.

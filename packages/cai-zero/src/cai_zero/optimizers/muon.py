@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised over whole matrices.
+"""Muon: momentum, orthogonalised over full matrices.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (kellerjordan.github.io/posts/muon); the
 scale that matches AdamW is that of Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982.
@@ -27,10 +27,10 @@ BATCH_ELEMENTS = 1 << 26
 
 
 class Muon(PartOptimizer):
-    """Muon over whole, sharded or tensor-parallel matrices, AdamW over everything else.
+    """Muon over unsharded, sharded or tensor-parallel matrices, AdamW over everything else.
 
     `m = momentum * m + (1 - momentum) * g`, the update is m (with Nesterov the same step again towards m from g),
-    orthogonalised as a whole global matrix and scaled; weight decay is decoupled.
+    orthogonalised as a full global matrix and scaled; weight decay is decoupled.
 
     The matrices divided over the same axes are shared out among those ranks by work: their pieces travel to the rank
     that orthogonalises each, and pieces of the result back, one all-to-all each way for all of them. Ranks that hold
@@ -102,15 +102,15 @@ class Muon(PartOptimizer):
             _apply(group, live, [updates[e] for e in live], rates)
 
     def _orthogonalize(self, entries: list[Entry], updates: dict[Entry, torch.Tensor]) -> None:
-        """Orthogonalise the updates as whole matrices, in place; zeros for entries without one."""
+        """Orthogonalise the updates as full matrices, in place; zeros for entries without one."""
         dtype = self.newton_schulz.dtype or sums_dtype([e.weight for e in entries])
         device = entries[0].weight.device
         for exchange, members in self._exchanges(entries):
             held = [entries[i] for i in members]
             segments = [updates[e] if e in updates else torch.zeros_like(e["momentum_buffer"]) for e in held]
             pieces = [[view for _, view in e.boxes(s)] for e, s in zip(held, segments, strict=True)]
-            whole = exchange.collect(pieces, dtype, device)
-            exchange.give_back(orthogonalized(whole, self.newton_schulz), pieces, dtype, device)
+            full = exchange.collect(pieces, dtype, device)
+            exchange.give_back(orthogonalized(full, self.newton_schulz), pieces, dtype, device)
 
     def _exchanges(self, entries: list[Entry]) -> list[tuple[Exchange, list[int]]]:
         """Who works on which entries, one exchange a set of axes; planned once. Collective then."""
@@ -133,17 +133,17 @@ class Muon(PartOptimizer):
         return {**super().__getstate__(), "newton_schulz": self.newton_schulz, "_shared": None}
 
 
-def orthogonalized(whole: dict[int, torch.Tensor], how: NewtonSchulz) -> dict[int, torch.Tensor]:
+def orthogonalized(full: dict[int, torch.Tensor], how: NewtonSchulz) -> dict[int, torch.Tensor]:
     """Orthogonalise matrices, those of one shape in batches."""
     by_shape: dict[torch.Size, list[int]] = {}
-    for i, matrix in whole.items():
+    for i, matrix in full.items():
         by_shape.setdefault(matrix.shape, []).append(i)
     found = {}
     for shape, members in by_shape.items():
         count = max(1, BATCH_ELEMENTS // max(shape.numel(), 1))
         for first in range(0, len(members), count):
             batch = members[first : first + count]
-            found.update(zip(batch, how(torch.stack([whole[i] for i in batch])).unbind(), strict=True))
+            found.update(zip(batch, how(torch.stack([full[i] for i in batch])).unbind(), strict=True))
     return found
 
 

@@ -1,6 +1,6 @@
 """Which part of which global parameter a tensor of a param group holds: bookkeeping without arithmetic.
 
-A param group may hold whole tensors, tensor-parallel parts (a `Layout` attached), DTensors, flat shards of many
+A param group may hold full tensors, tensor-parallel parts (a `Layout` attached), DTensors, flat shards of many
 parameters (stages 0 to 2) and shards of one (stage 3). All become `Part`s.
 """
 
@@ -69,7 +69,7 @@ class Part:
         """A segment as a value for a checkpoint; the pieces are views."""
         return BoxedTensor(self.shape, segment.dtype, tuple(self.boxes(segment)), self.owner)
 
-    def whole(self, value: torch.Tensor) -> BoxedTensor:
+    def full(self, value: torch.Tensor) -> BoxedTensor:
         """A value in global index space, the same on all ranks that hold the parameter."""
         box = Box((0,) * value.ndim, tuple(value.shape))
         return BoxedTensor(tuple(value.shape), value.dtype, ((box, value),), self.owner)

@@ -14,7 +14,7 @@ from cai_zero.optimizers.sums import square_sums, summed, sums_dtype
 def global_norms(
     entries: Sequence[Entry], vectors: Mapping[Entry, torch.Tensor], mesh: ParallelMesh | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms of the weight and of a vector of every entry, each [len(entries)], over the whole parameter.
+    """Norms of the weight and of a vector of every entry, each [len(entries)], over the full parameter.
 
     Entries without a vector count as zero, and still take part in the sum over ranks.
     """

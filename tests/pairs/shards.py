@@ -1,4 +1,4 @@
-"""Residencies of a small model's rows, and what training on them is held to."""
+"""Residencies of a small model's shards, and what training on them is held to."""
 
 from __future__ import annotations
 

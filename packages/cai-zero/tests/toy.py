@@ -1,4 +1,4 @@
-"""A model of odd parameters with known gradients, whole or divided every way, for comparing optimizers.
+"""A model of odd parameters with known gradients, full or divided every way, for comparing optimizers.
 
 The gradient of every parameter p is `noise(name, step, data rank) + p / 2`, so a twin needs no forward, and
 tensor-parallel parameters need no parallel modules: their layouts are attached by hand.
@@ -89,7 +89,7 @@ class Toy(Block):
 
 
 def cut(full, layout):
-    """This rank's local tensor of a whole one."""
+    """This rank's local tensor of a full one."""
     local = torch.empty(layout.local_shape, dtype=full.dtype)
     for index, box in layout.slices():
         local[index] = full[box.slices()]
@@ -144,7 +144,7 @@ def unused(model):
 
 
 def everyone(model):
-    """Whole parameters, gathered from all ranks."""
+    """Unsharded parameters, gathered from all ranks."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return {n: BoxedTensor.from_param(p).to_full(group) for n, p in model.named_parameters()}
 
@@ -160,14 +160,14 @@ def sharded(make, stages, shape):
 
 
 def one_process(make):
-    """The same optimizer on whole tensors."""
+    """The same optimizer on full tensors."""
     model = Toy()
     advance(model, make(model, None), None, range(STEPS))
     return everyone(model)
 
 
 def twin(update, steps=STEPS):
-    """Parameters after `update(name, parameter, gradient, state, step)` on whole tensors, step from 1."""
+    """Parameters after `update(name, parameter, gradient, state, step)` on full tensors, step from 1."""
     params = {n: initial(n) for n in SHAPES}
     states = {n: {} for n in SHAPES}
     for step in range(steps):
@@ -185,7 +185,7 @@ def compare(got, expected, tolerance=1e-9):
 
 
 def torch_twin(make, steps=STEPS):
-    """Parameters after one of torch's own optimizers, `make(name to parameter)`, on whole tensors."""
+    """Parameters after one of torch's own optimizers, `make(name to parameter)`, on full tensors."""
     params = {n: nn.Parameter(initial(n)) for n in SHAPES}
     optimizers = make(params)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""A whole state dict leaves a sharded model, and enters another, without a bit changed."""
+"""A full state dict leaves a sharded model, and enters another, without a bit changed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sharded(stage, mesh, seed=0, precision=None):
 def gathered(stage, shape, rank, with_forward):
     model, _ = sharded(stage, mesh_of(shape))
     if with_forward:
-        model(torch.arange(11))  # and no backward: stage 3 leaves some of it whole
+        model(torch.arange(11))  # and no backward: stage 3 leaves some of it unsharded
     full = full_state_dict(model, rank=rank)
     model(torch.arange(11)).sum().backward()
     return full
@@ -143,7 +143,7 @@ def loaded(stage, shape, rank, compute):
         (3, (2, 2), 0, torch.bfloat16),
     ],
 )
-def test_what_was_saved_whole_loads_on_any_stage(stage, shape, rank, compute):
+def test_what_was_saved_full_loads_on_any_stage(stage, shape, rank, compute):
     model = build()
     expected = model.state_dict() | {"count": torch.arange(3) + 7}
     if compute is not None:

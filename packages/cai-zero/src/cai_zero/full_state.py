@@ -1,4 +1,4 @@
-"""Whole tensors from parts and back: a complete state dict on one rank, one tensor after the other.
+"""Full tensors from parts and back: a complete state dict on one rank, one tensor after the other.
 
 For code that knows nothing of shards: `save_pretrained`, peft's adapters, `torch.save`. A checkpoint to resume from is
 `cai_mesh.checkpoint.save`, and a directory of safetensors `cai_mesh.checkpoint.save_hf`; neither gathers anything.
@@ -85,7 +85,7 @@ def load_full_state_dict(
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill a model's parameters and buffers, on any layout, from a whole state dict on one rank. Collective.
+    """Fill a model's parameters and buffers, on any layout, from a full state dict on one rank. Collective.
 
     Args:
         model: of any ZeRO stage.
@@ -142,7 +142,7 @@ def _entries(
     for module in model.modules():
         sharding = getattr(module, "cai_sharding", None)
         if sharding is not None:
-            sharding.reshard(module)  # a forward without a backward leaves some of it whole
+            sharding.reshard(module)  # a forward without a backward leaves some of it unsharded
     boxes: dict[str, BoxedTensor] = {}
     plain: dict[str, Any] = {}
     for names, value in _distinct(model).values():

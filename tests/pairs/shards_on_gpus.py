@@ -1,4 +1,4 @@
-"""The same rows over NCCL, one process per GPU: `pytest -m gpu tests/pairs/rows_on_gpus.py`."""
+"""The same shards over NCCL, one process per GPU: `pytest -m gpu tests/pairs/shards_on_gpus.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import DISK, MIXED, STREAMED, assert_equals_one_process
+from shards import DISK, MIXED, STREAMED, assert_equals_one_process
 from zero_x_gemini import Case, train
 
 pytestmark = [
