@@ -194,7 +194,7 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
     loss = TokenLoss(group(mesh, "tp"), _head_start(model))
     swap(model, kinds=_kernels(config, device, compiled))
     if config.memory.recompute == "full" and config.memory.activations == "device":
-        recompute_blocks(model)
+        recompute_blocks(model, compiled=compiled)
     if compiled:
         compile_blocks(model)
     if config.memory.activations == "host":
