@@ -69,9 +69,22 @@ FP8 = {
 """With linear layers in FP8, rows scaled; products are emulated in float32 on a CPU."""
 
 
+HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB}
+UNPLANNED = {
+    "opt": {**HIDDEN, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "mixtral": {**HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    "mamba": {**HIDDEN, "state_size": 4},
+}
+"""Types without a tensor-parallel plan, one of them without attention; sizes of their configs."""
+
+
 def model_config(name: str):
-    """A llama with grouped key/value heads, or a GPT-2 (tied embeddings, Conv1D), without dropout."""
+    """A llama with grouped key/value heads, a GPT-2 (tied embeddings, Conv1D) or one of `UNPLANNED`, no dropout."""
     from transformers import AutoConfig
+
+    if name in UNPLANNED:
+        return AutoConfig.for_model(name, **UNPLANNED[name])
 
     if name == "llama":
         return AutoConfig.for_model(

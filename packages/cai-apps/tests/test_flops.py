@@ -22,6 +22,26 @@ def test_tied_embedding_counts_once_as_the_head():
     assert flops.full == 6 * weights + 12 * 4 * 128 * 100
 
 
+def test_of_experts_those_count_that_a_token_visits():
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = AutoConfig.for_model(
+        "mixtral", **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=8
+    )
+    flops = token_flops(meta_model(config), config, 10)
+    layer = 4 * 32 * 32 + 8 * 32 + 2 * 3 * 32 * 48  # attention, router, two of eight experts
+    assert flops.full == 6 * (64 * 32 + 2 * layer) + 12 * 2 * 32 * 10
+
+
+def test_a_model_without_heads_counts_its_weights():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64)
+    flops = token_flops(meta_model(config), config, 10)
+    assert flops.full == flops.causal > 6 * 64 * 32
+
+
 def test_8b_is_about_six_times_its_parameters():
     config = load_model_config("llama-8b")
     flops = token_flops(meta_model(config), config, 4096)

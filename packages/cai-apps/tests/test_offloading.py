@@ -98,7 +98,7 @@ def initial(model, dtype):
     )
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "mamba"])
 def test_values_asked_for_one_by_one_are_those_of_materialize(model):
     found, expected = initial(model, "fp32")
     assert_equal(found, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from layouts import BATCH, CASES, FP8, SWAPPED, trained, twin
+from layouts import BATCH, CASES, FP8, SWAPPED, UNPLANNED, trained, twin
 
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -65,3 +65,14 @@ def test_with_fp8_layers_it_equals_the_plain_loop(layout):
     plain = expected("llama", "fp32", 4)[1]["model.layers.0.mlp.up_proj.weight"]
     got = got_gradients["model.layers.0.mlp.up_proj.weight"]
     assert (got - plain).norm() > 1e-2 * plain.norm(), "the products were not in FP8"
+
+
+@pytest.mark.parametrize("layout", list(SWAPPED)[:2])
+@pytest.mark.parametrize("model", list(UNPLANNED))
+def test_models_without_a_tensor_parallel_plan(model, layout):
+    losses, gradients, _ = expected(model, "fp32", 4)
+    got_losses, got_gradients, _ = run_ranks(
+        SWAPPED[layout].world, trained, model, SWAPPED[layout], "fp32", 4
+    )[0]
+    assert got_losses == pytest.approx(losses, rel=2e-4)
+    assert_same_as_one_device(got_gradients, gradients, tolerance=2e-4)

@@ -348,6 +348,19 @@ def test_meta_models_are_recognized():
     assert len(swap(model).replaced) == 7
 
 
+class GatedNorm(LlamaNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * torch.nn.functional.silu(gate))
+
+
+def test_a_norm_that_takes_a_gate_is_left():
+    model = build()
+    model.norm = GatedNorm(WIDTH)
+    record = swap(model)
+    assert "norm" in {k.name for k in record.kept if "takes x, gate" in k.reason}
+    assert "forward" not in model.norm.__dict__
+
+
 def test_verify_undoes_what_differs(monkeypatch):
     model = build()
     assert swap(model, verify={"ids": IDS}).replaced

@@ -28,20 +28,31 @@ def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_lengt
     """6 FLOPs per token and weight, 12 * layers * width * length for attention.
 
     `model` is the whole model, its parameters may be on the meta device. An input embedding that is not also
-    the output head is a lookup and counts nothing.
+    the output head is a lookup and counts nothing. Of experts those count that a token visits. A config without
+    attention heads (a state space model) counts its weights alone.
     """
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
+    visited = _visited_share(config)
     matrices = sum(
-        parameter.numel()
+        parameter.numel() * (visited if ".experts." in f".{name}." else 1)
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and (tied or parameter is not embedding) and not _is_position_table(name)
     )
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    attention = 12 * config.num_hidden_layers * width * sequence_length
+    heads = getattr(config, "num_attention_heads", None)
+    attention = 0
+    if isinstance(heads, int):
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        attention = 12 * config.num_hidden_layers * width * sequence_length
     return TokenFlops(causal=6 * matrices + attention / 2, full=6 * matrices + attention)
+
+
+def _visited_share(config: PretrainedConfig) -> float:
+    """Share of a layer's experts that one token visits; 1 where there are none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
+    return getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
 
 
 def _is_position_table(name: str) -> bool:

@@ -1,8 +1,8 @@
 """From a meta-device model to real weights that depend on names and a seed, not on the layout.
 
 Each block is made in full on its own, initialized by the model's own `_init_weights`, and cut to this rank's parts.
-While that runs, torch's random fills draw from `cai_mesh.rng` keyed by the seed and the parameter's name, so every
-split over stages and ranks starts from the same weights.
+While that runs, random numbers depend on the seed and the names of the parameter or the module, so every split over
+stages and ranks starts from the same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_mesh import rng
-from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, canonical_name, layout_of
 from cai_mesh.storage import blocks
 
@@ -26,27 +25,40 @@ _FILLS = {
 }
 
 
-class _KeyedFills(TorchDispatchMode):
-    """Replaces random fills of known tensors by draws keyed with their names."""
+class _KeyedDraws(TorchDispatchMode):
+    """Random fills of known tensors are drawn by their names; all other draws by the module's name and their number.
 
-    def __init__(self, seed: int, names: dict[int, str]):
+    An initialization may draw helpers (Mamba's time steps come of `torch.rand`), which are of no parameter.
+    """
+
+    def __init__(self, seed: int, names: dict[int, str], device: torch.device):
         super().__init__()
-        self._seed, self._names = seed, names
+        self._seed, self._names, self._device = seed, names, device
+        self._module, self._draws = "", 0
+
+    def enter(self, module: str) -> None:
+        """The module that is initialized from now on."""
+        self._module, self._draws = module, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FILLS:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        target = args[0]
-        name = self._names.get(target.untyped_storage().data_ptr())
+        name = self._names.get(args[0].untyped_storage().data_ptr()) if func in _FILLS else None
         if name is None:
-            raise PlanError(
-                "a model's initialization draws random numbers for something that is not a parameter"
-            )
+            return self._draw(func, args, kwargs or {})
+        target = args[0]
         fill, defaults = _FILLS[func]
         low, high = (*args[1:3], *defaults[len(args) - 1 :])
         return fill(
             target, rng.key(self._seed, name, target.storage_offset()), low, high, layout=Layout(target.shape)
         )
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        stream = rng.key(self._seed, "module", self._module, self._draws)
+        self._draws += 1
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(stream)
+            return func(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -135,12 +147,19 @@ class InitialValues:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = torch.empty_like(buffer, device=self._device)
         known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
-        with _KeyedFills(self._seed, known):
+        with _KeyedDraws(self._seed, known, self._device) as draws:
             for module in group.modules:
+                draws.enter(_module_name(module, known))
                 self._model._init_weights(module)  # type: ignore[operator]
         for (module, key, _), param in zip(group.sites, before, strict=True):
             module._parameters[key] = param
         return {p: value.detach() for p, value in full.items() if self._home[p] is group}
+
+
+def _module_name(module: nn.Module, names: dict[int, str]) -> str:
+    """The same on every rank and stage: the module's type and the name of the first parameter below it."""
+    below = (names.get(p.untyped_storage().data_ptr()) for p in module.parameters())
+    return f"{type(module).__name__} {next(filter(None, below), '')}"
 
 
 def _post_order(module: nn.Module) -> Iterator[nn.Module]:

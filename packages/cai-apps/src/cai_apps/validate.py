@@ -78,10 +78,13 @@ def microbatches(config: Config) -> int:
 
 
 def check_model(config: Config, model: PretrainedConfig) -> None:
-    """Raises ConfigError when heads, layers or positions do not fit the degrees and the sequence length."""
+    """Raises ConfigError when heads, layers or positions do not fit the degrees and the sequence length.
+
+    What a config does not say (a state space model has no heads) is left to the transforms.
+    """
     tensor, pipeline = config.parallel.tensor.size, config.parallel.pipeline.size
-    heads, layers = model.num_attention_heads, model.num_hidden_layers
-    if heads % tensor:
+    heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
+    if isinstance(heads, int) and heads % tensor:
         raise ConfigError(
             f"{heads} attention heads do not divide over parallel.tensor.size = {tensor}",
             got=f"{heads} / {tensor}",
@@ -89,12 +92,12 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
             fix="choose one of these sizes or a model with more heads",
         )
     key_value = getattr(model, "num_key_value_heads", None) or heads
-    if key_value % tensor and tensor % key_value:
+    if isinstance(key_value, int) and key_value % tensor and tensor % key_value:
         raise ConfigError(
             f"{key_value} key-value heads neither divide over nor repeat on parallel.tensor.size = {tensor}",
             expected=f"a size that divides {key_value} or is a multiple of it",
         )
-    if layers < pipeline:
+    if isinstance(layers, int) and layers < pipeline:
         raise ConfigError(
             f"{layers} layers cannot be split over parallel.pipeline.size = {pipeline} stages",
             got=f"{layers} layers",

@@ -32,7 +32,7 @@ def parallelize(
 
     Args:
         mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
-        plan: None reads the one the model carries or the built-in one, see `plan_for`.
+        plan: None reads the one the model carries or the built-in one, see `plan_for`; one rank needs none.
         mode: "1d".
 
     Raises `PlanError` when heads or features do not divide over the axis, a glob matches nothing, or a role is not
@@ -42,8 +42,10 @@ def parallelize(
         raise PlanError("unknown tensor-parallel mode", got=mode, fix=did_you_mean(mode, MODES))
     mesh = ParallelMesh.of(mesh, alone="tp")
     mesh.require("tp", "parallelize")
-    plan = plan or plan_for(model)
     degree = mesh.degree("tp")
+    if degree == 1 and plan is None:
+        return model
+    plan = plan or plan_for(model)
     roles = match(plan, model)
     if degree == 1:
         return model

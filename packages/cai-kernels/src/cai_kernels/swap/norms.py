@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 
 import torch
@@ -29,13 +30,19 @@ def swap_norms(model: nn.Module, record: Swapped, backend: Backend) -> None:
         found = known[key]
         if found is None:
             continue
-        reason = taken(module)
+        reason = taken(module) or _takes_more(module)
         if reason is not None:
             record.leave(name, "norm", reason)
             continue
         kind, epsilon = found
         described = "layer_norm" if kind == "layer_norm" else f'rms_norm(casting="{kind}")'
         record.put(name, module, _forward(kind, epsilon, backend), "norm", described)
+
+
+def _takes_more(module: nn.Module) -> str | None:
+    """Why a norm that may be given more than its input (a gate, in state space models) is left."""
+    inputs = list(inspect.signature(module.forward).parameters)
+    return f"its forward takes {', '.join(inputs)}" if len(inputs) > 1 else None
 
 
 def _forward(kind: str, epsilon: str, backend: Backend) -> Callable:
