@@ -92,10 +92,12 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
             fix="choose one of these sizes or a model with more heads",
         )
     key_value = getattr(model, "num_key_value_heads", None) or heads
-    if isinstance(key_value, int) and key_value % tensor and tensor % key_value:
+    if isinstance(key_value, int) and key_value % tensor:
         raise ConfigError(
-            f"{key_value} key-value heads neither divide over nor repeat on parallel.tensor.size = {tensor}",
-            expected=f"a size that divides {key_value} or is a multiple of it",
+            f"{key_value} key/value heads do not divide over parallel.tensor.size = {tensor}",
+            got=f"{key_value} / {tensor}",
+            expected=f"a size among {_divisors(key_value)}",
+            fix="choose one of these sizes or a model with more key/value heads",
         )
     if isinstance(layers, int) and layers < pipeline:
         raise ConfigError(
