@@ -6,7 +6,6 @@ from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, che
 from cai_mesh.gradients.linear import (
     LOCAL,
     Local,
-    Needs,
     Ready,
     direct_linears,
     own_products,
@@ -24,7 +23,6 @@ __all__ = [
     "Deferred",
     "GradBuffer",
     "Local",
-    "Needs",
     "PlainProducts",
     "Ready",
     "accumulate_node",

@@ -16,7 +16,6 @@ import copy
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -29,14 +28,6 @@ from cai_mesh.gradients.products import PLAIN, TRANSPOSED
 from cai_mesh.protocols import LinearProducts, LinearRule, TensorHandle
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class Needs(TypedDict):
-    """Which gradients a backward is asked for."""
-
-    needs_input: bool
-    needs_weight: bool
-    needs_bias: bool
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class Local:
         return self.products.forward(x, weight, bias)
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: Unpack[Needs]
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         return Ready(dx), operands, db

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
 from cai_mesh.comm import Members, copy_to, gathered, start_sum
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import TRANSPOSED, Local, Needs, Ready, own_products, route
+from cai_mesh.gradients import TRANSPOSED, Local, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
 from cai_mesh.protocols import TensorHandle
 from cai_tensor_parallel.modes.context import ModeContext
@@ -50,7 +50,7 @@ class Column(Local):
         return (gathered(y, -1, self.ranks) if self.gather else y), saved
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: Unpack[Needs]
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         if self.gather:
             dy = self.ranks.own_part(dy, -1)
@@ -86,7 +86,7 @@ class Row(Local):
         return (y if bias is None else y + bias), saved
 
     def backward(
-        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: Unpack[Needs]
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         if dx is None or not self.split:
