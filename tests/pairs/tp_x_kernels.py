@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import twin
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_kernels import swap
 from cai_mesh import BoxedTensor
+from cai_mesh.errors import PlanError
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import parallelize
+from cai_tensor_parallel import Plan, parallelize
 
 
 def own_loss(model, ids):
@@ -53,3 +55,29 @@ def test_equals_one_process(name: str):
         assert_same_as_one_device(got[1], final, tolerance=1e-8)
         assert got[2] == (["norm"] if name == "gpt2" else ["activation", "norm", "rope"])
         assert [(k.kind, "replaced before" in k.reason) for k in got[3]] == [("loss", True)]
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 32)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def cut():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Headed().train()
+    assert [r.kind for r in swap(model).replaced] == ["loss"]
+    weight = model.head.weight
+    with pytest.raises(PlanError, match="head cannot be cut"):
+        parallelize(model, mesh, Plan({"head": "colwise"}))
+    assert model.head.weight is weight and weight.shape == (32, 16)
+
+
+def test_a_head_with_a_fused_loss_is_not_cut():
+    run_ranks(2, cut)

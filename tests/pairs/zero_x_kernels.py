@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from cai_kernels import swap
 from cai_kernels.swap.logits import Logits
 from cai_mesh import BoxedTensor, clip_grad_norm_
-from cai_mesh.errors import PlanError
 from cai_mesh.gradients import defer, routed
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import Plan, parallelize
 from cai_zero import MixedPrecision, shard_module, shard_optimizer
 
 
@@ -220,18 +218,3 @@ def test_other_models_of_transformers(name, stage):
         assert got_losses == pytest.approx(losses, rel=1e-5)
         for n, p in model.named_parameters():
             torch.testing.assert_close(got[n], p.grad, rtol=1e-3, atol=1e-6, msg=f"{name}: {n}")
-
-
-def cut():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = Tiny().train()
-    model.head = nn.Linear(16, 32)
-    swap(model)
-    weight = model.head.weight
-    with pytest.raises(PlanError, match="head cannot be cut"):
-        parallelize(model, mesh, Plan({"head": "colwise"}))
-    assert model.head.weight is weight
-
-
-def test_a_head_with_a_fused_loss_is_not_cut():
-    run_ranks(2, cut)
