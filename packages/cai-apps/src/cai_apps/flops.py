@@ -49,10 +49,11 @@ def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_lengt
 
 
 def _visited_share(config: PretrainedConfig) -> float:
-    """Share of a layer's experts that one token visits; 1 where there are none."""
+    """Share of a layer's experts that one token visits; 1 where there are none, or the config does not say."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
-    return getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+    visited = getattr(config, "num_experts_per_tok", None)
+    return visited / experts if experts and isinstance(visited, int) else 1.0
 
 
 def _is_position_table(name: str) -> bool:

@@ -73,16 +73,13 @@ class LossProducts:
         needs_bias: bool,
     ) -> tuple[torch.Tensor | None, Tensors, torch.Tensor | None]:
         """dy of the loss -> (dx [..., D], the weight's gradient unscaled and its factor, the bias's gradient)."""
-        needed, triton = (
-            Needed(needs_input, needs_weight, needs_bias),
-            choose(self.backend, weight.device) == "triton",
-        )
         if self.reduction == "none":
+            needed = Needed(needs_input, needs_weight, needs_bias)
             dx, dw, db = self._row_gradients(dy, weight, saved, needed)
             factor = torch.ones((), dtype=saved[1].dtype, device=dw.device)
         else:
             dx, dw, db, factor = saved
-            factor = factor * dy
+            factor, triton = factor * dy, choose(self.backend, weight.device) == "triton"
             dx, db = (chunked.scaled_gradient(each, factor, each.dtype, triton) for each in (dx, db))
         return (
             dx.view(*self.target.shape, weight.shape[1]) if needs_input else None,
@@ -117,9 +114,7 @@ class LossProducts:
     def write_weight_grad(self, operands: Tensors, out: torch.Tensor, *, fresh: bool) -> None:
         """Write the weight's gradient to `out` [V, D], or add it: rounded once, to the dtype of `out`."""
         dw, factor = operands
-        wide = factor.view(
-            1, 1
-        )  # of two dimensions, so that a product of 16 bits is not rounded before it is added
+        wide = factor.view(1, 1)  # with dimensions, so that a product of 16 bits is computed in float32
         torch.mul(dw, wide, out=out) if fresh else out.addcmul_(dw, wide)
 
     def _loss(self) -> LossOptions:
