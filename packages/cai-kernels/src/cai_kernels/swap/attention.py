@@ -24,7 +24,9 @@ from cai_kernels.backend import Backend
 from cai_kernels.swap.record import Swapped, taken
 
 DEPTH = 2  # calls between a forward and torch's attention
-TORCHS = (1, 2, 0, 3, 4)  # torch's own order: flash, efficient, math, cuDNN, overrideable
+# torch's own order: flash, efficient, math, cuDNN, overrideable. On Hopper torch itself puts cuDNN first, as we would,
+# once attention has run there.
+TORCHS = (1, 2, 0, 3, 4)
 KERNEL = "attention by torch, fastest first"
 
 
