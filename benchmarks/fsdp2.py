@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from cai_apps.models import load_model_config, meta_model
+from cai_apps.compose.models import load_model_config, meta_model
 
 
 def arguments() -> argparse.Namespace:

@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/session.py llama-8b \
         --set parallel.tensor.size=2 parallel.shard=1 train.microbatch_size=2 train.global_batch=2
 
-What is built is what `cai train` builds (`cai_apps.apply`); data, logging and checkpoints are left out. To compare two
-versions, run it in turn with PYTHONPATH set to either.
+What is built is what `cai train` builds (`cai_apps.compose.apply`); data, logging and checkpoints are left out.
+`turns.py` compares two versions with it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from cai_apps import recipes
-from cai_apps.apply import apply
-from cai_apps.models import load_model_config
-from cai_apps.validate import resolve
+from cai_apps.applications.language.task import LANGUAGE, workload
+from cai_apps.compose.apply import apply
+from cai_apps.compose.models import load_model_config
 
 
 def arguments() -> argparse.Namespace:
@@ -85,8 +85,8 @@ def main() -> None:
         options.recipe, {k: value(v) for k, _, v in (s.partition("=") for s in options.set)}
     )
     model = load_model_config(config.model.name)
-    config = resolve(config, model, dist.get_world_size())
-    session = apply(config, model, device=device)
+    config = LANGUAGE.resolve(config, dist.get_world_size())
+    session = apply(config, workload(config, model), device=device)
     names = ("dp_replicate", "dp_shard")
     place = dict(zip(session.mesh.mesh_dim_names, session.mesh.get_coordinate(), strict=True))
     rank = place[names[0]] * config.parallel.shard + place[names[1]]
@@ -97,8 +97,8 @@ def main() -> None:
         if on_gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = session.step(batches.of(step), total_tokens=total)
-        norm = session.update(config.optimizer.lr)
+        loss, norm = session.step(batches.of(step), total=total), session.norm()
+        session.update(config.optimizer.lr, float(norm))
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Two versions of cai in turn: `session.py` run after run, before, after, before, …; medians and one JSON file.
+"""Two versions of cai in turn: each one's `session.py` run after run, before, after, …; medians and one JSON file.
 
     git worktree add ../before 9e81c9c
     python benchmarks/turns.py --before ../before --gpus 2 --out turns.json \
@@ -47,13 +47,13 @@ def sources(checkout: Path) -> str:
 
 
 def run(form: str, version: str, checkout: Path, options: argparse.Namespace, timeout: float | None) -> dict:
-    """One run of `session.py` on the sources of a checkout; the script itself is this version's."""
+    """One run of a checkout's own `session.py` on its sources."""
     name, recipe, *values = form.split()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.jsonl"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)),
-            *(str(HERE / "benchmarks" / "session.py"), recipe, "--form", name, "--out", str(out)),
+            *(str(checkout / "benchmarks" / "session.py"), recipe, "--form", name, "--out", str(out)),
             *("--steps", str(options.steps), "--warmup", str(options.warmup), "--set", *values),
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": sources(checkout)}

@@ -56,6 +56,19 @@ ROOMS = {
     "checkpoint": {"errors", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
+SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}
+ROOMS_OF_APPS = {
+    "config": set(),
+    "data": set(),
+    "compose": {"config"},
+    "planner": {"config", "compose"},
+    "run": {"config", "compose", "data"},
+    "report": {"config", "run"},
+    "recipes": {"config", "applications"},
+    "cli": {"config", "applications", "recipes", "report", "run"},
+    "applications": SHARED | {"cli"},
+}
+"""What each room of cai_apps may import of the others. An application imports no other application."""
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
@@ -114,13 +127,14 @@ def test_the_walk_allows_the_permitted_ones():
     )
 
 
-def rooms_entered(path: Path) -> set[str]:
-    """The rooms of cai_mesh that a file of it imports from."""
-    return {
-        name.split(".")[1]
-        for _, name in imported(ast.parse(path.read_text()))
-        if name.startswith("cai_mesh.") and "." in name
-    }
+def rooms_entered(path: Path, package: str) -> set[str]:
+    """The rooms of a package that a file of it imports from."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {alias.name for alias in node.names}
+    names = (name for _, name in imported(ast.parse(path.read_text())))
+    return found | {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "cai_mesh" in p.parts], ids=lambda path: path.name)
@@ -128,7 +142,27 @@ def test_rooms_of_cai_mesh_import_one_way(path: Path):
     inside = path.relative_to(next(PACKAGES.glob("cai-mesh/src/cai_mesh"))).parts
     room = inside[0].removesuffix(".py")
     if room != "__init__":
-        assert rooms_entered(path) - {room} <= ROOMS[room]
+        assert rooms_entered(path, "cai_mesh") - {room} <= ROOMS[room]
+
+
+APPS = PACKAGES / "cai-apps" / "src" / "cai_apps"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if APPS in p.parents], ids=lambda path: str(path.relative_to(APPS))
+)
+def test_rooms_of_cai_apps_import_one_way(path: Path):
+    inside = path.relative_to(APPS).parts
+    if len(inside) > 1:
+        assert rooms_entered(path, "cai_apps") - {inside[0]} <= ROOMS_OF_APPS[inside[0]]
+
+
+@pytest.mark.parametrize("path", sorted((APPS / "applications").glob("*/**/*.py")), ids=str)
+def test_applications_import_no_other(path: Path):
+    own = path.relative_to(APPS / "applications").parts[0]
+    names = {name for _, name in imported(ast.parse(path.read_text()))}
+    others = {name.split(".")[2] for name in names if name.startswith("cai_apps.applications.")}
+    assert others <= {own}
 
 
 @pytest.mark.parametrize("room", ["comm", "layout", "gradients", "storage", "checkpoint"])

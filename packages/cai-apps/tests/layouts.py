@@ -8,10 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_apps import config as c
-from cai_apps.apply import Session, apply
-from cai_apps.materialize import materialize
-from cai_apps.models import meta_model
+from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.task import workload
+from cai_apps.compose.apply import apply
+from cai_apps.compose.materialize import materialize
+from cai_apps.compose.models import meta_model
+from cai_apps.compose.session import Session
+from cai_apps.config import sections as c
+from cai_apps.data.section import Data
 from cai_kernels import convert_to_fp8
 from cai_mesh.comm import all_reduce, group
 from cai_mesh.layout import BoxedTensor, canonical_name
@@ -97,7 +101,7 @@ def model_config(name: str):
     )  # fmt: skip
 
 
-def run_config(case: Case, dtype: str, steps: int = STEPS) -> c.Config:
+def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
     """The config of a case; four microbatches a data rank where the batch allows it."""
     parallel = c.Parallel(
         replicate=case.replicate,
@@ -115,10 +119,10 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> c.Config:
         kernels=case.kernels,  # type: ignore[arg-type]
         compile=case.compile,  # type: ignore[arg-type]
     )
-    return c.Config(
+    return Config(
         parallel=parallel,
         train=train,
-        data=c.Data(sequence_length=LENGTH),
+        data=Data(sequence_length=LENGTH),
         precision=c.Precision(compute=dtype, linear=case.linear),  # type: ignore[arg-type]
         memory=c.Memory(recompute=case.recompute),  # type: ignore[arg-type]
         optimizer=c.Optimizer(lr=1e-2, clip=1.0),
@@ -139,10 +143,15 @@ def rate(step: int) -> float:
     return 1e-2 / (1 + step / 10)
 
 
+def initialize(model: nn.Module, module: nn.Module) -> None:
+    """The initial values of a module of transformers."""
+    model._init_weights(module)  # type: ignore[operator]
+
+
 def twin(name: str, dtype: str, steps: int = STEPS, linear: str = "compute", microbatch: int = BATCH):
     """Losses, first gradients and final parameters of a plain loop."""
     model = materialize(
-        meta_model(model_config(name)), seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
+        meta_model(model_config(name)), initialize, seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
     )
     if linear == "fp8":
         convert_to_fp8(model, scaling="row")
@@ -167,7 +176,8 @@ def twin(name: str, dtype: str, steps: int = STEPS, linear: str = "compute", mic
 
 
 def session_of(name: str, case: Case, dtype: str, steps: int = STEPS) -> Session:
-    return apply(run_config(case, dtype, steps), model_config(name), device=torch.device("cpu"))
+    config = run_config(case, dtype, steps)
+    return apply(config, workload(config, model_config(name)), device=torch.device("cpu"))
 
 
 def microbatches_of(session: Session, case: Case, step: int):
@@ -191,10 +201,10 @@ def train_steps(
     losses, gradients = [], {}
     for step in range(first, last):
         batches, total = microbatches_of(session, case, step)
-        loss = session.step(batches, total_tokens=total).clone()
+        loss = session.step(batches, total=total).clone()
         if step == first:
             gradients = {n: _copied(b) for n, b in gradients_of(session).items()}
-        session.update(rate(step))
+        session.update(rate(step), float(session.norm()))
         all_reduce(loss, group(session.mesh, ("dp_replicate", "dp_shard")))
         losses.append(float(loss))
     return losses, gradients
@@ -205,10 +215,10 @@ def _copied(boxed: BoxedTensor) -> BoxedTensor:
 
 
 def gradients_of(session: Session) -> dict[str, BoxedTensor]:
-    if session.sync is not None:
-        session.sync.finish()
+    if session.weights.sync is not None:
+        session.weights.sync.finish()
     if session.config.parallel.zero < 3:
-        return session.optimizer.gradients()  # type: ignore[attr-defined]
+        return session.weights.optimizer.gradients()  # type: ignore[attr-defined]
     named = session.model.named_parameters()
     return {canonical_name(n, p): BoxedTensor.like(p, p.grad) for n, p in named if p.grad is not None}
 

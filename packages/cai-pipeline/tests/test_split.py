@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.layout import attach, canonical_name, reduce_of
 from cai_mesh.testing import assert_names_kept, run_ranks
-from cai_pipeline import split
+from cai_pipeline import Trial, split
 from cai_pipeline.balance import balance_layers
 from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.small_model import small_model
+from cai_pipeline.small_model import find_layers, small_model
 from cai_pipeline.stage import Placeholder, run_stage
-from cai_pipeline.structure import find_layers
 from cai_pipeline.verify_split import chain, gradients, verify_split
 
 
@@ -46,7 +46,7 @@ def test_the_stages_compute_what_the_model_computes(family: str, padded: bool) -
         inputs["attention_mask"][1, -3:] = 0
     expected = whole(**inputs)
     expected.loss.backward()
-    output = chain(parts, inputs)
+    output = chain(parts, inputs, lambda output: output.loss)
     # GPT-J multiplies attention in float32, whose sums depend on how memory is aligned on some CPUs
     wide = 1e-8 if family == "gptj" else 0
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=wide)
@@ -213,3 +213,51 @@ def refused_split(layers: int, options: dict[str, Any], axis: str) -> str:
 def test_requests_that_do_not_fit(layers: int, options: dict[str, Any], axis: str, message: str) -> None:
     for text in run_ranks(2, refused_split, layers, options, axis):
         assert message in text
+
+
+class Tower(torch.nn.Module):
+    """Not of transformers: patches and positions, layers, a norm and a head; `skip` reads the patches again."""
+
+    def __init__(self, layers: int, width: int = 8, *, skip: bool = False):
+        super().__init__()
+        self.patches, self.positions = torch.nn.Linear(6, width), torch.nn.Embedding(4, width)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(layers)
+        )
+        self.norm, self.head, self.skip = torch.nn.LayerNorm(width), torch.nn.Linear(width, 3), skip
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        first = x = self.patches(pixels) + self.positions(torch.arange(4, device=pixels.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + first if self.skip else x).mean(1))
+
+
+def tower_trial(**options: Any) -> Trial:
+    def small() -> Tower:
+        torch.manual_seed(0)
+        return Tower(3, **options)
+
+    pixels = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return Trial(small, lambda: {"pixels": pixels}, lambda scores: scores.square().sum(), "layers")
+
+
+def split_tower() -> list[str]:
+    model = split(Tower(5), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), trial=tower_trial())
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_a_model_that_is_not_of_transformers_is_split_by_its_trial() -> None:
+    first, last = run_ranks(2, split_tower)
+    assert first[0] == "patches.weight" and "norm.weight" in last
+    assert [name for name, _ in Tower(5).named_parameters()] == [*first, *last]
+
+
+def test_a_trial_finds_what_a_split_would_break() -> None:
+    with pytest.raises(PlanError, match=r"computes something else|does not run when split"):
+        verify_split(tower_trial(skip=True))
+    wrong = replace(tower_trial(), layers="blocks")
+    with pytest.raises(PlanError, match="no list of layers 'blocks'"):
+        verify_split(wrong)
+    with pytest.raises(PlanError, match="without a transformers config"):
+        small_model(Tower(3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -11,12 +11,29 @@ __all__ = ["Config", "export", "plan", "recipes", "train"]
 
 if TYPE_CHECKING:
     from cai_apps import recipes
-    from cai_apps.config import Config
-    from cai_apps.exporting import export
-    from cai_apps.planner.plan import plan
-    from cai_apps.training import train
+    from cai_apps.applications.language.config import Config
+    from cai_apps.applications.language.export import export
+    from cai_apps.applications.language.plan import plan
+    from cai_apps.run.directory import RunDirectory
 
-_HOMES = {"Config": "config", "export": "exporting", "plan": "planner.plan", "train": "training"}
+_HOMES = {
+    "Config": "applications.language.config",
+    "export": "applications.language.export",
+    "plan": "applications.language.plan",
+}
+
+
+def train(config: Any, *, label: str = "run") -> RunDirectory:
+    """Trains as `config` says, that of any application, and returns the run's directory.
+
+    Under a launcher (RANK is set) this process is one of its ranks; otherwise the ranks are started here.
+
+    Raises:
+        CaiError: anything the user can fix; before any rank starts where it can be known by then.
+    """
+    from cai_apps import applications
+
+    return applications.of(config).train(config, label)
 
 
 def __getattr__(name: str) -> object:

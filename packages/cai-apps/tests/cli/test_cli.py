@@ -8,7 +8,8 @@ import re
 import pytest
 
 import cai_apps
-from cai_apps.cli import COMMANDS, main
+from cai_apps import applications
+from cai_apps.cli import COMMANDS, main, modules_of_commands
 from cai_mesh.errors import CaiError
 
 
@@ -22,7 +23,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", modules_of_commands())
 def test_every_command_has_help(capsys, command):
     code, out, err = run(capsys, command, "--help")
     assert code == 0
@@ -33,8 +34,13 @@ def test_every_command_has_help(capsys, command):
 def test_help_lists_every_command(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(command in out for command in COMMANDS)
+    assert all(command in out for command in modules_of_commands())
     assert run(capsys)[1] == out
+
+
+def test_no_command_has_two_homes():
+    own = [name for each in applications.TABLE for name in applications.find(each).commands]
+    assert len({*own, *COMMANDS}) == len(own) + len(COMMANDS)
 
 
 def test_version(capsys):

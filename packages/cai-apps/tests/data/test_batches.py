@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cai_apps.data.batches import IGNORED, Batches, count_targets, split
+from cai_apps.data.batches import Batches
+from cai_apps.data.packed import IGNORED, count_targets, split
 from cai_apps.data.prepare import Prepared
 from cai_mesh.errors import DataError
 
@@ -32,7 +33,7 @@ def test_short_last_sequence_is_filled_and_not_a_target(prepared):
     rows = training.rows(np.array([10]))
     assert rows["input_ids"].tolist() == [[110, 111, 112, *[END] * 7]]
     assert rows["labels"].tolist() == [[110, 111, 112, *[IGNORED] * 7]]
-    assert count_targets([rows]) == 2
+    assert count_targets(rows) == 2
 
 
 def test_validation_is_the_end_and_never_trained_on(prepared):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cai_apps.config import Data
 from cai_apps.data.prepare import check_ids, prepare
+from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import END_OF_TEXT, load_tokenizer
 from cai_mesh.errors import ConfigError, DataError
 

@@ -9,10 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cai_apps import recipes
-from cai_apps.apply import apply
-from cai_apps.models import load_model_config
-from cai_apps.planner.plan import plan
-from cai_apps.validate import resolve
+from cai_apps.applications.language.plan import plan
+from cai_apps.applications.language.task import workload
+from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.apply import apply
+from cai_apps.compose.models import load_model_config
 from cai_mesh.comm import coordinate
 from cai_mesh.testing import RankError, run_ranks
 
@@ -56,15 +57,15 @@ def measure(config) -> tuple[int, int]:
     before = live_bytes()
     model_config = load_model_config(config.model.name)
     config = resolve(config, model_config, torch.distributed.get_world_size())
-    session = apply(config, model_config, device=torch.device("cpu"))
+    session = apply(config, workload(config, model_config), device=torch.device("cpu"))
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64)
     batches = [{"input_ids": ids, "labels": ids} for _ in range(config.parallel.pipeline.microbatches)]
-    session.step(batches, total_tokens=1)
-    session.update(1e-3)
+    session.step(batches, total=1)
+    session.update(1e-3, float(session.norm()))
     seen = []
     if config.parallel.zero < 3:
         session.model.register_forward_pre_hook(lambda *_: seen.append(live_bytes() - before))
-    session.step(batches, total_tokens=1)
+    session.step(batches, total=1)
     return coordinate(session.mesh)["pp"], max([*seen, live_bytes() - before])
 
 
@@ -79,8 +80,9 @@ def test_model_state_is_within_3_percent(ranks, changes):
 def placed(config):
     """Bytes on the host before anything is planned."""
     model_config = load_model_config(config.model.name)
-    session = apply(resolve(config, model_config, 1), model_config, device=torch.device("cpu"))
-    return session.optimizer.placement().host_bytes
+    config = resolve(config, model_config, 1)
+    session = apply(config, workload(config, model_config), device=torch.device("cpu"))
+    return session.weights.offloaded.placement().host_bytes
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from cai_apps import recipes
-from cai_apps.cli.plan import render
+from cai_apps.applications.language import APPLICATION
+from cai_apps.applications.language.plan import plan
 from cai_apps.planner.memory import gathered, model_state, most_in_flight
-from cai_apps.planner.plan import plan
 from cai_mesh.errors import ConfigError, MeshError, PlanError
 from cai_pipeline import program
 
@@ -104,7 +104,7 @@ def test_same_errors_as_training(tiny):
 
 
 def test_rendered_plan_has_the_mesh_and_a_row_per_stage(tiny):
-    text = render(plan(tiny), "llama-tiny")
+    text = APPLICATION.plan(tiny, None, "llama-tiny")
     assert "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2  (8 ranks)" in text
     assert "869,504 parameters" in text
     assert len([line for line in text.splitlines() if line.endswith("MiB")]) == 2
@@ -126,7 +126,7 @@ def test_needs_of_an_8_billion_model_on_one_gpu():
     assert planned.offload.smallest - planned.stages[0].activations == pytest.approx(
         2 * 3 * embedding, rel=1e-3
     )
-    text = render(planned, "llama-8b")
+    text = APPLICATION.plan(config, None, "llama-8b")
     assert "20.49 GiB may be used; works from about" in text
     assert "host      at most 119." in text
 
@@ -135,21 +135,22 @@ def test_a_disk_takes_what_the_host_lacks():
     changes = {"memory.residency": "auto", "memory.device_memory": "22GB", "memory.host_memory": "60GB"}
     with pytest.raises(PlanError, match="host memory is too small"):
         plan(recipes.load("llama-8b", changes))
-    planned = plan(recipes.load("llama-8b", {**changes, "memory.nvme": "/fast"}))
+    config = recipes.load("llama-8b", {**changes, "memory.nvme": "/fast"})
+    planned = plan(config)
     assert planned.offload.host <= 60e9
     assert planned.offload.host + planned.offload.disk > 16 * planned.parameters
-    assert "GiB in /fast" in render(planned, "llama-8b")
+    assert "GiB in /fast" in APPLICATION.plan(config, None, "llama-8b")
 
 
 def test_too_little_device_memory():
     with pytest.raises(PlanError, match="too small for one layer at a time"):
         plan(recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "2GB"}))
     tight = recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "4GB"})
-    assert "likely too small" in render(plan(tight), "llama-8b")
+    assert "likely too small" in APPLICATION.plan(tight, None, "llama-8b")
 
 
 def test_one_rank_is_told_what_offload_would_do(tiny):
     assert plan(tiny).offload is None
-    assert "with memory.residency auto: works from about" in render(
-        plan(recipes.load("llama-1b")), "llama-1b"
+    assert "with memory.residency auto: works from about" in APPLICATION.plan(
+        recipes.load("llama-1b"), None, "llama-1b"
     )

@@ -41,11 +41,12 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model class and a small config. Two are equal when their class and all config values are equal."""
+    """A `Trial` made of a model class and a small config. Two are equal when class and all config values are equal."""
 
     model_class: type[nn.Module]
     values: str
     attention: str
+    layers: str
     config: Any = field(compare=False, repr=False)
 
     def build(self) -> nn.Module:
@@ -58,13 +59,17 @@ class SmallModel:
                 parameter.normal_(0.0, 0.2, generator=generator).requires_grad_(True)
         return model
 
+    def loss(self, output: Any) -> torch.Tensor:
+        """The loss that the model computes from its labels."""
+        return output.loss
+
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Token ids and attention mask, both [2, 12]; the first row ends with two padding tokens."""
+        """Token ids, attention mask and labels, all [2, 12]; the first row ends with two padding tokens."""
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(4, VOCABULARY, (2, 12), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, -2:] = 0
-        return {"input_ids": ids, "attention_mask": mask}
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
 def small_model(model: nn.Module) -> SmallModel:
@@ -80,12 +85,13 @@ def small_model(model: nn.Module) -> SmallModel:
             got="a module without a transformers config",
             expected="a causal language model of transformers >= 5",
         )
+    layers = find_layers(model)
     failure: Exception | None = None
     for narrow in (True, False):
         try:
             smaller = _shrink(config, narrow)
             values = smaller.to_json_string(use_diff=False)
-            small = SmallModel(type(model), values, smaller._attn_implementation, smaller)
+            small = SmallModel(type(model), values, smaller._attn_implementation, layers, smaller)
             if _parameter_count(small) > PARAMETER_LIMIT:
                 break
             built = small.build()
@@ -150,3 +156,28 @@ def _narrower(text: Any) -> None:
         now = getattr(text, name, None)
         if isinstance(now, int):
             setattr(text, name, min(now, value))
+
+
+def find_layers(model: nn.Module) -> str:
+    """The name of the model's list of decoder layers: the largest `ModuleList` of `num_hidden_layers` entries.
+
+    Raises PlanError when there is none, and for an encoder-decoder, which has two.
+    """
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise PlanError(
+            f"cannot split {type(model).__name__}", got="an encoder-decoder", expected="a causal LM"
+        )
+    wanted = config.get_text_config().num_hidden_layers
+    found = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == wanted
+    }
+    outer = {name: size for name, size in found.items() if not any(name.startswith(o + ".") for o in found)}
+    if not outer:
+        raise PlanError(
+            f"cannot find the decoder layers of {type(model).__name__}",
+            expected=f"a ModuleList of {wanted} layers, as config.num_hidden_layers says",
+        )
+    return max(outer, key=lambda name: outer[name])

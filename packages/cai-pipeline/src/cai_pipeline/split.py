@@ -16,7 +16,8 @@ from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layer
 from cai_pipeline.partition import partition, tied_parameters
 from cai_pipeline.small_model import small_model
 from cai_pipeline.stage import Stage
-from cai_pipeline.structure import ModelStructure, find_layers
+from cai_pipeline.structure import ModelStructure
+from cai_pipeline.trial import Trial
 from cai_pipeline.verify_split import verify_split
 
 Balance = Literal["auto"] | Sequence[int]
@@ -29,22 +30,24 @@ def split(
     stages: int | None = None,
     chunks: int = 1,
     balance: Balance = "auto",
+    trial: Trial | None = None,
 ) -> Any:
-    """Keep this rank's stage of a transformers causal LM; placeholders without parameters replace the rest.
+    """Keep this rank's stage of a model; placeholders without parameters replace the rest.
 
     Call it on all ranks, on the whole model (best on the meta device), before any other transform. First a small
-    model of the same class and config is split, its stages are run one after the other, and logits, loss and all
-    gradients are compared with those of the unsplit model; only then is `model` changed. Parameters that the first
+    model of the same kind is split, its stages are run one after the other, and loss and all gradients are compared
+    with those of the unsplit model; only then is `model` changed. Parameters that the first
     and the last stage share (tied embeddings) stay on both, with the first as owner; their `ReduceSpec.tied` is the
     group of these two ranks.
 
     Args:
-        model: a causal LM of transformers >= 5; may be on the meta device.
+        model: a causal LM of transformers >= 5, or any model with a list of layers; may be on the meta device.
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         stages: number of stages; the pp degree, which is also the default.
         chunks: stages per rank, 1.
         balance: "auto" for stages of equal cost, where cost is the number of parameters and those of an embedding
             count an eighth; or the number of layers of each stage.
+        trial: the small model to try the split on; None: made of the model's transformers config.
 
     Returns:
         `model`, with its `Stage` at `model.cai_stage`.
@@ -61,10 +64,10 @@ def split(
     if count == 1:
         model.cai_stage = Stage(0, 1, range(0))  # type: ignore[assignment]
         return model
-    small = small_model(model)
-    layers = len(model.get_submodule(find_layers(model)))  # type: ignore[arg-type]
+    tried = trial or small_model(model)
+    layers = len(list(model.get_submodule(tried.layers).children()))
     check_enough_layers(layers, count)
-    structure = verify_split(small)
+    structure = verify_split(tried)
     stage_layers = _assign_layers(model, structure, count, balance)
     tied = tied_parameters(model, structure, stage_layers)
     group = _tied_group(mesh) if tied else None

@@ -151,6 +151,12 @@ class PlaceholderPassThrough(Placeholder):
         return x
 
 
+def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a forward is called with: the inputs, and no cache unless they ask for one."""
+    cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+    return cache | dict(inputs)
+
+
 def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> Any:
     """One forward of a stage.
 
@@ -167,9 +173,7 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
         PlanError: the model's forward skipped the layer that reads this stage's input or stores its output.
     """
     stage = Stage.of(model)
-    arguments = dict(inputs)
-    if "use_cache" in inspect.signature(type(model).forward).parameters:
-        arguments.setdefault("use_cache", False)
+    arguments = arguments_of(model, inputs)
     if not stage.is_last:
         arguments.pop("labels", None)
     io = stage.io

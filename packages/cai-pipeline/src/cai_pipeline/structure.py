@@ -10,6 +10,8 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_pipeline.small_model import SmallModel
+from cai_pipeline.stage import arguments_of
+from cai_pipeline.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -29,43 +31,19 @@ class ModelStructure:
     outputs: int | None
 
 
-def find_layers(model: nn.Module) -> str:
-    """The name of the model's list of decoder layers: the largest `ModuleList` of `num_hidden_layers` entries.
-
-    Raises PlanError when there is none, and for an encoder-decoder, which has two.
-    """
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise PlanError(
-            f"cannot split {type(model).__name__}", got="an encoder-decoder", expected="a causal LM"
-        )
-    wanted = config.get_text_config().num_hidden_layers
-    found = {
-        name: sum(parameter.numel() for parameter in module.parameters())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == wanted
-    }
-    outer = {name: size for name, size in found.items() if not any(name.startswith(o + ".") for o in found)}
-    if not outer:
-        raise PlanError(
-            f"cannot find the decoder layers of {type(model).__name__}",
-            expected=f"a ModuleList of {wanted} layers, as config.num_hidden_layers says",
-        )
-    return max(outer, key=lambda name: outer[name])
-
-
-def find_structure(model: nn.Module, small: SmallModel) -> ModelStructure:
+def find_structure(model: nn.Module, trial: Trial | SmallModel) -> ModelStructure:
     """Run one forward of a small instance and record the order in which its modules run.
 
     Args:
-        model: an instance of `small`, from `build`.
-        small: gives the inputs.
+        model: an instance of the trial, from `build`.
+        trial: gives the inputs, and says which list the layers are in.
 
     Raises:
         PlanError: a module with parameters runs among the layers without being in one, or layers differ in what
             they return, so the model cannot be split between layers.
     """
-    layers = find_layers(model)
+    layers = trial.layers
+    _check_layers(model, layers)
     seen: list[tuple[str, Any]] = []
 
     def record(name: str) -> Callable[..., None]:
@@ -76,7 +54,7 @@ def find_structure(model: nn.Module, small: SmallModel) -> ModelStructure:
     hooks = [model.get_submodule(name).register_forward_hook(record(name)) for name in outside]
     hooks += [layer.register_forward_hook(record(layers)) for layer in stack.children()]
     try:
-        model(**small.inputs(), use_cache=False)
+        model(**arguments_of(model, trial.inputs()))
     finally:
         for hook in hooks:
             hook.remove()
@@ -96,6 +74,16 @@ def find_structure(model: nn.Module, small: SmallModel) -> ModelStructure:
     if len(shapes) != 1:
         raise PlanError(f"the layers of {type(model).__name__} return different things", got=shapes)
     return ModelStructure(layers, tuple(before), tuple(after), shapes.pop())
+
+
+def _check_layers(model: nn.Module, layers: str) -> None:
+    found = dict(model.named_modules()).get(layers)
+    if not isinstance(found, nn.ModuleList) or not len(found):
+        raise PlanError(
+            f"{type(model).__name__} has no list of layers {layers!r}",
+            got="nothing" if found is None else type(found).__name__,
+            expected="an nn.ModuleList with the layers to divide",
+        )
 
 
 def _modules_outside_layers(model: nn.Module, layers: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,18 +15,19 @@ from cai_mesh.layout import attach, canonical_name
 from cai_pipeline.balance import balance_layers
 from cai_pipeline.partition import partition, tied_parameters
 from cai_pipeline.small_model import SmallModel
-from cai_pipeline.stage import run_stage
+from cai_pipeline.stage import arguments_of, run_stage
 from cai_pipeline.structure import ModelStructure, find_structure
+from cai_pipeline.trial import Trial
 
 TOLERANCE = 1e-10
 """Largest difference allowed for float64 rounding, relative to the largest value of the tensor."""
 
 
 @lru_cache(maxsize=64)
-def verify_split(small: SmallModel) -> ModelStructure:
-    """Split a small model into up to three stages and compare with it unsplit: logits, loss and gradients.
+def verify_split(trial: Trial | SmallModel) -> ModelStructure:
+    """Split a small model into up to three stages and compare with it unsplit: output, loss and all gradients.
 
-    Done once per class and config. Three stages are enough: a first, a middle and a last one.
+    Done once per trial (of transformers: per class and config). Three stages are enough: first, middle and last.
 
     Returns:
         where the parts of the model lie; the large model has the same structure.
@@ -35,27 +36,26 @@ def verify_split(small: SmallModel) -> ModelStructure:
         PlanError: the split model computes something else, or its code does not run when split.
     """
     with torch.device("cpu"), torch.enable_grad():
-        return _verify_split(small)
+        return _verify_split(trial)
 
 
-def _verify_split(small: SmallModel) -> ModelStructure:
-    whole = small.build()
+def _verify_split(trial: Trial | SmallModel) -> ModelStructure:
+    whole = trial.build().double().eval()
     name = type(whole).__name__
     try:
-        structure = find_structure(whole, small)
+        structure = find_structure(whole, trial)
         layers = len(whole.get_submodule(structure.layers))  # type: ignore[arg-type]
         stage_layers = balance_layers([1.0] * layers, min(3, layers))
         parts = [_part(whole, structure, stage_layers, index) for index in range(len(stage_layers))]
-        labels = small.inputs()["input_ids"]
-        expected = whole(**small.inputs(), labels=labels, use_cache=False)
-        expected.loss.backward()
-        output = chain(parts, {**small.inputs(), "labels": labels})
+        expected = whole(**arguments_of(whole, trial.inputs()))
+        trial.loss(expected).backward()
+        output = chain(parts, trial.inputs(), trial.loss)
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(f"{name} does not run when split", got=f"{type(error).__name__}: {error}") from error
-    _compare(name, "logits", output.logits, expected.logits)
-    _compare(name, "loss", output.loss, expected.loss)
+    _compare(name, "loss", trial.loss(output), trial.loss(expected))
+    _compare(name, "output", _main(output), _main(expected))
     found = gradients(parts)
     for parameter_name, parameter in whole.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -74,12 +74,13 @@ def _part(
     return part
 
 
-def chain(parts: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
+def chain(parts: Sequence[nn.Module], inputs: Mapping[str, Any], loss: Callable[[Any], torch.Tensor]) -> Any:
     """Run all stages of a model one after the other in this process, then backward through all of them.
 
     Args:
         parts: all stages, in order.
-        inputs: keyword arguments of the whole model, with `labels`.
+        inputs: keyword arguments of the whole model.
+        loss: of the last stage's output.
 
     Returns:
         the last stage's output.
@@ -91,10 +92,15 @@ def chain(parts: Sequence[nn.Module], inputs: Mapping[str, Any]) -> Any:
         received = sent.detach().requires_grad_()
         boundaries.append((sent, received))
     output = run_stage(parts[-1], received, inputs)
-    output.loss.backward()
+    loss(output).backward()
     for sent, received in reversed(boundaries):
         sent.backward(received.grad)
     return output
+
+
+def _main(output: Any) -> torch.Tensor | None:
+    """The tensor a model returns, or the logits of a transformers output; None where there is neither."""
+    return output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
 
 
 def gradients(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -108,7 +114,9 @@ def gradients(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _compare(model: str, what: str, got: torch.Tensor | None, expected: torch.Tensor) -> None:
+def _compare(model: str, what: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    if expected is None:
+        return
     if got is None:
         difference = float("inf")
     else:

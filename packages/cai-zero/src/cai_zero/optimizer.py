@@ -17,7 +17,7 @@ from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGathers, SideStream, check_device
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import clip_grad_norm_, direct_linears
+from cai_mesh.gradients import clip_grad_norm_, direct_linears, grad_norm
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, refresh, sites
 from cai_mesh.storage import ModuleLifecycle
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
@@ -164,6 +164,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clip by the norm over the whole model on the whole mesh; returns it. Waits for pending reductions."""
         self._ensure_gradients()
         return clip_grad_norm_([c.flat for c in self._chunks], max_norm, self._ranks.mesh)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of `clip_grad_norm_`, with the gradients left as they are."""
+        self._ensure_gradients()
+        return grad_norm([c.flat for c in self._chunks], self._ranks.mesh)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the coming step. Waits for pending reductions."""
+        self._ensure_gradients()
+        torch._foreach_mul_([c.flat.grad for c in self._chunks], factor)
 
     def _ensure_gradients(self) -> None:
         late = self._lifecycle is None and any(p.grad is not None for c in self._chunks for p in c.params)

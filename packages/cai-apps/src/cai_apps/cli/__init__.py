@@ -7,7 +7,8 @@ import os
 import sys
 
 import cai_apps
-from cai_apps.launch import FAILURE, USER_ERROR, RankFailure
+from cai_apps import applications
+from cai_apps.run.launch import FAILURE, USER_ERROR, RankFailure
 from cai_mesh.errors import CaiError, ConfigError, did_you_mean
 
 COMMANDS = {
@@ -16,11 +17,10 @@ COMMANDS = {
     "plan": "print what a run will need per rank",
     "doctor": "show what this machine offers",
     "verify": "check every file of a checkpoint",
-    "export": "write a checkpoint's weights as an HF directory",
-    "generate": "continue a prompt with an exported model",
     "report": "write one HTML file about a run",
     "recipes": "list the recipes",
 }
+"""Of every application; those of one application are in its table entry."""
 
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -57,14 +57,22 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"cai {cai_apps.__version__}")
         return 0
     command, *rest = arguments
-    if command not in COMMANDS:
-        raise ConfigError(f"no command {command!r}", fix=did_you_mean(command, COMMANDS))
-    return importlib.import_module(f"cai_apps.cli.{command}").run(rest)
+    modules = modules_of_commands()
+    if command not in modules:
+        raise ConfigError(f"no command {command!r}", fix=did_you_mean(command, modules))
+    return importlib.import_module(modules[command]).run(rest)
+
+
+def modules_of_commands() -> dict[str, str]:
+    """The module of every command, by name."""
+    own = {name: module for name, (_, module) in applications.commands().items()}
+    return {name: f"cai_apps.cli.{name}" for name in COMMANDS} | own
 
 
 def usage() -> str:
     """The text of `cai --help`."""
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    own = {name: text for name, (text, _) in applications.commands().items()}
+    lines = [f"  {name:<10}{text}" for name, text in (COMMANDS | own).items()]
     return "\n".join(
         [
             "usage: cai COMMAND [ARGUMENTS] [--debug]",

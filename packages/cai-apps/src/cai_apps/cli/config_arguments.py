@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cai_apps import config_file, recipes
-from cai_apps.config import Config
+from cai_apps import applications, recipes
+from cai_apps.config import file as config_file
 from cai_mesh.errors import ConfigError
 
 T = TypeVar("T")
 
 
-def parse(arguments: list[str], *, command: str, description: str) -> tuple[Config, str]:
-    """The config, and a label for it: the recipe's or the file's name.
+def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any, str]:
+    """The config of the recipe's application, and a label for it: the recipe's or the file's name.
 
     Raises:
         ConfigError: no recipe is named, or a flag is not a config key.
@@ -26,8 +26,8 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Conf
             expected=f"cai {command} RECIPE|FILE.toml [--section.key value]",
             fix=f"recipes: {', '.join(recipes.names())}",
         )
-    check_flags(arguments)
-    default = recipes.load(recipe) if recipe else Config()
+    default = recipes.load(recipe) if recipe else applications.find(applications.DEFAULT).config()
+    check_flags(arguments, type(default))
     rest = arguments[1:] if recipe else arguments
     return fill(default, rest, command=command, description=description), Path(recipe or "run").stem
 
@@ -47,7 +47,7 @@ def fill(default: T, arguments: list[str], *, command: str, description: str) ->
     )
 
 
-def check_flags(arguments: list[str], kind: type = Config) -> None:
+def check_flags(arguments: list[str], kind: type) -> None:
     """Raises ConfigError for a flag that is not a key of the config dataclass `kind`."""
     known = config_file.known_keys(kind)
     for argument in arguments:

@@ -18,7 +18,7 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="doctor")
-    from cai_apps.doctor import SECTIONS, nvme
+    from cai_apps.report.machine import SECTIONS, nvme
 
     sections = dict(SECTIONS)
     if options.nvme is not None:

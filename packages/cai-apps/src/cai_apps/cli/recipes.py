@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from cai_apps import recipes
-from cai_apps.recsys import recipes as recsys
 from cai_mesh.errors import ConfigError
 
 USAGE = """usage: cai recipes
 
-List the recipes that `cai train` takes by name; `cai plan` takes those of language models."""
+List the recipes that `cai train` and `cai plan` take by name."""
 
 
 def run(arguments: list[str]) -> int:
@@ -18,7 +17,5 @@ def run(arguments: list[str]) -> int:
     if arguments:
         raise ConfigError("cai recipes takes no argument", got=" ".join(arguments))
     for name in recipes.names():
-        print(f"{name:<14}{recipes.describe(name)}")
-    for name in recsys.names():
-        print(f"{name:<14}{recsys.describe(name)}")
+        print(f"{name:<20}{recipes.describe(name)}")
     return 0

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import tyro
 
+from cai_apps import applications, recipes
 from cai_apps.cli.arguments import parse
-from cai_apps.recsys import recipes as recsys
-from cai_apps.run_directory import RunDirectory
-from cai_mesh.errors import ConfigError
+from cai_apps.run.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,6 @@ def run(arguments: list[str]) -> int:
     from cai_apps.report.page import write_report
 
     run_directory = RunDirectory.open(options.directory)
-    if recsys.takes(str(run_directory.config_file)):
-        raise ConfigError(
-            "cai report draws runs of language models",
-            got=f"a recommendation run, {run_directory.path}",
-            fix="its losses are in metrics.jsonl",
-        )
-    print(write_report(run_directory, options.output or run_directory.path / "report.html"))
+    page = applications.of(recipes.read(run_directory.config_file)).report()
+    print(write_report(run_directory, options.output or run_directory.path / "report.html", page))
     return 0

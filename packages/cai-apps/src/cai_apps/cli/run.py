@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cai_apps import launch
+from cai_apps.run import launch
 from cai_mesh.errors import ConfigError
 
 USAGE = """usage: cai run [LAUNCHER OPTIONS] train RECIPE|FILE.toml [--section.key value]
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The launcher's arguments, with the script run through `cai_apps.recorded`.
+    """The launcher's arguments, with the script run through `cai_apps.run.recorded`.
 
     Raises:
         ConfigError: an option the launcher does not have, or no script.
@@ -45,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not options.no_python:
         flag = ["-m"] if options.module else []
         options.training_script_args = [*flag, options.training_script, *options.training_script_args]
-        options.training_script, options.module = "cai_apps.recorded", True
+        options.training_script, options.module = "cai_apps.run.recorded", True
     return options
 
 

@@ -1,109 +1,105 @@
-"""Packed sequences and which of them a data rank reads in a step.
+"""Which samples a data rank reads in a step, whatever they are.
 
-The stream of tokens is cut into sequences of equal length; the last ones are kept for validation. Step s of a
-run consumes the samples [s * B, (s + 1) * B) of an endless shuffled order, whatever the layout; a data rank
-takes a contiguous part of those. So the position of a run is one number, and any layout goes on where another
+Step s of a run consumes the samples [s * B, (s + 1) * B) of an endless shuffled order, whatever the layout; a data
+rank takes a contiguous part of those. So the position of a run is one number, and any layout goes on where another
 stopped.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cai_apps.data.prepare import Prepared
 from cai_apps.data.shuffle import permute
-from cai_mesh.errors import DataError
 
-IGNORED = -100
+Microbatches = list[dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Split:
-    """The sequences [first, first + size) of a tokenized source."""
+class Samples(Protocol):
+    """A finite set of samples that can be read in any order."""
 
-    prepared: Prepared
-    sequence_length: int
-    first: int
-    size: int
-
-    @cached_property
-    def _stream(self) -> np.ndarray:
-        return self.prepared.stream()
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, int64 [len(indices), sequence_length].
-
-        The source's last sequence may be short: it is filled with end-of-text tokens whose labels are -100.
-        Labels are not shifted; the loss compares position t with label t + 1.
-        """
-        length = self.sequence_length
-        ids = np.full((len(indices), length), self.prepared.end_of_text, dtype=np.int64)
-        labels = np.full((len(indices), length), IGNORED, dtype=np.int64)
-        for row, index in enumerate(indices):
-            start = (self.first + int(index)) * length
-            tokens = self._stream[start : start + length]
-            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-
-
-def split(prepared: Prepared, sequence_length: int, validation_fraction: float) -> tuple[Split, Split]:
-    """The training and validation sequences; validation has at least one when its fraction is above 0.
-
-    Raises:
-        DataError: nothing is left to train on.
-    """
-    total = -(-prepared.tokens // sequence_length)
-    held_out = max(1, round(total * validation_fraction)) if validation_fraction > 0 else 0
-    if total <= held_out:
-        raise DataError(
-            "the dataset is too small to train on",
-            got=f"{prepared.tokens} tokens, {total} sequences of {sequence_length}",
-            expected=f"more than {held_out} sequences",
-            fix="use more text, a smaller data.sequence_length or data.validation_fraction = 0",
-        )
-    training = total - held_out
-    return (
-        Split(prepared, sequence_length, 0, training),
-        Split(prepared, sequence_length, training, held_out),
-    )
+        """Samples by number, int64 [n]: tensors by name, each [n, ...], in host memory."""
+        ...
 
 
 @dataclass(frozen=True)
 class Batches:
     """What one data rank reads of each global batch."""
 
-    split: Split
+    samples: Samples
     global_batch: int
     microbatch_size: int
     data_rank: int
     data_ranks: int
     seed: int | None
-    """Seed of the order; None: in file order."""
+    """Seed of the order; None: in the samples' own."""
 
-    def at(self, position: int) -> list[dict[str, Tensor]]:
+    def at(self, position: int) -> Microbatches:
         """This data rank's microbatches of the global batch that starts at sample `position`."""
         share = self.global_batch // self.data_ranks
         first = position + self.data_rank * share
-        rows = self.split.rows(self._order(np.arange(first, first + share)))
+        rows = self.samples.rows(self._order(np.arange(first, first + share)))
         pieces = {name: value.split(self.microbatch_size) for name, value in rows.items()}
         return [dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)]
 
     def _order(self, samples: np.ndarray) -> np.ndarray:
-        epochs, within = np.divmod(samples, self.split.size)
+        epochs, within = np.divmod(samples, self.samples.size)
         if self.seed is None:
             return within
         order = np.empty_like(within)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            order[chosen] = permute(within[chosen], self.split.size, seed=self.seed, epoch=int(epoch))
+            order[chosen] = permute(within[chosen], self.samples.size, seed=self.seed, epoch=int(epoch))
         return order
 
 
-def count_targets(microbatches: list[dict[str, Tensor]]) -> int:
-    """Number of tokens with a loss: labels after each sequence's first that are not ignored."""
-    return sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in microbatches)
+class Prefetch:
+    """Reads the next global batch in a thread while this one is trained on, into pinned memory for a GPU.
+
+    Args:
+        batches: what is read.
+        device: where the microbatches go; the copies to a GPU are queued behind its work, and nobody waits for them.
+    """
+
+    def __init__(self, batches: Batches, device: torch.device):
+        self._batches, self._device = batches, device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: tuple[int, Future[Microbatches]] | None = None
+
+    def take(self, position: int, *, last: bool = False) -> tuple[Microbatches, Microbatches]:
+        """The batch at `position`, on the host and on the device; the one after it is read from now on.
+
+        Args:
+            last: there is none after it.
+        """
+        ahead, self._ahead = self._ahead, None
+        known = ahead is not None and ahead[0] == position
+        on_host = ahead[1].result() if ahead is not None and known else self._read(position)
+        if not last:
+            following = position + self._batches.global_batch
+            self._ahead = following, self._thread.submit(self._read, following)
+        return on_host, [
+            {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}
+            for batch in on_host
+        ]
+
+    def _read(self, position: int) -> Microbatches:
+        found = self._batches.at(position)
+        if self._device.type != "cuda":
+            return found
+        return [{name: value.pin_memory() for name, value in batch.items()} for batch in found]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cai_apps.config import Data
 from cai_apps.data import sources
+from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import load_tokenizer, train_tokenizer
 from cai_mesh.errors import DataError
 

@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps.compose.sharding import DTYPES
+from cai_apps.compose.workload import Batch, Workload
+from cai_apps.config.sections import RunConfig
+from cai_kernels import convert_to_fp8
 from cai_mesh.storage import blocks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PretrainedConfig
+from cai_tensor_parallel import parallelize
 
 REST = ""
 """Key of what is kept outside all blocks: final norm, head and loss."""
 
 
 def saved_bytes(
-    config: PretrainedConfig,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    *,
-    linear: str = "compute",
-    microbatch_size: int,
-    sequence_length: int,
+    config: RunConfig, workload: Workload, batch: Callable[[], Batch], mesh: DeviceMesh
 ) -> dict[str, int]:
     """Bytes saved for backward by one microbatch on a tensor-parallel rank, by name of the block that saves them.
 
-    Parameters and what another block has saved already are not counted.
+    Parameters and what another block has saved already are not counted. Nothing is split over stages, swapped or
+    recomputed.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoModelForCausalLM
-
-    from cai_kernels import convert_to_fp8
-    from cai_tensor_parallel import parallelize
-
     with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if linear == "fp8":
+        model = workload.build()
+        for param in model.parameters():
+            param.data = param.data.to(DTYPES[config.precision.compute])
+        if config.precision.linear == "fp8":
             convert_to_fp8(model, scaling="row", cache_weight=False)
         parallelize(model, mesh)
-        ids = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
+        loss = workload.loss(model, mesh)
+        example = batch()
         counter = _Counter(model)
         with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor):
-            logits = model(input_ids=ids, use_cache=False).logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
-        del loss  # held until here: the graph keeps what the counter has seen alive
+            found = loss(model(**workload.inputs(example)), workload.target(example))
+        del found  # held until here: the graph keeps what the counter has seen alive
     return dict(counter.bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cai_apps.config import Config
+from cai_apps.config.sections import RunConfig
 from cai_pipeline import Action, Kind
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
@@ -27,7 +27,7 @@ class ModelState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def gathered(config: Config, blocks: list[int], rest: int) -> int:
+def gathered(config: RunConfig, blocks: list[int], rest: int) -> int:
     """Bytes of parameters that ZeRO-3 holds unsharded at once: those outside blocks, a block and the one ahead.
 
     Args:
@@ -39,7 +39,7 @@ def gathered(config: Config, blocks: list[int], rest: int) -> int:
     return (rest + sum(sorted(blocks)[-2:])) * COMPUTE_BYTES[config.precision.compute]
 
 
-def model_state(config: Config, parameters: int) -> ModelState:
+def model_state(config: RunConfig, parameters: int) -> ModelState:
     """The state of a rank whose stage and tensor shard has `parameters` elements.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cai_apps.config import Config
-from cai_apps.models import meta_model
+from torch import nn
+
+from cai_apps.config.sections import RunConfig
 from cai_apps.planner.memory import COMPUTE_BYTES, MASTER_BYTES
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,11 @@ class OffloadNeeds:
     """Bytes in files."""
 
 
-def offload_needs(config: Config, model_config: PretrainedConfig, activations: int) -> OffloadNeeds:
+def offload_needs(config: RunConfig, model: nn.Module, activations: int) -> OffloadNeeds:
     """Of a resolved config.
 
     Args:
+        model: unsharded, on the meta device; its parameters change their dtype.
         activations: bytes on the device that one microbatch keeps for backward.
 
     Raises:
@@ -45,7 +43,7 @@ def offload_needs(config: Config, model_config: PretrainedConfig, activations: i
     from cai_gemini.offload import RESIDENCIES, Tiers
     from cai_mesh.storage import units
 
-    memory, model = config.memory, meta_model(model_config)
+    memory = config.memory
     types = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     compute, master = (types[table[config.precision.compute]] for table in (COMPUTE_BYTES, MASTER_BYTES))
     for param in model.parameters():

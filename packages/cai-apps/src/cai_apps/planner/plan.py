@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cai_apps.config import Config
-from cai_apps.models import load_model_config, meta_model
+from cai_apps.compose.workload import Batch, Workload, on_meta
+from cai_apps.config.sections import RunConfig
+from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.activations import REST, saved_bytes
 from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_state, most_in_flight
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
-from cai_apps.validate import mesh_spec, resolve
 from cai_mesh.comm import AXES
 from cai_mesh.storage import blocks
 from cai_pipeline import program, split
 from cai_tensor_parallel import parallelize
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 AWAY = 3
 """Inputs of blocks on the device where they wait on the host: those of the last block, and two on their way."""
@@ -42,7 +39,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    config: Config
+    config: RunConfig
     """With everything worked out."""
     ranks: int
     parameters: int
@@ -53,37 +50,36 @@ class Plan:
     """What the run takes on one rank with `memory.residency` other than device; None on several ranks."""
 
 
-def plan(config: Config, *, ranks: int | None = None) -> Plan:
-    """Works out a run on `ranks` ranks; None: as many as the degrees make, with an open `shard` taken as 1.
+def plan_run(
+    config: RunConfig, workload: Workload, batch: Callable[[], Batch], *, ranks: int, width: int
+) -> Plan:
+    """Works out a run of a resolved config.
+
+    Args:
+        workload: what is trained.
+        batch: a microbatch, made on the device of the context.
+        ranks: of the run.
+        width: elements of a sample's hidden states between two layers.
 
     Raises:
-        CaiError: what `train` would raise before its ranks start.
+        CaiError: what the transforms raise.
     """
-    import torch
-
-    spec = mesh_spec(config)
-    if ranks is None:
-        ranks = spec.pp * spec.dp_replicate * max(1, spec.dp_shard) * spec.tp
-    model_config = load_model_config(config.model.name)
-    config = resolve(config, model_config, ranks)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.precision.compute]
-    shape = {"microbatch_size": config.train.microbatch_size, "sequence_length": config.data.sequence_length}
     with imaginary_rank(mesh_spec(config), 0) as mesh:
-        saved = saved_bytes(model_config, mesh, dtype, linear=config.precision.linear, **shape)
+        saved = saved_bytes(config, workload, batch, mesh)
     stages = tuple(
-        _stage(config, model_config, stage, saved) for stage in range(config.parallel.pipeline.size)
+        _stage(config, workload, stage, saved, width) for stage in range(config.parallel.pipeline.size)
     )
-    whole = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
+    unsharded = sum(parameter.numel() for parameter in on_meta(workload).parameters())
     spec = mesh_spec(config)
-    needs = offload_needs(config, model_config, stages[0].activations) if ranks == 1 else None
-    return Plan(config, ranks, whole, {axis: spec.sizes()[axis] for axis in AXES}, stages, needs)
+    needs = offload_needs(config, on_meta(workload), stages[0].activations) if ranks == 1 else None
+    return Plan(config, ranks, unsharded, {axis: spec.sizes()[axis] for axis in AXES}, stages, needs)
 
 
-def _stage(config: Config, model_config: PretrainedConfig, stage: int, saved: dict[str, int]) -> StagePlan:
+def _stage(config: RunConfig, workload: Workload, stage: int, saved: dict[str, int], width: int) -> StagePlan:
     spec, pipeline = mesh_spec(config), config.parallel.pipeline
-    model = meta_model(model_config)
+    model = on_meta(workload)
     with imaginary_rank(spec, stage * (spec.world_size // spec.pp)) as mesh:
-        split(model, mesh)
+        split(model, mesh, trial=workload.trial)
         parallelize(model, mesh)
     names = {module: name for name, module in model.named_modules()}
     sizes = {block: sum(parameter.numel() for _, parameter in held) for block, held in blocks(model).items()}
@@ -94,20 +90,19 @@ def _stage(config: Config, model_config: PretrainedConfig, stage: int, saved: di
     kept = {name: saved.get(name, 0) for name in own}
     if stage == pipeline.size - 1:
         kept[REST] = saved.get(REST, 0)
-    activations = _activations(config, model_config.hidden_size, kept, most_in_flight(order))
+    activations = _activations(config, width, kept, most_in_flight(order))
     state, unsharded = model_state(config, parameters), gathered(config, list(sizes.values()), rest)
     return StagePlan(stage, own, parameters, state, unsharded, activations)
 
 
-def _activations(config: Config, width: int, kept: dict[str, int], in_flight: int) -> int:
+def _activations(config: RunConfig, width: int, kept: dict[str, int], in_flight: int) -> int:
     """With full recompute a block keeps its input, and one block at a time has all it would keep without.
 
     Inputs that wait on the host are on the device for the last block, and on their way from and to it.
     """
     if config.memory.recompute == "none":
         return in_flight * sum(kept.values())
-    tokens = config.train.microbatch_size * config.data.sequence_length
-    block_input = tokens * width * COMPUTE_BYTES[config.precision.compute]
+    block_input = config.train.microbatch_size * width * COMPUTE_BYTES[config.precision.compute]
     rest = kept.get(REST, 0)
     inside = [held for name, held in kept.items() if name != REST]
     inputs = min(len(inside), AWAY) if config.memory.activations == "host" else in_flight * len(inside)

@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cai_apps import config_file
-from cai_apps.config import Config
+from cai_apps import applications
+from cai_apps.config import file as config_file
 from cai_mesh.errors import ConfigError, did_you_mean
 
 
@@ -25,17 +25,30 @@ def describe(name: str) -> str:
     return text.splitlines()[0].removeprefix("#").strip()
 
 
-def load(recipe: str, changes: Mapping[str, Any] | None = None) -> Config:
+def load(recipe: str, changes: Mapping[str, Any] | None = None) -> Any:
     """The config of a recipe name or of a path to a TOML file, with `changes` by dotted key ("train.steps").
+
+    It is of the application that the file names by `application`.
 
     Raises:
         ConfigError: neither exists, or a key or value is unknown.
     """
     if recipe in names():
         with resources.as_file(resources.files(__name__) / f"{recipe}.toml") as path:
-            return config_file.change(config_file.read(path), changes or {})
+            return config_file.change(read(path), changes or {})
     if recipe.endswith(".toml") or os.sep in recipe:
-        return config_file.change(config_file.read(Path(recipe).expanduser()), changes or {})
+        return config_file.change(read(Path(recipe).expanduser()), changes or {})
     raise ConfigError(
         f"no recipe {recipe!r}", expected="a recipe or a .toml file", fix=did_you_mean(recipe, names())
     )
+
+
+def read(path: Path) -> Any:
+    """The config of a TOML file, a dataclass of its application.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, or a key or value is unknown.
+    """
+    table = config_file.parse(path)
+    kind = applications.find(str(table.get("application", applications.DEFAULT))).config
+    return config_file.from_table(kind, table, origin=str(path))

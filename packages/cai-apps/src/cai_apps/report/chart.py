@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cai_apps.config import Config
-from cai_apps.run_directory import RunDirectory
+from cai_apps.config.sections import RunConfig
+from cai_apps.run.directory import RunDirectory
 from cai_pipeline import draw, program, simulate
 
 
-def draw_pipeline(run: RunDirectory, config: Config) -> Path | None:
+def draw_pipeline(run: RunDirectory, config: RunConfig) -> Path | None:
     """Draws a step of the schedule, backward twice as long as forward, to plots/pipeline.svg; None for one stage."""
     pipeline = config.parallel.pipeline
     if pipeline.size == 1:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from cai_apps import metrics
-from cai_apps.report.plots import CURVES, curve_svg
+from cai_apps.report.plots import Curve, curve_svg
 from cai_apps.report.timeline import timeline_svg
-from cai_apps.run_directory import RunDirectory
+from cai_apps.run import metrics
+from cai_apps.run.directory import RunDirectory
 from cai_gemini import Timeline
 
 PAGE = Template("""<!doctype html>
@@ -30,7 +32,20 @@ $charts
 """)
 
 
-def write_report(run: RunDirectory, output: Path) -> Path:
+@dataclass(frozen=True)
+class Page:
+    """What an application shows of its runs.
+
+    Args:
+        curves: of fields of metrics.jsonl.
+        summary: rows (name, value) from the records.
+    """
+
+    curves: tuple[Curve, ...]
+    summary: Callable[[list[dict]], list[tuple[str, str]]]
+
+
+def write_report(run: RunDirectory, output: Path, shown: Page) -> Path:
     """Writes the page of a run; it loads nothing from anywhere else.
 
     Every plots/NAME.timeline.json, a saved `cai_gemini.Timeline`, is drawn.
@@ -46,31 +61,13 @@ def write_report(run: RunDirectory, output: Path) -> Path:
     ]
     page = PAGE.substitute(
         title=html.escape(run.path.name),
-        summary="".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in _summary(records)),
-        curves="".join(curve_svg(records, curve) for curve in CURVES),
+        summary="".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.summary(records)),
+        curves="".join(curve_svg(records, curve) for curve in shown.curves),
         charts="".join(charts),
         config=html.escape(run.config_file.read_text(encoding="utf-8")),
     )
     output.write_text(page, encoding="utf-8")
     return output
-
-
-def _summary(records: list[dict]) -> list[tuple[str, str]]:
-    first, last = records[0], records[-1]
-    later = records[1:] or records  # the first step pays for warming up
-    speed = sum(record["tokens_per_second"] for record in later) / len(later)
-    rows = [
-        ("steps", f"{last['step']:,}"),
-        ("tokens", f"{last['tokens']:,}"),
-        ("loss", f"{first['loss']:.4f} to {last['loss']:.4f}"),
-        ("tokens per second", f"{speed:,.0f}"),
-        ("peak memory of a rank", f"{max(record['memory_bytes'] for record in records) / 2**30:.2f} GiB"),
-    ]
-    if last["mfu"] is not None:
-        shares = [sum(record[key] for record in later) / len(later) for key in ("mfu", "mfu_full_attention")]
-        rows.append(("MFU, causal attention", f"{shares[0]:.1%}"))
-        rows.append(("MFU, full attention", f"{shares[1]:.1%}"))
-    return rows
 
 
 def _inline(file: Path) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cai_apps import metrics
-from cai_apps.run_directory import RunDirectory
+from cai_apps.run import metrics
+from cai_apps.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,13 +22,7 @@ class Curve:
     fields: tuple[str, ...]
 
 
-LOSS = Curve("loss per token (nats)", ("loss", "validation_loss"))
-CURVES = (
-    LOSS,
-    Curve("gradient norm", ("grad_norm",)),
-    Curve("learning rate", ("lr",)),
-    Curve("tokens per second", ("tokens_per_second",)),
-)
+LOSS = Curve("loss", ("loss", "validation_loss"))
 
 
 def draw(records: list[dict], curve: Curve) -> Figure:

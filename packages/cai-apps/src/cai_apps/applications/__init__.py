@@ -1,0 +1,69 @@
+"""The kinds of model that `cai train` trains, each in a package of its own, found in one table.
+
+A config says which one it is for by its top-level key `application`; without one it is for "language". An
+application imports the rooms (compose, run, data, planner, report), never another application.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cai_mesh.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from cai_apps.report.page import Page
+    from cai_apps.run.directory import RunDirectory
+
+DEFAULT = "language"
+TABLE = {
+    "language": "cai_apps.applications.language",
+    "recsys": "cai_apps.applications.recsys",
+}
+"""Modules that hold an `APPLICATION`, by its name. Importing one loads neither torch nor transformers."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """What an application brings. What is trained by the shared loop also has a `cai_apps.run.task.Task`.
+
+    Args:
+        name: its key in `TABLE`, and the value of `application` in a config.
+        config: the dataclass of its TOML file.
+        train: (config, label) -> the run's directory.
+        plan: (config, ranks or None, label) -> what a run will need, as text.
+        report: what the page of a run shows.
+        commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
+    """
+
+    name: str
+    config: type
+    train: Callable[[Any, str], RunDirectory]
+    plan: Callable[[Any, int | None, str], str]
+    report: Callable[[], Page]
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def find(name: str) -> Application:
+    """The application of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in TABLE:
+        raise ConfigError(
+            f"no application {name!r}", expected=" or ".join(sorted(TABLE)), fix=did_you_mean(name, TABLE)
+        )
+    return importlib.import_module(TABLE[name]).APPLICATION
+
+
+def of(config: Any) -> Application:
+    """The application of a config."""
+    return find(config.application)
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """The commands of all applications."""
+    return {name: command for each in TABLE for name, command in find(each).commands.items()}

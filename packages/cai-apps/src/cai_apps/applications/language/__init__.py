@@ -1,0 +1,52 @@
+"""Causal language models of transformers, trained on text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cai_apps.applications import Application
+from cai_apps.applications.language.config import Config
+
+if TYPE_CHECKING:
+    from cai_apps.report.page import Page
+    from cai_apps.run.directory import RunDirectory
+
+
+def _train(config: Config, label: str) -> RunDirectory:
+    from cai_apps.applications.language.task import LANGUAGE
+    from cai_apps.run.train import train
+
+    return train(LANGUAGE, config, label=label)
+
+
+def _plan(config: Config, ranks: int | None, label: str) -> str:
+    from cai_apps.applications.language.plan import plan
+    from cai_apps.planner.text import render
+
+    batch = f"{config.train.global_batch} sequences of {config.data.sequence_length}"
+    return render(plan(config, ranks=ranks), f"{label}: {config.model.name}", batch)
+
+
+def _report() -> Page:
+    from cai_apps.report.training import training_page
+
+    return training_page("tokens")
+
+
+APPLICATION = Application(
+    "language",
+    Config,
+    _train,
+    _plan,
+    _report,
+    commands={
+        "export": (
+            "write a checkpoint's weights as an HF directory",
+            "cai_apps.applications.language.commands.export",
+        ),
+        "generate": (
+            "continue a prompt with an exported model",
+            "cai_apps.applications.language.commands.generate",
+        ),
+    },
+)

@@ -1,0 +1,1 @@
+"""Commands of `cai` for language models."""

@@ -1,0 +1,29 @@
+"""cai export RUN_DIR|CHECKPOINT DIR"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cai_apps.cli.arguments import parse
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write a checkpoint's weights as an HF directory."""
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """Run directory (its newest checkpoint) or one of its checkpoints."""
+    directory: Annotated[Path, tyro.conf.Positional]
+    """HF directory to write."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Arguments, arguments, command="export")
+    from cai_apps.applications.language.export import export
+
+    print(export(options.source, options.directory))
+    return 0

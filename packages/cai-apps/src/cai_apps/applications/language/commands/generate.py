@@ -1,0 +1,37 @@
+"""cai generate DIR --prompt TEXT"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cai_apps.cli.arguments import parse
+from cai_apps.run.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Continue a prompt with an exported model."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """HF model directory, or a run directory with an export."""
+    prompt: str = "def "
+    tokens: int = 64
+    """Length of the continuation."""
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    seed: int = 0
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Arguments, arguments, command="generate")
+    from cai_apps.applications.language.generate import generate
+
+    run_directory = RunDirectory(options.directory)
+    directory = run_directory.export if run_directory.config_file.is_file() else options.directory
+    sampling = {"tokens": options.tokens, "temperature": options.temperature, "seed": options.seed}
+    print(generate(directory, options.prompt, **sampling))
+    return 0

@@ -1,0 +1,31 @@
+"""What a run of a causal language model is, beside the sections of every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cai_apps.config import sections
+from cai_apps.data.section import Data
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "llama-tiny"
+    """A preset, a local directory with an HF config.json, or a hub id."""
+    weights: Literal["random", "pretrained"] = "random"
+    """random: made from train.seed; pretrained: read from the directory's (or hub id's) safetensors."""
+
+
+@dataclass(frozen=True)
+class Log(sections.Log):
+    sample_tokens: int = 64
+    """Length of the text generated from the export at the end; 0: none."""
+
+
+@dataclass(frozen=True)
+class Config(sections.RunConfig):
+    application: Literal["language"] = "language"
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    log: Log = field(default_factory=Log)

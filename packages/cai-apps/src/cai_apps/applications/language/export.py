@@ -1,0 +1,66 @@
+"""From a checkpoint of any layout to an HF directory, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.task import LANGUAGE, export_hf, tokenizer_directory, workload
+from cai_apps.compose.apply import apply
+from cai_apps.compose.models import model_config_for
+from cai_apps.config import file as config_file
+from cai_apps.config.sections import Memory, Parallel
+from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.run.directory import RunDirectory
+from cai_apps.run.job import start_rank
+from cai_mesh import checkpoint
+from cai_mesh.errors import CheckpointError
+
+
+def find_run(path: Path) -> tuple[RunDirectory, Path]:
+    """The run that a run directory or one of its checkpoints belongs to, and the checkpoint meant.
+
+    Raises:
+        CheckpointError: the path is neither, or the run has no checkpoint that verifies.
+    """
+    path = path.expanduser().absolute()
+    for directory in (path, path.parent, path.parent.parent):
+        run = RunDirectory(directory)
+        if run.config_file.is_file():
+            break
+    else:
+        raise CheckpointError(f"neither a run directory nor a checkpoint of one: {path}")
+    found = path if path.parent == run.checkpoints else checkpoint.newest_good(run.checkpoints)[0]
+    if found is None:
+        raise CheckpointError(
+            f"the run {run.path} has no checkpoint that verifies", fix="`cai verify` says why"
+        )
+    return run, found
+
+
+def export(path: Path, directory: Path) -> Path:
+    """Writes the weights of a run's newest checkpoint, or of the checkpoint `path`, as an HF directory.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    run, source = find_run(path)
+    config = LANGUAGE.resolve(_alone(config_file.read(run.config_file, Config)), 1)
+    tokenizer = tokenizer_directory(run)
+    model = model_config_for(config.model.name, load_tokenizer(tokenizer))
+    device = start_rank("cpu")
+    try:
+        session = apply(config, workload(config, model), device=device)
+        session.loaded(checkpoint.load(source, session.state()), 0)
+        export_hf(session, directory, tokenizer)
+    finally:
+        dist.destroy_process_group()
+    return directory
+
+
+def _alone(config: Config) -> Config:
+    """The same model on one rank."""
+    return replace(config, parallel=Parallel(zero=0), memory=Memory())

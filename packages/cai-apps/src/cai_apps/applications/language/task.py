@@ -1,0 +1,104 @@
+"""A causal language model as a run sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.generate import generate
+from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.losses import NextTokenLoss
+from cai_apps.compose.models import load_model_config, meta_model, model_config_for, pretrained_directory
+from cai_apps.compose.sharding import DTYPES
+from cai_apps.compose.workload import Workload
+from cai_apps.data.packed import count_targets, split
+from cai_apps.data.prepare import Prepared, prepare
+from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.planner.flops import token_flops
+from cai_apps.report.outcome import show_outcome
+from cai_apps.run.task import Unit, Work
+from cai_mesh.checkpoint import save_hf
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from cai_apps.compose.session import Session
+    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.job import Job
+
+
+def tokenizer_directory(run: RunDirectory) -> Path:
+    """Where a run keeps its tokenizer."""
+    return run.path / "tokenizer"
+
+
+def workload(config: Config, model: PretrainedConfig) -> Workload:
+    """A causal language model of transformers, and its loss on the next token."""
+    from transformers import AutoModelForCausalLM
+
+    return Workload(
+        build=lambda: AutoModelForCausalLM.from_config(model),
+        inputs=lambda batch: {"input_ids": batch["input_ids"]},
+        target=lambda batch: batch["labels"],
+        loss=NextTokenLoss.of,
+        initialize=lambda whole, module: whole._init_weights(module),  # type: ignore[operator]
+        pretrained=pretrained_directory(config.model.name) if config.model.weights == "pretrained" else None,
+    )
+
+
+class LanguageTask:
+    """`cai_apps.run.task.Task` of language models."""
+
+    def resolve(self, config: Config, ranks: int) -> Config:
+        return resolve(config, load_model_config(config.model.name), ranks)
+
+    def prepare(self, config: Config) -> Prepared:
+        prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)
+        split(prepared, config.data.sequence_length, config.data.validation_fraction)  # raises for too little
+        return prepared
+
+    def announce(self, config: Config, prepared: Prepared) -> str:
+        return f"{config.model.name} on {prepared.tokens:,} tokens of text"
+
+    def fill(self, job: Job) -> None:
+        load_tokenizer(job.prepared.tokenizer).save_pretrained(tokenizer_directory(job.run))
+
+    def work(self, job: Job) -> Work:
+        config: Config = job.config
+        length = config.data.sequence_length
+        model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
+        flops = token_flops(meta_model(model), model, length)
+        training, validation = split(job.prepared, length, config.data.validation_fraction)
+        return Work(
+            workload(config, model),
+            training,
+            validation if validation.size else None,
+            count=count_targets,
+            counted="target tokens",
+            unit=Unit("tokens", length),
+            flops={"mfu": flops.causal * length, "mfu_full_attention": flops.full * length},
+        )
+
+    def export(self, session: Session, job: Job) -> None:
+        export_hf(session, job.run.export, tokenizer_directory(job.run))
+
+    def finish(self, job: Job) -> None:
+        show_outcome(job.run, job.config)
+        print(f"HF export      {job.run.export}")
+        if job.config.log.sample_tokens:
+            print(f"sample         {generate(job.run.export, tokens=job.config.log.sample_tokens)}")
+
+
+LANGUAGE = LanguageTask()
+
+
+def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
+    """Write a Hugging Face directory, in the compute dtype, from the master weights. Collective."""
+    dtype = DTYPES[session.config.precision.compute]
+    save_hf(session.model, directory, weights=session.weights.masters(), dtype=dtype)
+    if dist.get_rank() == 0:
+        load_tokenizer(tokenizer).save_pretrained(directory)
+    dist.barrier()

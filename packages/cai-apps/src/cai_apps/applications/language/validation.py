@@ -1,0 +1,106 @@
+"""Checks a config of a language model before any rank starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cai_apps.applications.language.config import Config
+from cai_apps.compose.models import pretrained_directory
+from cai_apps.config import validation
+from cai_apps.config.validation import divisors
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RANGES = {
+    "data.sequence_length": 2,
+    "data.limit_bytes": 1,
+    "data.validation_fraction": 0,
+    "log.sample_tokens": 0,
+}
+
+
+def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
+    """The config with everything worked out for `world_size` ranks.
+
+    Raises:
+        MeshError: the degrees do not multiply to `world_size`.
+        ConfigError: the model or the batch does not divide as asked, a value is out of range, or settings do not go
+            together.
+    """
+    validation.check_ranges(config, RANGES)
+    if config.data.validation_fraction >= 1:
+        raise ConfigError(
+            "data.validation_fraction leaves nothing to train on", got=config.data.validation_fraction
+        )
+    if config.model.weights == "pretrained" and config.data.tokenizer == "train":
+        raise ConfigError(
+            'model.weights = "pretrained" needs the tokenizer the weights were trained with',
+            got='data.tokenizer = "train"',
+            fix=f'set data.tokenizer to its directory or hub id, e.g. "{config.model.name}"',
+        )
+    config = validation.resolve(config, world_size)
+    check_model(config, model)
+    if config.precision.linear == "fp8":
+        check_fp8(config, model)
+    if config.model.weights == "pretrained":
+        pretrained_directory(config.model.name)
+    return config
+
+
+def check_model(config: Config, model: PretrainedConfig) -> None:
+    """Raises ConfigError when heads, layers or positions do not fit the degrees and the sequence length.
+
+    What a config does not say (a state space model has no heads) is left to the transforms.
+    """
+    tensor, pipeline = config.parallel.tensor.size, config.parallel.pipeline.size
+    heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
+    if isinstance(heads, int) and heads % tensor:
+        raise ConfigError(
+            f"{heads} attention heads do not divide over parallel.tensor.size = {tensor}",
+            got=f"{heads} / {tensor}",
+            expected=f"a size among {divisors(heads)}",
+            fix="choose one of these sizes or a model with more heads",
+        )
+    key_value = getattr(model, "num_key_value_heads", None) or heads
+    if isinstance(key_value, int) and key_value % tensor:
+        raise ConfigError(
+            f"{key_value} key/value heads do not divide over parallel.tensor.size = {tensor}",
+            got=f"{key_value} / {tensor}",
+            expected=f"a size among {divisors(key_value)}",
+            fix="choose one of these sizes or a model with more key/value heads",
+        )
+    if isinstance(layers, int) and layers < pipeline:
+        raise ConfigError(
+            f"{layers} layers cannot be split over parallel.pipeline.size = {pipeline} stages",
+            got=f"{layers} layers",
+            expected=f"at most {layers} stages",
+            fix=f"set parallel.pipeline.size to {layers} or less",
+        )
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions and config.data.sequence_length > positions:
+        raise ConfigError(
+            "data.sequence_length is longer than the model's positions",
+            got=config.data.sequence_length,
+            expected=f"at most {positions} (max_position_embeddings)",
+        )
+
+
+def check_fp8(config: Config, model: PretrainedConfig) -> None:
+    """Raises ConfigError where linear layers, or their parts on a tensor-parallel rank, cannot multiply in FP8."""
+    if config.precision.compute == "fp64":
+        raise ConfigError(
+            'precision.linear = "fp8" multiplies what is float32 or bfloat16',
+            got='precision.compute = "fp64"',
+            expected='"bf16" or "fp32"',
+        )
+    tensor = config.parallel.tensor.size
+    for name in ("hidden_size", "intermediate_size"):
+        features = getattr(model, name, None)
+        if isinstance(features, int) and features % (16 * tensor):
+            raise ConfigError(
+                'precision.linear = "fp8" needs features in multiples of 16 on every tensor-parallel rank',
+                got=f"{name} {features} over parallel.tensor.size = {tensor}",
+                fix='set precision.linear to "compute", or choose another size',
+            )

@@ -1,0 +1,33 @@
+"""Recommendation models: DLRM over cached embedding tables, on synthetic clicks, in one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cai_apps.applications import Application
+from cai_apps.applications.recsys.config import RecsysConfig
+
+if TYPE_CHECKING:
+    from cai_apps.report.page import Page
+    from cai_apps.run.directory import RunDirectory
+
+
+def _train(config: RecsysConfig, label: str) -> RunDirectory:
+    from cai_apps.applications.recsys.train import train
+
+    return train(config, label=label)
+
+
+def _plan(config: RecsysConfig, ranks: int | None, label: str) -> str:
+    from cai_apps.applications.recsys.plan import plan
+
+    return plan(config, ranks, label)
+
+
+def _report() -> Page:
+    from cai_apps.applications.recsys.report import PAGE
+
+    return PAGE
+
+
+APPLICATION = Application("recsys", RecsysConfig, _train, _plan, _report)

@@ -1,0 +1,83 @@
+"""What a recommendation run is: one dataclass per section of its TOML file, which the command line also fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Synthetic examples whose labels depend on every feature."""
+
+    dense: int = 8
+    """Real-valued features."""
+    zipf: float = 1.1
+    """Exponent of the frequencies of ids: the k-th most frequent one comes k^-zipf times as often as the first."""
+    signal: float = 2.0
+    """Standard deviation of the labels' log-odds; the larger, the less of a label is chance."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    count: int = 8
+    """Categorical features, each with a table."""
+    rows: int = 100_000
+    """Rows of each table."""
+    dim: int = 16
+    """Values of a row."""
+    bag: int = 2
+    """Ids of one example in each table."""
+    cache: float = 0.05
+    """Part of each table that is cached on the device."""
+    policy: Literal["lfu", "lru"] = "lfu"
+    """Which cached row leaves first: the least often or the least recently used."""
+    lookahead: int = 1
+    """Batches whose rows are fetched ahead; 0: none."""
+
+
+@dataclass(frozen=True)
+class Model:
+    bottom: str = "32,16"
+    """Widths of the MLP over real-valued features; the last is the tables' dim."""
+    top: str = "64,32"
+    """Hidden widths of the MLP over the interactions."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Adagrad for the MLPs, row-wise Adagrad for the tables."""
+
+    lr: float = 0.05
+    table_lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = 300
+    batch: int = 512
+    """Examples of a step."""
+    seed: int = 0
+    """Seed of weights and examples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    validation_batches: int = 8
+    """Batches after the last step, never trained on, whose AUC is reported."""
+
+
+@dataclass(frozen=True)
+class Log:
+    directory: str | None = None
+    """Run directory; None: runs/<recipe or file name>-<time>."""
+    every: int = 20
+    """Steps between printed lines and records."""
+
+
+@dataclass(frozen=True)
+class RecsysConfig:
+    application: Literal["recsys"] = "recsys"
+    clicks: Clicks = field(default_factory=Clicks)
+    tables: Tables = field(default_factory=Tables)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: Train = field(default_factory=Train)
+    log: Log = field(default_factory=Log)

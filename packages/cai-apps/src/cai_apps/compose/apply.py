@@ -1,0 +1,94 @@
+"""The order of transforms, in one place: from a config and a workload to a session that trains.
+
+Every transform keeps parameter names, so a checkpoint of one layout is one of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_apps.compose.blocks import compile_blocks, recompute_blocks
+from cai_apps.compose.session import Session
+from cai_apps.compose.sharding import place_weights
+from cai_apps.compose.workload import Loss, Workload, on_meta
+from cai_apps.config.sections import RunConfig
+from cai_apps.config.validation import mesh_spec, microbatches
+from cai_gemini import offload_activations
+from cai_kernels import convert_to_fp8
+from cai_kernels.swap import KINDS, swap
+from cai_mesh.comm import build_mesh
+from cai_mesh.layout import attach_to, reduce_of, sites
+from cai_pipeline import PipelineRunner, split
+from cai_tensor_parallel import parallelize
+
+
+def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Session:
+    """Build the session a resolved config describes. Collective: every rank of the job calls it.
+
+    Raises `CaiError`s of the transforms before any memory is allocated.
+    """
+    mesh = build_mesh(mesh_spec(config), device_type=device.type)
+    model = on_meta(workload)
+    loss = transform(config, workload, model, mesh, device=device)
+    weights = place_weights(config, workload, model, mesh, device=device)
+    runner = PipelineRunner(
+        model,
+        mesh,
+        schedule=config.parallel.pipeline.schedule,
+        microbatches=microbatches(config),
+        loss_fn=_divided(loss),
+        grad_sync=weights.sync,
+    )
+    return Session(config, mesh, model, weights, runner, workload)
+
+
+def transform(
+    config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, *, device: torch.device
+) -> Loss:
+    """What is done to a model before it has memory, in place; returns its loss.
+
+    The order is: `split`, linear layers in FP8, `parallelize`, `swap`, recompute, compile.
+    """
+    split(model, mesh, trial=workload.trial)
+    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    if config.precision.linear == "fp8":
+        # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
+        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
+    parallelize(model, mesh)
+    loss = workload.loss(model, mesh)
+    swap(model, kinds=_kernels(config, device, compiled))
+    if config.memory.recompute == "full" and config.memory.activations == "device":
+        recompute_blocks(model, compiled=compiled)
+    if compiled:
+        compile_blocks(model)
+    if config.memory.activations == "host":
+        offload_activations(model)
+    for module, name, param in sites(model):
+        attach_to(module, name, reduce=replace(reduce_of(param), divisor=1.0))
+    return loss
+
+
+def _divided(loss: Loss) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:
+    def divided(output: Any, target: tuple[Any, Tensor | float]) -> Tensor:
+        expected, total = target
+        return loss(output, expected) / total
+
+    return divided
+
+
+def _kernels(config: RunConfig, device: torch.device, compiled: bool) -> tuple[str, ...]:
+    """Which kinds of modules run kernels. Triton has none in float64.
+
+    Beside compiled blocks two kinds remain: the compiler keeps torch's attention as it is and does not reach the loss.
+    """
+    if config.train.kernels == "auto":
+        if device.type != "cuda" or config.precision.compute == "fp64":
+            return ()
+        return ("attention", "loss") if compiled else KINDS
+    return KINDS if config.train.kernels == "on" else ()

@@ -1,0 +1,200 @@
+"""From a meta-device model to real weights that depend on names and a seed, not on the layout.
+
+Each block is made in full on its own, initialized as its kind of model is, and cut to this rank's parts.
+While that runs, random numbers depend on the seed and the names of the parameter or the module, so every split over
+stages and ranks starts from the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cai_mesh import rng
+from cai_mesh.layout import Layout, canonical_name, layout_of
+from cai_mesh.storage import blocks
+
+Initialize = Callable[[nn.Module, nn.Module], None]
+"""(model, one of its modules): fills the module's own parameters and buffers."""
+
+_FILLS = {
+    torch.ops.aten.normal_.default: (rng.normal_, (0.0, 1.0)),
+    torch.ops.aten.uniform_.default: (rng.uniform_, (0.0, 1.0)),
+}
+
+
+class _KeyedDraws(TorchDispatchMode):
+    """Random fills of known tensors are drawn by their names; all other draws by the module's name and their number.
+
+    An initialization may draw helpers (Mamba's time steps come of `torch.rand`), which are of no parameter.
+    """
+
+    def __init__(self, seed: int, names: dict[int, str], device: torch.device):
+        super().__init__()
+        self._seed, self._names, self._device = seed, names, device
+        self._module, self._draws = "", 0
+
+    def enter(self, module: str) -> None:
+        """The module that is initialized from now on."""
+        self._module, self._draws = module, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        name = self._names.get(args[0].untyped_storage().data_ptr()) if func in _FILLS else None
+        if name is None:
+            return self._draw(func, args, kwargs or {})
+        target = args[0]
+        fill, defaults = _FILLS[func]
+        low, high = (*args[1:3], *defaults[len(args) - 1 :])
+        return fill(
+            target, rng.key(self._seed, name, target.storage_offset()), low, high, layout=Layout(target.shape)
+        )
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        stream = rng.key(self._seed, "module", self._module, self._draws)
+        self._draws += 1
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(stream)
+            return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def materialize(
+    model: nn.Module, initialize: Initialize, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Give a model on the meta device real parameters and buffers, in place; returns the model.
+
+    Args:
+        model: complete, or split and parallelized; parameters carry their layouts and names.
+        initialize: (model, one of its modules): fills the module's own parameters and buffers.
+        dtype: of the parameters. Buffers keep theirs.
+
+    At most one block is there in full at any time, and the layers outside blocks one by one.
+    """
+    values = InitialValues(model, initialize, seed=seed, dtype=dtype, device=device)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for group in values.groups:
+        for param, full in values.make(group).items():
+            made[param] = _part(full, param)
+        for module, key, param in group.sites:
+            module._parameters[key] = made[param]
+    return model
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules that are initialized together, and where they refer to which meta parameters."""
+
+    modules: list[nn.Module]
+    sites: list[tuple[nn.Module, str, nn.Parameter]]
+
+
+class InitialValues:
+    """The initial values of a model on the meta device, a block at a time.
+
+    Called with a parameter's name and the parameter, as `cai_gemini.offload` does with `materialize`, it returns the
+    full parameter and forgets it: the values `materialize` would give it, while all others stay without memory. A
+    block is made when the first of its parameters is asked for.
+
+    Args:
+        model, initialize: as of `materialize`.
+        seed: of the random numbers.
+        dtype: of the values.
+        device: where they are made, and where the model's buffers will live.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        initialize: Initialize,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._model, self._initialize = model, initialize
+        self._seed, self._dtype, self._device = seed, dtype, device
+        self._names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
+        self._shapes = {p: layout_of(p).global_shape for p in self._names}
+        units = blocks(model)
+        in_blocks = {id(m) for block in units if block is not model for m in block.modules()}
+        together = [list(_post_order(block)) for block in units if block is not model]
+        together += [[module] for module in _post_order(model) if id(module) not in in_blocks]
+        self.groups = [_Group(modules, _sites(modules)) for modules in together]
+        self._home: dict[nn.Parameter, _Group] = {}
+        for group in self.groups:
+            for _, _, param in group.sites:
+                self._home.setdefault(param, group)
+        self._made: dict[nn.Parameter, torch.Tensor] = {}
+
+    def __call__(self, _name: str, param: nn.Parameter) -> torch.Tensor:
+        if param not in self._made:
+            self._made |= self.make(self._home[param])
+        return self._made.pop(param)
+
+    def finish(self) -> None:
+        """Fill the buffers of modules none of whose parameters was asked for."""
+        for group in self.groups:
+            if any(b is not None and b.is_meta for module in group.modules for b in module._buffers.values()):
+                self.make(group)
+
+    @torch.no_grad()
+    def make(self, group: _Group) -> dict[nn.Parameter, torch.Tensor]:
+        """Initialize a group's modules, whose buffers stay filled; returns the full values of the parameters it owns.
+
+        A parameter that several groups share is owned by the first.
+        """
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        before = [module._parameters[key] for module, key, _ in group.sites]
+        for module, key, param in group.sites:
+            if param not in full:
+                empty = torch.empty(self._shapes[param], dtype=self._dtype, device=self._device)
+                full[param] = nn.Parameter(empty, requires_grad=False)
+            module._parameters[key] = full[param]
+        for module in group.modules:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = torch.empty_like(buffer, device=self._device)
+        known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
+        with _KeyedDraws(self._seed, known, self._device) as draws:
+            for module in group.modules:
+                draws.enter(_module_name(module, known))
+                self._initialize(self._model, module)
+        for (module, key, _), param in zip(group.sites, before, strict=True):
+            module._parameters[key] = param
+        return {p: value.detach() for p, value in full.items() if self._home[p] is group}
+
+
+def _module_name(module: nn.Module, names: dict[int, str]) -> str:
+    """The same on every rank and stage: the module's type and the name of the first parameter below it."""
+    below = (names.get(p.untyped_storage().data_ptr()) for p in module.parameters())
+    return f"{type(module).__name__} {next(filter(None, below), '')}"
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
+
+
+def _sites(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+
+
+def _part(full: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
+    """This rank's part of an initialized parameter, with everything that was attached to its meta twin."""
+    layout = layout_of(meta)
+    values = full
+    if layout.sharded_axes:
+        values = torch.empty(layout.local_shape, dtype=full.dtype, device=full.device)
+        for index, box in layout.slices():
+            values[index] = full[box.slices()]
+    part = nn.Parameter(values, requires_grad=meta.requires_grad)
+    part.__dict__.update({k: v for k, v in meta.__dict__.items() if k.startswith("cai_")})
+    return part

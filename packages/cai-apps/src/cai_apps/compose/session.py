@@ -1,0 +1,115 @@
+"""A model, its weights and the runner of its schedule on one mesh: what the loop drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_apps.compose.weights import Weights
+from cai_apps.compose.workload import Batch, Workload
+from cai_apps.config.sections import RunConfig
+from cai_mesh import rng
+from cai_mesh.comm import coordinate
+from cai_mesh.layout import canonical_name
+from cai_pipeline import PipelineRunner
+
+
+@dataclass
+class Session:
+    """A step is `step` (forward and backward of every microbatch), `norm` and `update`.
+
+    Gradients are those of the loss summed over the global batch and divided by `total`, so that layouts and masks
+    change nothing. Nothing here waits for the device.
+    """
+
+    config: RunConfig
+    mesh: DeviceMesh
+    model: nn.Module
+    weights: Weights
+    runner: PipelineRunner
+    workload: Workload
+    steps: int = 0
+    """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
+
+    def step(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
+        """Forward and backward of this data rank's microbatches.
+
+        Args:
+            microbatches: as many as the schedule runs; alike on the pp, cp and tp ranks of a data rank.
+            total: what the summed loss is divided by, of the whole global batch (its target tokens, its images).
+
+        Returns this data rank's part of the loss, a float64 scalar, on every rank.
+        """
+        differing = {a: i for a, i in coordinate(self.mesh).items() if a != "tp"}
+        rng.seed_torch(self.config.train.seed, self.steps, differing)
+        self.model.train()
+        return self.runner.step(*self._split(microbatches, total))
+
+    def norm(self) -> Tensor:
+        """The norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
+        return self.weights.norm(self.config.optimizer.clip)
+
+    def update(self, lr: float, norm: float) -> None:
+        """Clip gradients of this norm, step at `lr` times the rate of each group, drop the gradients."""
+        for group in self.weights.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        self.weights.step(norm, self.config.optimizer.clip)
+        self.steps += 1
+
+    def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
+        """The loss of `step`, forward only, in evaluation mode."""
+        self.model.eval()
+        return self.runner.evaluate(*self._split(microbatches, total))
+
+    def find_broken(self, microbatches: Sequence[Batch]) -> str | None:
+        """Where NaN or infinity come from on this rank, after a `step` that made some; None: not from here. Collective.
+
+        The first module whose output is not finite when the batch is run forward again; else the last parameter whose
+        gradient is not, where backward met it first.
+        """
+        first: list[str] = []
+
+        def look(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                tensor = output[0] if isinstance(output, tuple) and output else output
+                broken = isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all())
+                if broken and not first:
+                    first.append(name)
+
+            return hook
+
+        modules = [(name, module) for name, module in self.model.named_modules() if name]
+        hooks = [module.register_forward_hook(look(name)) for name, module in modules]
+        try:
+            self.evaluate(microbatches, total=1.0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if first:
+            return f"the output of {first[0]}"
+        named = [canonical_name(name, param) for name, param in self.model.named_parameters()]
+        broken = {name for name, grad in self.weights.gradients() if not bool(torch.isfinite(grad).all())}
+        return next((f"the gradient of {name}" for name in reversed(named) if name in broken), None)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
+
+        Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
+        """
+        return self.weights.state()
+
+    def loaded(self, values: Mapping[str, Any], step: int) -> None:
+        """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`."""
+        self.weights.loaded(values["optimizer.param_groups"])
+        self.steps = step
+
+    def _split(
+        self, microbatches: Sequence[Batch], total: Tensor | float
+    ) -> tuple[list[Mapping[str, Any]], list[tuple[Any, Tensor | float]]]:
+        inputs = [self.workload.inputs(batch) for batch in microbatches]
+        return inputs, [(self.workload.target(batch), total) for batch in microbatches]

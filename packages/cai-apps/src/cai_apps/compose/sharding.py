@@ -1,0 +1,130 @@
+"""Gives a transformed model its memory: where values, gradients and optimizer state live, and who shards them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_apps.compose.materialize import InitialValues, materialize
+from cai_apps.compose.optimizers import make_optimizer
+from cai_apps.compose.weights import Offloaded, Replicated, Sharded, Weights
+from cai_apps.compose.workload import Workload
+from cai_apps.config.memory import offloads
+from cai_apps.config.sections import Memory, RunConfig
+from cai_gemini import ChunkResidency, offload
+from cai_mesh.checkpoint import load_hf
+from cai_zero import Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def place_weights(
+    config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, *, device: torch.device
+) -> Weights:
+    """Fill a model on the meta device and shard or offload it, with its optimizer.
+
+    Raises what `cai_zero` and `cai_gemini` raise for memory that is too small.
+    """
+    compute = DTYPES[config.precision.compute]
+    precision = MixedPrecision(
+        compute=compute, master=torch.float32 if compute == torch.bfloat16 else compute
+    )
+    if offloads(config, mesh.size()):
+        weights = _offload(config, workload, model, precision, device)
+        _load_pretrained(workload, model)
+        return weights
+    materialize(
+        model,
+        workload.initialize,
+        seed=config.train.seed,
+        dtype=precision.master or compute,
+        device=device,
+    )
+    _load_pretrained(workload, model)
+    return (_shard_module if config.parallel.zero == 3 else _shard_optimizer)(config, model, mesh, precision)
+
+
+def _load_pretrained(workload: Workload, model: nn.Module) -> None:
+    if workload.pretrained is not None:
+        load_hf(model, workload.pretrained)
+
+
+def _offload(
+    config: RunConfig, workload: Workload, model: nn.Module, precision: MixedPrecision, device: torch.device
+) -> Weights:
+    """Initial values go to host memory chunk by chunk; at most one block is on the device meanwhile."""
+    master = precision.master or torch.float32
+    values = InitialValues(model, workload.initialize, seed=config.train.seed, dtype=master, device=device)
+    for param in model.parameters():
+        param.data = param.data.to(master)  # a meta tensor: only its dtype
+    memory = config.memory
+    _, offloaded = offload(
+        model,
+        make_optimizer(config, model),
+        residency=memory.residency,
+        device=device,
+        device_memory=memory.device_memory,
+        host_memory=memory.host_memory,
+        nvme=_directory(memory),
+        compute=precision.compute,
+        materialize=values,
+    )
+    values.finish()
+    return Offloaded(model, offloaded, sync=None)  # backward after backward, gradients add up where they are
+
+
+def _shard_module(
+    config: RunConfig, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
+) -> Weights:
+    residency = _residency(config.memory)
+    gather = Gather(copy_engines=_copy_engines(config, mesh))
+    shard_module(model, mesh, precision=precision, residency=residency, gather=gather)
+    optimizer, sharding = make_optimizer(config, model), sharding_of(model)
+    if residency is not None:
+        return Offloaded(model, residency.optimizer(optimizer), sync=sharding)
+    return Sharded(model, optimizer, sharding, mesh)
+
+
+def _shard_optimizer(
+    config: RunConfig, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
+) -> Weights:
+    optimizer = shard_optimizer(
+        make_optimizer(config, model),
+        mesh,
+        model=model,
+        stage=config.parallel.zero,
+        precision=precision,
+        overlap_gather=True,
+        copy_engines=_copy_engines(config, mesh),
+    )
+    return Replicated(model, optimizer)
+
+
+def _residency(memory: Memory) -> ChunkResidency | None:
+    """Where the shards of ZeRO-3 live on several ranks; None: on the device."""
+    if memory.residency == "device":
+        return None
+    return ChunkResidency(
+        memory.residency,
+        device_memory=memory.device_memory,
+        host_memory=memory.host_memory,
+        nvme=_directory(memory),
+    )
+
+
+def _directory(memory: Memory) -> Path | None:
+    return None if memory.nvme is None else Path(memory.nvme).expanduser()
+
+
+def _copy_engines(config: RunConfig, mesh: DeviceMesh) -> bool:
+    """Whether shards are gathered by copies between GPUs: by the config, or where all ranks run on one host."""
+    if config.parallel.copy_engines != "auto":
+        return config.parallel.copy_engines == "on"
+    ranks = dist.get_world_size()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return mesh.device_type == "cuda" and ranks > 1 and ranks <= here and config.parallel.shard > 1

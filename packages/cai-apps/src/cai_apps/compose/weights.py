@@ -1,0 +1,177 @@
+"""The weights of a session with the optimizer that steps them: one protocol, whoever shards or offloads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_gemini import OffloadedOptimizer
+from cai_mesh.gradients import clip_factor, grad_norm
+from cai_mesh.layout import BoxedTensor, canonical_name
+from cai_mesh.protocols import GradSync
+from cai_zero import ModuleSharding, ShardedOptimizer, optimizer_state, restore_groups
+
+
+class Weights(Protocol):
+    """What a session does with its weights.
+
+    Attributes:
+        optimizer: whose `param_groups` hold the learning rates.
+        sync: combines gradients over data ranks while backward runs; None where nobody else has any.
+        offloaded: the optimizer, where training state is in several memories; it says what is where.
+    """
+
+    optimizer: torch.optim.Optimizer
+    sync: GradSync | None
+    offloaded: OffloadedOptimizer | None
+
+    def norm(self, clip: float) -> Tensor:
+        """Finish the gradients; their norm over the whole model, a scalar on the device. Collective.
+
+        Args:
+            clip: the norm that the coming `step` will not exceed.
+        """
+        ...
+
+    def step(self, norm: float, clip: float) -> None:
+        """Step with gradients of this norm, scaled to `clip` where it is larger, and drop them."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of parameters (or of parts of several) with this rank's part of their gradients, as they are."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Model and optimizer for a checkpoint: views, into which a checkpoint is loaded."""
+        ...
+
+    def loaded(self, groups: list) -> None:
+        """Take over what a checkpoint was loaded into, and its `param_groups`."""
+
+    def masters(self) -> dict[str, BoxedTensor] | None:
+        """Master weights by name where the model's own parameters are rounded ones."""
+        ...
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name, param): param for name, param in model.named_parameters()}
+
+
+def _state(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in model.items()} | {
+        f"optimizer.{name}": value for name, value in optimizer.items()
+    }
+
+
+class Replicated:
+    """ZeRO stages 0 to 2: every rank computes with unsharded parameters; `shard_optimizer` steps shards."""
+
+    offloaded = None
+
+    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer):
+        self.optimizer, self.sync = optimizer, optimizer
+        self._model = model
+
+    def norm(self, clip: float) -> Tensor:
+        return self.optimizer.grad_norm()
+
+    def step(self, norm: float, clip: float) -> None:
+        if norm > clip:
+            self.optimizer.scale_gradients(_factor(norm, clip))
+        self.optimizer.step()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, boxed in self.optimizer.gradients().items():
+            yield from ((name, view) for _, view in boxed.pieces)
+
+    def state(self) -> dict[str, Any]:
+        named = _named(self._model)
+        model = {n: BoxedTensor.from_param(p) for n, p in named.items() if not p.requires_grad}
+        return _state(model | self.optimizer.weights(), self.optimizer.state_for_checkpoint())
+
+    def loaded(self, groups: list) -> None:
+        restore_groups(self.optimizer, groups)
+        self.optimizer.publish()
+
+    def masters(self) -> dict[str, BoxedTensor] | None:
+        return self.optimizer.weights()
+
+
+class Sharded:
+    """ZeRO stage 3: parameters are this rank's shards, gathered by block; an ordinary optimizer steps them."""
+
+    offloaded = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sharding: ModuleSharding,
+        mesh: DeviceMesh,
+    ):
+        self.optimizer, self.sync = optimizer, sharding
+        self._model, self._mesh = model, mesh
+
+    def norm(self, clip: float) -> Tensor:
+        self.sync.finish()
+        return grad_norm(self._model.parameters(), self._mesh)
+
+    def step(self, norm: float, clip: float) -> None:
+        if norm > clip:
+            grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, _factor(norm, clip))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.grad) for name, p in _named(self._model).items() if p.grad is not None)
+
+    def state(self) -> dict[str, Any]:
+        model = {name: BoxedTensor.from_param(p) for name, p in _named(self._model).items()}
+        return _state(model, optimizer_state(self.optimizer, self._model))
+
+    def loaded(self, groups: list) -> None:
+        restore_groups(self.optimizer, groups)
+
+    def masters(self) -> dict[str, BoxedTensor] | None:
+        return None
+
+
+class Offloaded:
+    """Weights, gradients and optimizer state in device and host memory, on one rank or as shards of stage 3.
+
+    The norm is taken as gradients pass by, and they are scaled as they are stepped with.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer, sync: GradSync | None):
+        self.offloaded = optimizer
+        self.optimizer, self.sync = optimizer, sync
+        self._model = model
+
+    def norm(self, clip: float) -> Tensor:
+        if self.sync is not None:
+            self.sync.finish()
+        return self.offloaded.clip_grad_norm_(clip)
+
+    def step(self, norm: float, clip: float) -> None:
+        self.offloaded.step()
+        self.offloaded.zero_grad()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.grad) for name, p in _named(self._model).items() if p.grad is not None)
+
+    def state(self) -> dict[str, Any]:
+        return self.offloaded.checkpoint_state()
+
+    def loaded(self, groups: list) -> None:
+        restore_groups(self.optimizer, groups)
+
+    def masters(self) -> dict[str, BoxedTensor] | None:
+        return None
+
+
+def _factor(norm: float, clip: float) -> float:
+    return float(clip_factor(torch.tensor(norm, dtype=torch.float64), clip))

@@ -1,0 +1,49 @@
+"""What an application hands over to be trained: a model without memory, what a batch means to it, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_pipeline import Trial
+
+Batch = dict[str, Tensor]
+"""A microbatch: tensors by name, each with the samples along its first dimension."""
+Loss = Callable[[Any, Any], Tensor]
+"""(what the model returns, the batch's target) -> the sum of the loss over the batch, a scalar."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its loss.
+
+    Args:
+        build: the model, on the device of the context it is called in (meta, mostly).
+        inputs: keyword arguments of the model's forward, from a microbatch.
+        target: what the loss compares with, from a microbatch.
+        loss: made once the model is cut over the ranks of a mesh.
+        initialize: (model, one of its modules): fills the module's own parameters and buffers, as transformers'
+            `_init_weights` does.
+        pretrained: directory of safetensors with the model's parameters by name; None: initial values.
+        trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[Batch], Mapping[str, Any]]
+    target: Callable[[Batch], Any]
+    loss: Callable[[nn.Module, DeviceMesh], Loss]
+    initialize: Callable[[nn.Module, nn.Module], None]
+    pretrained: Path | None = None
+    trial: Trial | None = None
+
+
+def on_meta(workload: Workload) -> nn.Module:
+    """The model, unsharded, on the meta device."""
+    with torch.device("meta"):
+        return workload.build()

@@ -1,0 +1,1 @@
+"""What a run is: sections as dataclasses, TOML files, checks before ranks start."""

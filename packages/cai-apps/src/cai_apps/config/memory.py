@@ -1,0 +1,100 @@
+"""Checks of the section `memory`: what cannot work together, and what this machine lacks for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cai_apps.config.sections import RunConfig
+from cai_mesh.errors import ConfigError, PlanError
+
+BUDGETS = ("device_memory", "host_memory", "nvme")
+
+
+def offloads(config: RunConfig, ranks: int) -> bool:
+    """Whether the model is trained by `cai_gemini.offload`: on one rank, unless all stays on its device."""
+    return ranks == 1 and config.memory.residency != "device"
+
+
+def check_memory(config: RunConfig, ranks: int) -> None:
+    """Raises ConfigError for settings of `memory` that no machine could follow."""
+    memory = config.memory
+    if memory.activations == "host" and memory.recompute != "full":
+        raise ConfigError(
+            'memory.activations = "host" keeps the inputs of blocks that run again in backward',
+            got=f'memory.recompute = "{memory.recompute}"',
+            expected='memory.recompute = "full"',
+            fix="set memory.recompute to full",
+        )
+    given = [f"memory.{name}" for name in BUDGETS if getattr(memory, name) is not None]
+    if memory.residency == "device" and given:
+        raise ConfigError(
+            f"{given[0]} does nothing while all training state stays on the device",
+            got='memory.residency = "device"',
+            fix="set memory.residency to auto, host or nvme",
+        )
+    if memory.residency == "nvme" and memory.nvme is None:
+        raise ConfigError(
+            'memory.residency = "nvme" needs a directory', fix="set memory.nvme to one on a local disk"
+        )
+    if memory.nvme is not None and config.checkpoint.background:
+        raise ConfigError(
+            "checkpoint.background copies to host memory what memory.nvme keeps out of it",
+            got="checkpoint.background = true",
+            fix="set checkpoint.background to false: chunks are then written one by one",
+        )
+    for name in ("device_memory", "host_memory"):
+        _check_size(f"memory.{name}", getattr(memory, name))
+    if ranks > 1 and memory.residency != "device":
+        _check_many_ranks(config, ranks)
+
+
+def _check_many_ranks(config: RunConfig, ranks: int) -> None:
+    memory = config.memory
+    if config.parallel.zero != 3:
+        raise ConfigError(
+            f'memory.residency = "{memory.residency}" on several ranks needs parameters in shards',
+            got=f"parallel.zero = {config.parallel.zero}, {ranks} ranks",
+            expected="parallel.zero = 3",
+            fix="set parallel.zero to 3",
+        )
+
+
+def _check_size(key: str, size: int | str | None) -> None:
+    if size is None:
+        return
+    from cai_gemini.budget import parse_bytes
+
+    try:
+        found = parse_bytes(size)
+    except PlanError:
+        found = 0
+    if found < 1:
+        raise ConfigError(
+            f"{key} is not a size",
+            got=repr(size),
+            expected='bytes, or such as "22GB" (10^9) or "22GiB" (2^30)',
+        )
+
+
+def check_machine(config: RunConfig, device: str) -> None:
+    """Raises ConfigError for what the machine that trains must have.
+
+    Args:
+        device: "cpu" or "cuda", where the ranks will compute.
+    """
+    memory = config.memory
+    if memory.residency == "auto" and device == "cpu" and memory.device_memory is None:
+        raise ConfigError(
+            'memory.residency = "auto" plans for a device, and the CPU has no memory of its own',
+            got="train.device is the CPU, memory.device_memory is not set",
+            fix="set memory.device_memory to let the CPU play a device of that size, or memory.residency to device",
+        )
+    if memory.nvme is not None:
+        directory = Path(memory.nvme).expanduser()
+        if not directory.is_dir() or not os.access(directory, os.W_OK):
+            raise ConfigError(
+                "memory.nvme is not a directory that can be written to",
+                got=str(directory),
+                expected="a directory on a local disk",
+            )

@@ -1,0 +1,162 @@
+"""The sections of every run: one dataclass per section of the TOML file, the same ones the command line fills.
+
+A default is what a run gets when neither says otherwise. `None` means "worked out before the ranks start"
+(`cai_apps.config.validation.resolve`); the config.toml of a run directory holds the values that were worked out.
+An application adds sections of its own (`cai_apps.applications.language.config`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Tensor:
+    mode: Literal["1d"] = "1d"
+    """Algorithm that splits the matrix products."""
+    size: int = 1
+    """Tensor-parallel degree."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    size: int = 1
+    """Pipeline stages."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of the forward and backward passes."""
+    microbatches: int | None = None
+    """Microbatches of a data rank in one step; None: global_batch / (data ranks * microbatch_size)."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    replicate: int = 1
+    """Data-parallel groups that each hold every shard (dp_replicate)."""
+    shard: int = 1
+    """Data ranks that ZeRO shards over (dp_shard); -1: all ranks the other degrees leave."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
+    copy_engines: Literal["auto", "on", "off"] = "auto"
+    """Gather by copies between the GPUs of one host instead of NCCL; auto: where all ranks are on one host."""
+    tensor: Tensor = field(default_factory=Tensor)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+
+
+@dataclass(frozen=True)
+class Memory:
+    residency: Literal["device", "host", "auto", "nvme"] = "device"
+    """Where parameters, gradients and optimizer state live between uses. auto: as much on the device as makes steps
+    short, planned from traced steps; host: there; nvme: in files. On several ranks with ZeRO-3."""
+    device_memory: int | str | None = None
+    """What a rank may use of its device, in bytes or as "22GB" (10^9) or "22GiB"; None: all of it."""
+    host_memory: int | str | None = None
+    """What a rank may use of host memory for training state; more goes to `nvme` or is refused. None: no limit."""
+    nvme: str | None = None
+    """Directory on a disk for optimizer state and weights that have no room in host memory."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and run its forward again in backward."""
+    activations: Literal["device", "host"] = "device"
+    """Where what full recompute keeps, the inputs of blocks, waits for backward."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    compute: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Dtype of forward and backward. With bf16 the master weights and optimizer state are fp32."""
+    linear: Literal["compute", "fp8"] = "compute"
+    """fp8: linear layers, but for the output layer, multiply in FP8, forward and backward, with a current scale a
+    row. Needs a GPU of compute capability 8.9 (Ada, Hopper); on a CPU it is emulated, slowly."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """Linear warmup to the peak, then half a cosine down to `floor` times the peak."""
+
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    """Step at which the floor is reached; None: the run's last step."""
+    floor: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = 100
+    """Optimizer steps of the whole run, steps before a resume included."""
+    global_batch: int = 8
+    """Samples (sequences, images) of one optimizer step, over all data ranks."""
+    microbatch_size: int = 1
+    """Samples of one forward pass of a data rank."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs when the machine has enough of them for the mesh, else the CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile of every block; auto: on GPUs only."""
+    kernels: Literal["auto", "on", "off"] = "auto"
+    """cai_kernels in place of norms, rotary embeddings, gated activations and the loss, and the fastest of torch's
+    operators for attention; auto: on GPUs, and where blocks are compiled for attention and the loss alone, whose logits
+    are then never whole."""
+    validate_every: int = 0
+    """Steps between validations; 0: none."""
+    validation_batches: int = 4
+    """Global batches of one validation."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = 0
+    """Steps between checkpoints; 0: none on the way."""
+    final: bool = True
+    """Write a checkpoint after the last step."""
+    background: bool = False
+    """Copy what a rank writes to host memory and write it while training goes on."""
+    keep_last: int | None = None
+    """Newest checkpoints to keep; None: all."""
+    resume: str = "auto"
+    """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
+    checkpoint or of checkpoints."""
+
+
+@dataclass(frozen=True)
+class Log:
+    directory: str | None = None
+    """Run directory; None: runs/<recipe or file name>-<time>."""
+    every: int = 10
+    """Steps between printed lines where the output is not a terminal."""
+
+
+class Logged(Protocol):
+    """Any config whose run has a directory."""
+
+    @property
+    def log(self) -> Log: ...
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the loop, the transforms and the planner read of a config, whatever its application."""
+
+    parallel: Parallel = field(default_factory=Parallel)
+    memory: Memory = field(default_factory=Memory)
+    precision: Precision = field(default_factory=Precision)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_schedule: LrSchedule = field(default_factory=LrSchedule)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)

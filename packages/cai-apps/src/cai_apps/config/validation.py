@@ -1,0 +1,134 @@
+"""Checks a config against its ranks and fills in what it leaves open, before any rank starts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cai_apps.config.memory import check_memory
+from cai_apps.config.sections import RunConfig
+from cai_mesh.comm import MeshSpec
+from cai_mesh.errors import ConfigError, MeshError
+
+R = TypeVar("R", bound=RunConfig)
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def mesh_spec(config: RunConfig) -> MeshSpec:
+    """The mesh a config asks for; `shard` may still be -1."""
+    parallel = config.parallel
+    return MeshSpec(
+        pp=parallel.pipeline.size,
+        dp_replicate=parallel.replicate,
+        dp_shard=parallel.shard,
+        tp=parallel.tensor.size,
+    )
+
+
+def ranks_of(config: RunConfig) -> int:
+    """As many ranks as the degrees make, an open `shard` taken as 1."""
+    spec = mesh_spec(config)
+    return spec.pp * spec.dp_replicate * max(1, spec.dp_shard) * spec.tp
+
+
+def resolve(config: R, world_size: int) -> R:
+    """The config with `shard`, `microbatches` and `decay_steps` filled in for `world_size` ranks.
+
+    Raises:
+        MeshError: the degrees do not multiply to `world_size`.
+        ConfigError: the batch does not divide as asked, a value is out of range, or settings of `memory` do not go
+            together.
+    """
+    check_ranges(config, RANGES)
+    if config.parallel.shard < 1 and config.parallel.shard != -1:
+        raise MeshError(
+            "parallel.shard is not a degree", got=config.parallel.shard, expected="at least 1, or -1"
+        )
+    shard = mesh_spec(config).resolve(world_size).dp_shard
+    config = replace(config, parallel=replace(config.parallel, shard=shard))
+    check_memory(config, world_size)
+    pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
+    schedule = config.lr_schedule
+    if schedule.decay_steps is None:
+        schedule = replace(schedule, decay_steps=config.train.steps)
+    return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)
+
+
+def microbatches(config: RunConfig) -> int:
+    """Microbatches of a data rank in one step; the batch sizes must agree exactly.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    train, parallel = config.train, config.parallel
+    per_pass = parallel.replicate * parallel.shard * train.microbatch_size
+    given = parallel.pipeline.microbatches
+    found, left = divmod(train.global_batch, per_pass)
+    if left or (given is not None and given != found):
+        whole = per_pass * (given or max(1, round(train.global_batch / per_pass)))
+        count = "any number of microbatches" if given is None else f"microbatches {given}"
+        raise ConfigError(
+            "batch sizes disagree",
+            got=f"train.global_batch = {train.global_batch}",
+            expected=f"replicate {parallel.replicate} * shard {parallel.shard}"
+            f" * microbatch_size {train.microbatch_size} * {count}",
+            fix=f"set train.global_batch to {whole}",
+        )
+    return found
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process as one of its ranks.
+
+    Raises:
+        ConfigError: only some of the variables a launcher sets are there.
+    """
+    if "RANK" not in environment:
+        return False
+    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"RANK is set but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
+            got=f"RANK={environment['RANK']}",
+            expected=", ".join(LAUNCHER_VARIABLES),
+            cause="a launcher sets all four; RANK alone is often left over from another program",
+            fix="unset RANK to let cai start the ranks, or start them with `cai run`, torchrun or srun",
+        )
+    return True
+
+
+RANGES = {
+    "parallel.replicate": 1,
+    "parallel.tensor.size": 1,
+    "parallel.pipeline.size": 1,
+    "parallel.pipeline.microbatches": 1,
+    "train.steps": 1,
+    "train.global_batch": 1,
+    "train.microbatch_size": 1,
+    "train.validate_every": 0,
+    "train.validation_batches": 1,
+    "train.seed": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep_last": 1,
+    "optimizer.lr": 0,
+    "lr_schedule.warmup_steps": 0,
+    "lr_schedule.floor": 0,
+    "log.every": 1,
+}
+"""The smallest value of numbers in a config, by dotted key."""
+
+
+def check_ranges(config: Any, smallest: Mapping[str, float]) -> None:
+    """Raises ConfigError for a number below the one in `smallest`."""
+    for key, least in smallest.items():
+        value = functools.reduce(getattr, key.split("."), config)
+        if value is not None and value < least:
+            raise ConfigError(f"{key} is too small", got=value, expected=f"at least {least}")
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, for messages."""
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

@@ -1,0 +1,71 @@
+"""Packed sequences: a stream of tokens cut into sequences of equal length, the last ones kept for validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cai_apps.data.prepare import Prepared
+from cai_mesh.errors import DataError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Split:
+    """The sequences [first, first + size) of a tokenized source."""
+
+    prepared: Prepared
+    sequence_length: int
+    first: int
+    size: int
+
+    @cached_property
+    def _stream(self) -> np.ndarray:
+        return self.prepared.stream()
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, int64 [len(indices), sequence_length].
+
+        The source's last sequence may be short: it is filled with end-of-text tokens whose labels are -100.
+        Labels are not shifted; the loss compares position t with label t + 1.
+        """
+        length = self.sequence_length
+        ids = np.full((len(indices), length), self.prepared.end_of_text, dtype=np.int64)
+        labels = np.full((len(indices), length), IGNORED, dtype=np.int64)
+        for row, index in enumerate(indices):
+            start = (self.first + int(index)) * length
+            tokens = self._stream[start : start + length]
+            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+
+def split(prepared: Prepared, sequence_length: int, validation_fraction: float) -> tuple[Split, Split]:
+    """The training and validation sequences; validation has at least one when its fraction is above 0.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    total = -(-prepared.tokens // sequence_length)
+    held_out = max(1, round(total * validation_fraction)) if validation_fraction > 0 else 0
+    if total <= held_out:
+        raise DataError(
+            "the dataset is too small to train on",
+            got=f"{prepared.tokens} tokens, {total} sequences of {sequence_length}",
+            expected=f"more than {held_out} sequences",
+            fix="use more text, a smaller data.sequence_length or data.validation_fraction = 0",
+        )
+    training = total - held_out
+    return (
+        Split(prepared, sequence_length, 0, training),
+        Split(prepared, sequence_length, training, held_out),
+    )
+
+
+def count_targets(batch: dict[str, Tensor]) -> int:
+    """Number of tokens with a loss: labels after each sequence's first that are not ignored."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())

@@ -1,0 +1,22 @@
+"""The section of a config that says which text is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Data:
+    source: str = "stdlib"
+    """'stdlib' (the Python standard library's text), a text file, a .jsonl file with a "text" field, a glob
+    of either, or a directory written by datasets.save_to_disk."""
+    tokenizer: str = "train"
+    """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
+    sequence_length: int = 256
+    """Tokens of one packed sequence."""
+    limit_bytes: int | None = None
+    """Stop reading the source after this many bytes of text."""
+    validation_fraction: float = 0.02
+    """Part of the sequences that is kept for validation and never trained on."""
+    cache: str = "~/.cache/cai"
+    """Directory for trained tokenizers and tokenized text."""

@@ -1,1 +1,0 @@
-"""Recommendation models: DLRM over cached embedding tables, on synthetic clicks, in one process."""

@@ -1,0 +1,33 @@
+"""What every run of the shared loop shows."""
+
+from __future__ import annotations
+
+from cai_apps.report.page import Page
+from cai_apps.report.plots import LOSS, Curve
+
+
+def training_page(unit: str) -> Page:
+    """The page of runs whose throughput is counted in `unit`."""
+    rate = f"{unit}_per_second"
+
+    def summary(records: list[dict]) -> list[tuple[str, str]]:
+        first, last = records[0], records[-1]
+        later = records[1:] or records  # the first step pays for warming up
+        rows = [
+            ("steps", f"{last['step']:,}"),
+            (unit, f"{last[unit]:,}"),
+            ("loss", f"{first['loss']:.4f} to {last['loss']:.4f}"),
+            (f"{unit} per second", f"{_mean(later, rate):,.0f}"),
+            ("peak memory of a rank", f"{max(r['memory_bytes'] for r in records) / 2**30:.2f} GiB"),
+        ]
+        shares = (("mfu", "MFU, causal attention"), ("mfu_full_attention", "MFU, full attention"))
+        return rows + [
+            (name, f"{_mean(later, key):.1%}") for key, name in shares if last.get(key) is not None
+        ]
+
+    curves = (LOSS, Curve("gradient norm", ("grad_norm",)), Curve("learning rate", ("lr",)))
+    return Page((*curves, Curve(f"{unit} per second", (rate,))), summary)
+
+
+def _mean(records: list[dict], key: str) -> float:
+    return sum(record[key] for record in records) / len(records)

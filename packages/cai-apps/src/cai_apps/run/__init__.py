@@ -1,0 +1,1 @@
+"""A run from its command to its last checkpoint: launcher, ranks, loop, files."""

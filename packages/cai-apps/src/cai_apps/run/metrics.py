@@ -1,0 +1,152 @@
+"""One record per step, appended to metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cai_mesh.errors import DataError
+
+if TYPE_CHECKING:
+    from cai_apps.run.loop import Position
+    from cai_apps.run.task import Unit
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is known after an optimizer step. Times in seconds, memory in bytes."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over what the global batch counts (target tokens, images), before the update."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    unit: str
+    """What `units` are: tokens, images. Records name both numbers by it."""
+    units: int
+    """Of the run so far, over all ranks."""
+    units_per_second: float
+    """Over all ranks."""
+    tflops: float | None
+    """TFLOP/s of one rank, attention counted causally, no recompute counted; None where nobody counts."""
+    shares: Mapping[str, float | None]
+    """TFLOP/s over the device's bf16 peak, by convention ("mfu", "mfu_full_attention"); None: the peak is not known."""
+    memory_bytes: int
+    """Peak of the rank that holds most, as of this step's backward: allocated on a GPU, resident on the CPU."""
+    step_seconds: float
+    """From the wait of the step before to this one's."""
+    validation_loss: float | None = None
+    device_bytes: int | None = None
+    """Training state that stays on the device of rank 0 between uses; None without offload."""
+    host_bytes: int | None = None
+    """The same in its host memory."""
+
+    def record(self) -> dict[str, Any]:
+        """The line of metrics.jsonl."""
+        values = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            self.unit: self.units,
+            f"{self.unit}_per_second": self.units_per_second,
+            "tflops": self.tflops,
+            **self.shares,
+            "memory_bytes": self.memory_bytes,
+            "step_seconds": self.step_seconds,
+        }
+        later = {name: getattr(self, name) for name in OPTIONAL}
+        return values | {name: value for name, value in later.items() if value is not None}
+
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 peak by a part of the device's name (vendor data sheets)."""
+
+OPTIONAL = ("validation_loss", "device_bytes", "host_bytes")
+"""Left out of a record where they are None."""
+
+
+class Speed:
+    """Throughput of a run.
+
+    Args:
+        unit: what it is counted in.
+        flops: of a sample, by convention; the first is reported as TFLOP/s.
+        ranks: of the run.
+        peak: FLOP/s of a rank's device at most; None: not known.
+    """
+
+    def __init__(self, unit: Unit, flops: Mapping[str, float], ranks: int, peak: float | None):
+        self._unit, self._flops, self._ranks, self._peak = unit, flops, ranks, peak
+
+    def metrics(self, position: Position, samples: int, seconds: float, **numbers: Any) -> Metrics:
+        """Metrics of a step that took `samples` samples and so many seconds."""
+        per_rank = samples / seconds / self._ranks
+        rates = {name: per_rank * flops for name, flops in self._flops.items()}
+        return Metrics(
+            step=position.step,
+            unit=self._unit.name,
+            units=position.units,
+            units_per_second=samples * self._unit.per_sample / seconds,
+            tflops=next(iter(rates.values())) / 1e12 if rates else None,
+            shares={name: rate / self._peak if self._peak else None for name, rate in rates.items()},
+            step_seconds=seconds,
+            **numbers,
+        )
+
+
+class MetricsFile:
+    """Appends records to a file, each on a line of its own and flushed."""
+
+    def __init__(self, path: Path, *, from_step: int = 0):
+        """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones."""
+        kept = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        for record in kept:
+            self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def write(self, metrics: Metrics) -> None:
+        self._file.write(json.dumps(metrics.record()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl.
+
+    Raises:
+        DataError: the file is missing or a line is not a record.
+    """
+    records = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(
+            f"no metrics at {path}", expected="the directory of a run that has trained a step"
+        ) from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines):
+                break  # a run killed in the middle of a write leaves half a last line
+            raise DataError(f"broken record at {path}:{number}", cause=str(error)) from None
+    return records
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 peak of a known GPU in FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

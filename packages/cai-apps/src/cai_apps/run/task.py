@@ -1,0 +1,76 @@
+"""What an application says to the shared loop: how its run is checked, prepared, built, exported and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from cai_apps.compose.workload import Workload
+from cai_apps.data.batches import Samples
+
+if TYPE_CHECKING:
+    from cai_apps.compose.session import Session
+    from cai_apps.run.job import Job
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What throughput is counted in: "tokens", of which a sample has `per_sample`; "images", of which it is one."""
+
+    name: str
+    per_sample: int = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank trains.
+
+    Args:
+        workload: the model and its loss.
+        training, validation: what is read; None: no validation.
+        count: what a microbatch adds to the number that the summed loss is divided by (its target tokens, its images).
+        counted: name of that number in messages.
+        unit: of throughput.
+        flops: FLOPs of forward and backward for one sample, without recompute, by the name of the share of the
+            device's peak that metrics report; the first is also reported as TFLOP/s.
+    """
+
+    workload: Workload
+    training: Samples
+    validation: Samples | None
+    count: Callable[[dict[str, Tensor]], int]
+    counted: str
+    unit: Unit
+    flops: Mapping[str, float] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """An application as a run sees it. It travels to the ranks with the job, so it holds nothing of its own."""
+
+    def resolve(self, config: Any, ranks: int) -> Any:
+        """The config with everything worked out for so many ranks. Raises `CaiError` for what cannot be."""
+        ...
+
+    def prepare(self, config: Any) -> Any:
+        """Make on this machine what ranks read (tokens, latents), unless it is there; says where. Picklable."""
+        ...
+
+    def announce(self, config: Any, prepared: Any) -> str:
+        """What is trained on what, in a few words."""
+        ...
+
+    def fill(self, job: Job) -> None:
+        """Write what else belongs into a new run directory."""
+
+    def work(self, job: Job) -> Work:
+        """What a rank trains."""
+        ...
+
+    def export(self, session: Session, job: Job) -> None:
+        """Write the trained model to `job.run.export`. Collective."""
+
+    def finish(self, job: Job) -> None:
+        """Show on the first rank what came out; `cai_apps.report.outcome` has what every run shows."""

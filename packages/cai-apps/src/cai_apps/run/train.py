@@ -1,0 +1,88 @@
+"""A whole run: check, prepare, train on all ranks, then let the application show what came out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cai_apps.config.memory import check_machine
+from cai_apps.config.validation import launched, mesh_spec
+from cai_apps.run import launch
+from cai_apps.run.directory import RunDirectory
+from cai_apps.run.job import Job, join_job, make_job, start_rank
+from cai_apps.run.task import Task
+from cai_apps.run.worker import do_job, run_rank
+from cai_mesh.errors import CaiError
+
+
+def train(task: Task, config: Any, *, label: str = "run") -> RunDirectory:
+    """Trains as `config` says and returns the run's directory.
+
+    Under a launcher (RANK is set) this process is one of its ranks; otherwise the ranks are started here.
+
+    Raises:
+        CaiError: anything the user can fix; before any rank starts where it can be known by then.
+    """
+    return _train_as_rank(task, config, label) if launched() else _train_here(task, config, label)
+
+
+def _train_here(task: Task, config: Any, label: str) -> RunDirectory:
+    ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
+    device, ranks = launch.choose_device(config.train.device, ranks)
+    if device == "cpu" and (found := launch.gpus(config.train.device)):
+        print(
+            f"{found} GPU{'s' * (found > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
+        )
+    config = task.resolve(config, ranks)
+    check_machine(config, device)
+    job = make_job(task, config, label, device)
+    _announce(job, ranks)
+    launch.launch(run_rank, job, ranks=ranks, device=device)
+    job.task.finish(job)
+    return job.run
+
+
+def _train_as_rank(task: Task, config: Any, label: str) -> RunDirectory:
+    """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
+    with _said_by_first_rank():
+        device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        config = task.resolve(config, int(os.environ["WORLD_SIZE"]))
+        check_machine(config, device)
+    place = start_rank(device)
+    job = join_job(task, config, label, device)
+    first = os.environ["RANK"] == "0"
+    if first:
+        _announce(job, int(os.environ["WORLD_SIZE"]))
+    do_job(job, place)
+    if first:
+        job.task.finish(job)
+    torch.distributed.destroy_process_group()
+    return job.run
+
+
+@contextmanager
+def _said_by_first_rank() -> Iterator[None]:
+    """For errors that every rank finds alike: the other ranks leave in silence, after rank 0 has had time to speak."""
+    try:
+        yield
+    except CaiError:
+        if os.environ["RANK"] == "0":
+            raise
+        time.sleep(launch.GRACE_SECONDS)
+        sys.exit(launch.USER_ERROR)
+
+
+def _announce(job: Job, ranks: int) -> None:
+    parallel = job.config.parallel
+    print(
+        f"{job.task.announce(job.config, job.prepared)}: data {parallel.replicate * parallel.shard}"
+        f" x tensor {parallel.tensor.size} x pipeline {parallel.pipeline.size}, ZeRO-{parallel.zero},"
+        f" {ranks} {job.device} rank{'s' * (ranks > 1)}",
+        flush=True,
+    )

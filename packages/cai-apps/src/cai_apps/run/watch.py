@@ -1,0 +1,44 @@
+"""What a run tells of a model whose training state is not all on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from cai_apps.run.directory import RunDirectory
+from cai_apps.run.metrics import Metrics
+from cai_gemini import OffloadedOptimizer
+
+
+class Watch:
+    """Follows an offloaded run: says once what stays where, and takes down one step after that.
+
+    The step is drawn by `cai report` from plots/offload.timeline.json.
+
+    Args:
+        optimizer: of the session, where training state is in several memories; None: nothing is done.
+        run: where the timeline goes.
+    """
+
+    def __init__(self, optimizer: OffloadedOptimizer | None, run: RunDirectory):
+        self._optimizer = optimizer
+        self._file = run.plots / "offload.timeline.json"
+        self._told = self._drawn = False
+
+    def after_step(self, metrics: Metrics) -> Metrics:
+        """Called after every step of every rank; returns the metrics with the bytes that stay on device and host."""
+        if self._optimizer is None:
+            return metrics
+        placement = self._optimizer.placement()
+        if self._told and not self._drawn:
+            self._drawn = True
+            timeline = self._optimizer.timeline()
+            if dist.get_rank() == 0:
+                timeline.save(self._file)
+        if placement.planned and not self._told:
+            self._told = True
+            if dist.get_rank() == 0:
+                print(f"offload: {placement}", flush=True)
+            self._optimizer.record_timeline()
+        return replace(metrics, device_bytes=placement.device_bytes, host_bytes=placement.host_bytes)

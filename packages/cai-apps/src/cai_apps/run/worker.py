@@ -1,0 +1,97 @@
+"""What one rank does from its start to the export."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_apps.compose.apply import apply
+from cai_apps.config.sections import RunConfig
+from cai_apps.data.batches import Batches
+from cai_apps.run import checkpoint
+from cai_apps.run.job import Job, start_rank
+from cai_apps.run.loop import Loop, Position
+from cai_apps.run.metrics import Metrics, MetricsFile
+from cai_apps.run.progress import open_progress
+from cai_apps.run.task import Work
+from cai_apps.run.watch import Watch
+from cai_mesh.comm import DATA_AXES, degree, index
+
+
+def run_rank(job: Job) -> None:
+    """A rank started here: joins the others, does the job and leaves."""
+    device = start_rank(job.device)
+    try:
+        do_job(job, device)
+    finally:
+        if dist.get_world_size() == 1:
+            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def do_job(job: Job, device: torch.device) -> None:
+    """Trains and exports. A failure leaves its traceback in crash/ and is raised again."""
+    try:
+        train(job, device)
+    except BaseException as error:
+        job.run.record_crash(dist.get_rank(), error)
+        raise
+
+
+def train(job: Job, device: torch.device) -> None:
+    """The whole of a rank's work: session, resume, loop with checkpoints, export."""
+    work = job.task.work(job)
+    session = apply(job.config, work.workload, device=device)
+    training, validation = batches(job.config, work, session.mesh)
+    position = checkpoint.resume(session, job.run)
+    saver = checkpoint.Saver(session, job.run)
+    recorder = Recorder(job, position) if dist.get_rank() == 0 else None
+    watch = Watch(session.weights.offloaded, job.run)
+
+    def on_step(metrics: Metrics, position: Position) -> None:
+        metrics = watch.after_step(metrics)
+        if recorder:
+            recorder.record(metrics)
+        if checkpoint.is_due(job.config, position):
+            saver.save(position)
+
+    try:
+        Loop(session, work, training, validation, device, on_step).run(position)
+        saver.wait()
+    finally:
+        if recorder:
+            recorder.close()
+    if dist.get_rank() == 0:
+        shutil.rmtree(job.run.export, ignore_errors=True)  # of a shorter run in the same directory
+    dist.barrier()
+    job.task.export(session, job)
+
+
+def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, Batches | None]:
+    """What this rank's data coordinate reads for training and, where there is any, for validation."""
+    rank, ranks = index(mesh, DATA_AXES), degree(mesh, DATA_AXES)
+    sizes = (config.train.global_batch, config.train.microbatch_size, rank, ranks)
+    held_out = Batches(work.validation, *sizes, seed=None) if work.validation is not None else None
+    return Batches(work.training, *sizes, seed=config.train.seed), held_out
+
+
+class Recorder:
+    """Rank 0's view of the run: the metrics file and the display."""
+
+    def __init__(self, job: Job, position: Position):
+        self._file = MetricsFile(job.run.metrics, from_step=position.step)
+        self._progress = open_progress(
+            job.config.train.steps, start=position.step, every=job.config.log.every
+        )
+
+    def record(self, metrics: Metrics) -> None:
+        self._file.write(metrics)
+        self._progress.update(metrics)
+
+    def close(self) -> None:
+        self._file.close()
+        self._progress.close()

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cai_apps import recipes
+from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.models import load_model_config
+from cai_apps.config.memory import check_machine
+from cai_apps.config.validation import launched
+from cai_mesh.errors import CaiError, ConfigError, MeshError
+
+
+def changed(config: Config, **values) -> Config:
+    """`changed(config, train__steps=3)` is the config with another value in one place."""
+    for key, value in values.items():
+        *path, leaf = key.split("__")
+        owners = [config]
+        for name in path:
+            owners.append(getattr(owners[-1], name))
+        for name, owner in zip([*path[1:], leaf][::-1], owners[1:][::-1], strict=True):
+            value = replace(owner, **{name: value})
+        config = replace(config, **{path[0]: value})
+    return config
+
+
+@pytest.fixture
+def tiny():
+    return recipes.load("llama-tiny")
+
+
+def resolved(config, ranks=8):
+    return resolve(config, load_model_config(config.model.name), ranks)
+
+
+def test_fills_in_what_is_open(tiny):
+    config = changed(tiny, parallel__shard=-1, parallel__pipeline__microbatches=None)
+    config = resolved(config, ranks=16)
+    assert config.parallel.shard == 4
+    assert config.parallel.pipeline.microbatches == 1
+    assert config.lr_schedule.decay_steps == tiny.train.steps
+    assert resolve(config, load_model_config("llama-tiny"), 16) == config
+
+
+@pytest.mark.parametrize(
+    "change, kind, parts",
+    [
+        ({"parallel__replicate": 3}, MeshError, ["does not fit the number of ranks", "8 ranks"]),
+        ({"parallel__shard": 0}, MeshError, ["parallel.shard"]),
+        ({"parallel__tensor__size": 8, "parallel__shard": 1, "parallel__pipeline__size": 1}, ConfigError,
+         ["4 attention heads", "parallel.tensor.size = 8", "1, 2, 4"]),
+        ({"parallel__tensor__size": 4, "parallel__shard": 1}, ConfigError, ["2 key/value heads", "among 1, 2"]),
+        ({"parallel__pipeline__size": 8, "parallel__shard": 1, "parallel__tensor__size": 1}, ConfigError,
+         ["4 layers", "parallel.pipeline.size = 8", "at most 4 stages"]),
+        ({"train__global_batch": 18}, ConfigError, ["batch sizes disagree", "global_batch = 18", "global_batch to 16"]),
+        ({"parallel__pipeline__microbatches": 4}, ConfigError, ["batch sizes disagree", "global_batch to 32"]),
+        ({"data__sequence_length": 1024}, ConfigError, ["sequence_length", "at most 512"]),
+        ({"model__weights": "pretrained"}, ConfigError, ["needs the tokenizer", "data.tokenizer"]),
+        ({"model__weights": "pretrained", "data__tokenizer": "gpt2"}, ConfigError, ["only a shape"]),
+        ({"train__steps": 0}, ConfigError, ["train.steps", "at least 1"]),
+        ({"data__validation_fraction": 1.0}, ConfigError, ["validation_fraction"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_says_so(tiny, change, kind, parts):
+    with pytest.raises(kind) as caught:
+        resolved(changed(tiny, **change))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+ALONE = {"parallel__shard": 1, "parallel__tensor__size": 1, "parallel__pipeline__size": 1}
+
+
+@pytest.mark.parametrize(
+    "ranks, memory, parts",
+    [
+        (1, {"residency": "nvme"}, ["needs a directory", "set memory.nvme"]),
+        (1, {"residency": "auto", "device_memory": "22 gigs"},
+         ["memory.device_memory is not a size", "'22 gigs'", '"22GB"']),
+        (1, {"residency": "auto", "host_memory": 0}, ["memory.host_memory is not a size", "got:      0"]),
+        (1, {"device_memory": "22GB"},
+         ["memory.device_memory does nothing", 'residency = "device"', "auto, host or nvme"]),
+        (1, {"nvme": "/tmp"}, ["memory.nvme does nothing"]),
+        (1, {"activations": "host"}, ['activations = "host"', 'recompute = "none"', "set memory.recompute to full"]),
+        (2, {"residency": "auto"}, ['"auto" on several ranks', "parallel.zero = 1, 2 ranks", "parallel.zero to 3"]),
+        (2, {"residency": "nvme", "nvme": "/tmp"}, ['"nvme" on several ranks', "set parallel.zero to 3"]),
+        (2, {"residency": "host"}, ["needs parameters in shards", "set parallel.zero to 3"]),
+    ],
+)  # fmt: skip
+def test_memory_that_cannot_be_says_so(tiny, ranks, memory, parts):
+    alone = changed(tiny, **{**ALONE, "parallel__shard": ranks})
+    with pytest.raises(ConfigError) as caught:
+        resolved(changed(alone, **{f"memory__{key}": value for key, value in memory.items()}), ranks)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ranks, memory",
+    [
+        (1, {"residency": "auto", "device_memory": "22GB", "host_memory": 10**11, "nvme": "/nowhere"}),
+        (1, {"residency": "host"}),
+        (2, {"residency": "host"}),
+        (2, {"residency": "auto", "device_memory": "22GB", "host_memory": "100GB"}),
+        (2, {"residency": "nvme", "nvme": "/nowhere"}),
+        (1, {"recompute": "full", "activations": "host"}),
+    ],
+)
+def test_memory_that_can_be(tiny, ranks, memory):
+    alone = changed(tiny, **{**ALONE, "parallel__shard": ranks, "parallel__zero": 3 if ranks > 1 else 1})
+    config = changed(alone, **{f"memory__{key}": value for key, value in memory.items()})
+    assert resolved(config, ranks).memory == config.memory
+
+
+def test_a_disk_and_a_host_copy_of_all_of_it(tiny):
+    config = changed(
+        tiny, **ALONE, memory__residency="nvme", memory__nvme="/tmp", checkpoint__background=True
+    )
+    with pytest.raises(ConfigError, match=r"keeps out of it(.|\n)*set checkpoint.background to false"):
+        resolved(config, 1)
+
+
+def test_what_the_machine_lacks(tiny, tmp_path):
+    auto = changed(tiny, memory__residency="auto")
+    with pytest.raises(ConfigError, match=r"the CPU has no memory of its own(.|\n)*memory.device_memory"):
+        check_machine(auto, "cpu")
+    check_machine(auto, "cuda")
+    check_machine(changed(auto, memory__device_memory=10**9), "cpu")
+    check_machine(changed(auto, memory__nvme=str(tmp_path)), "cuda")
+    with pytest.raises(ConfigError, match="not a directory that can be written to") as caught:
+        check_machine(changed(auto, memory__nvme=str(tmp_path / "gone")), "cuda")
+    assert str(tmp_path / "gone") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_recipes_resolve_on_8_ranks_or_their_own_number(name):
+    config = recipes.load(name)
+    parallel = config.parallel
+    ranks = 8 if parallel.shard == -1 else parallel.shard * parallel.tensor.size * parallel.pipeline.size
+    resolved(config, ranks)
+
+
+def test_unknown_model_suggests_a_preset(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CaiError, match="did you mean 'llama-tiny'"):
+        load_model_config("llama-tinny")
+
+
+def test_launcher_variables():
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert launched(whole)
+    assert not launched({"MASTER_ADDR": "localhost"})
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(ConfigError, match=f"{name} is not"):
+            launched({key: value for key, value in whole.items() if key != name})

@@ -1,0 +1,133 @@
+"""The loop on a session of one weight, whose every number can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cai_apps.applications.language.config import Config
+from cai_apps.data.batches import Batches
+from cai_apps.data.packed import count_targets, split
+from cai_apps.data.prepare import Prepared
+from cai_apps.run.loop import Loop, Position
+from cai_apps.run.task import Unit, Work
+from cai_mesh.comm import DATA_AXES, MeshSpec, all_reduce, build_mesh, degree, group, index
+from cai_mesh.errors import DataError
+from cai_mesh.testing import RankError, run_ranks
+
+BASE = Config()
+CONFIG = replace(
+    BASE,
+    train=replace(
+        BASE.train, steps=6, global_batch=4, microbatch_size=1, validate_every=3, validation_batches=9
+    ),
+    data=replace(BASE.data, sequence_length=8),
+    optimizer=replace(BASE.optimizer, lr=0.5),
+    lr_schedule=replace(BASE.lr_schedule, warmup_steps=2, decay_steps=6, floor=0.0),
+)
+
+
+@dataclass
+class OneWeight:
+    """Its loss on a target token t is (w - t / 10)^2, and plain gradient descent takes the steps."""
+
+    config: Config
+    mesh: DeviceMesh
+    weight: float = 1.0
+    gradient: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    updates: int = 0
+    broken: int | None = None
+
+    def step(self, microbatches, *, total):
+        targets = torch.cat([self._targets(batch) for batch in microbatches])
+        self.gradient = self.gradient + (2 * (self.weight - targets)).sum() / total
+        return ((self.weight - targets) ** 2).sum() / total
+
+    def norm(self):
+        gradient = self.gradient.clone()
+        all_reduce(gradient, group(self.mesh, DATA_AXES)).wait()
+        self.gradient = gradient
+        return gradient.abs()
+
+    def update(self, lr, norm):
+        assert norm == float(self.gradient.abs())
+        self.weight, self.gradient = self.weight - lr * float(self.gradient), torch.zeros(())
+        self.updates += 1
+
+    def evaluate(self, microbatches, *, total):
+        targets = torch.cat([self._targets(batch) for batch in microbatches])
+        return ((self.weight - targets) ** 2).sum() / total
+
+    def find_broken(self, microbatches):
+        return "the weight" if torch.distributed.get_rank() == self.broken else None
+
+    def _targets(self, batch):
+        labels = batch["labels"][:, 1:].double()
+        return labels[labels >= 0] / 10
+
+
+def train(directory, config=CONFIG, start=None, weight=1.0):
+    """(weight, [(metrics, position)]) of a run on all ranks; the last of its sequences is mostly ignored."""
+    tokens = (np.arange(1, 8 * 10 + 4) % 17).astype(np.uint16)
+    prepared = Prepared(Path(directory), "none", len(tokens), "uint16", 0)
+    if torch.distributed.get_rank() == 0:
+        tokens.tofile(Path(directory) / "tokens.bin")
+    torch.distributed.barrier()
+    mesh = build_mesh(MeshSpec(dp_shard=-1), device_type="cpu")
+    training, validation = split(prepared, 8, 0.3)
+    sizes = (
+        config.train.global_batch,
+        config.train.microbatch_size,
+        index(mesh, DATA_AXES),
+        degree(mesh, DATA_AXES),
+    )
+    session, seen = OneWeight(config, mesh, weight, broken=torch.distributed.get_world_size() - 1), []
+    batches = Batches(training, *sizes, seed=config.train.seed)
+    held_out = Batches(validation, *sizes, seed=None)
+    work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), {"mfu": 80.0})  # type: ignore[arg-type]
+    loop = Loop(session, work, batches, held_out, torch.device("cpu"), lambda *it: seen.append(it))
+    loop.run(start or Position())
+    return session.weight, seen
+
+
+@pytest.fixture
+def single(tmp_path):
+    return run_ranks(1, train, str(tmp_path))[0]
+
+
+def test_data_ranks_change_nothing(single, tmp_path):
+    for weight, seen in run_ranks(2, train, str(tmp_path)):
+        assert weight == pytest.approx(single[0], abs=1e-12)
+        for (metrics, position), (expected, expected_position) in zip(seen, single[1], strict=True):
+            assert position == expected_position
+            for name in ("loss", "grad_norm", "lr", "units", "validation_loss"):
+                assert getattr(metrics, name) == pytest.approx(getattr(expected, name), abs=1e-12), name
+
+
+def test_position_and_records(single):
+    metrics, positions = zip(*single[1], strict=True)
+    assert positions == tuple(Position(step, 4 * step, 4 * 8 * step) for step in range(1, 7))
+    assert [m.step for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [m.validation_loss is not None for m in metrics] == [False, False, True, False, False, True]
+    assert [m.lr for m in metrics[:3]] == [0.25, 0.5, 0.5]
+    assert single[0] == pytest.approx(0.85, abs=0.05)
+    assert metrics[0].tflops == pytest.approx(10.0 * metrics[0].units_per_second / 1e12)
+
+
+def test_second_half_from_a_position_is_the_second_half(single, tmp_path):
+    config = replace(CONFIG, train=replace(CONFIG.train, steps=3))
+    ((weight, seen),) = run_ranks(1, train, str(tmp_path), config)
+    ((weight, _),) = run_ranks(1, train, str(tmp_path), CONFIG, seen[-1][1], weight)
+    assert weight == single[0]
+
+
+def test_loss_that_is_not_finite_ends_the_run(tmp_path):
+    with pytest.raises(RankError, match="the loss of step 1 is not finite") as caught:
+        run_ranks(2, train, str(tmp_path), CONFIG, None, float("nan"))
+    assert DataError.__name__ in str(caught.value)
+    assert "on rank 1, the weight" in str(caught.value)

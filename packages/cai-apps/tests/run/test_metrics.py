@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cai_apps.run import metrics
+from cai_apps.run.metrics import Metrics, MetricsFile
+from cai_mesh.errors import DataError
+
+
+def record(step, **more):
+    return Metrics(step, 1.0, 1.0, 0.1, "tokens", 8, 4.0, 0.0, {"mfu": None}, 2**20, 2.0, **more)
+
+
+def test_fields_of_a_record(tmp_path):
+    MetricsFile(tmp_path / "m.jsonl").write(record(1))
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    wanted = "step loss grad_norm lr tokens tokens_per_second tflops mfu memory_bytes step_seconds"
+    assert set(wanted.split()) <= set(json.loads(line))
+    assert "validation_loss" not in line
+
+
+def test_resume_keeps_earlier_records_and_drops_repeated_ones(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    for step in range(1, 6):
+        file.write(record(step))
+    file.close()
+    MetricsFile(tmp_path / "m.jsonl", from_step=3).write(record(4, validation_loss=2.0))
+    records = metrics.read(tmp_path / "m.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert records[-1]["validation_loss"] == 2.0
+
+
+def test_half_a_last_line_is_left_out(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st')
+    assert metrics.read(tmp_path / "m.jsonl") == [{"step": 1}]
+
+
+def test_broken_line_in_the_middle(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"m\.jsonl:2"):
+        metrics.read(tmp_path / "m.jsonl")
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(DataError, match="no metrics"):
+        metrics.read(tmp_path / "m.jsonl")
