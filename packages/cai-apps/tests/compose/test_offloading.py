@@ -10,6 +10,7 @@ from layouts import (
     DTYPES,
     Case,
     full,
+    initialize,
     model_config,
     parameters_of,
     run_config,
@@ -88,11 +89,11 @@ def initial(model, dtype):
     """Every value `InitialValues` gives, asked for backwards, and the model's buffers; and those of `materialize`."""
     options = {"seed": 3, "dtype": DTYPES[dtype], "device": torch.device("cpu")}
     empty, at_once = (meta_model(model_config(model)) for _ in range(2))
-    values = InitialValues(empty, **options)
+    values = InitialValues(empty, initialize, **options)
     found = {name: values(name, param) for name, param in reversed(list(empty.named_parameters()))}
     values.finish()
     assert all(param.is_meta for param in empty.parameters())
-    materialize(at_once, **options)
+    materialize(at_once, initialize, **options)
     return (
         found | dict(empty.named_buffers()),
         {n: p.detach() for n, p in at_once.named_parameters()} | dict(at_once.named_buffers()),
