@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -148,14 +149,26 @@ def initialize(model: nn.Module, module: nn.Module) -> None:
     model._init_weights(module)  # type: ignore[operator]
 
 
-def twin(name: str, dtype: str, steps: int = STEPS, linear: str = "compute", microbatch: int = BATCH):
-    """Losses, first gradients and final parameters of a plain loop."""
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `run_config`."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def twin(
+    name: str,
+    dtype: str,
+    steps: int = STEPS,
+    linear: str = "compute",
+    microbatch: int = BATCH,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+):
+    """Losses, first gradients and final parameters of a plain loop. `lr_scale` of a param group multiplies its rate."""
     model = materialize(
         meta_model(model_config(name)), initialize, seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
     )
     if linear == "fp8":
         convert_to_fp8(model, scaling="row")
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    opt = optimizer(model)
     losses, first = [], {}
     for step in range(steps):
         ids, labels = batch(step)
@@ -168,7 +181,8 @@ def twin(name: str, dtype: str, steps: int = STEPS, linear: str = "compute", mic
         if step == 0:
             first = {n: p.grad.clone() for n, p in model.named_parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.param_groups[0]["lr"] = rate(step)
+        for param_group in opt.param_groups:
+            param_group["lr"] = rate(step) * param_group.get("lr_scale", 1.0)
         opt.step()
         opt.zero_grad()
         losses.append(loss)

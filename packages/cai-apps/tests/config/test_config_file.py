@@ -72,7 +72,7 @@ def test_wrong_file_names_the_key_and_a_way_out(tmp_path, text, parts):
 
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="no config file"):
-        config_file.read(tmp_path / "none.toml")
+        config_file.read(tmp_path / "none.toml", Config)
 
 
 def test_unknown_recipe_suggests_one():

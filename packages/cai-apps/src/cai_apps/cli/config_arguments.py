@@ -52,5 +52,5 @@ def check_flags(arguments: list[str], kind: type) -> None:
     known = config_file.known_keys(kind)
     for argument in arguments:
         key = argument.removeprefix("--").partition("=")[0].replace("-", "_")
-        if argument.startswith("--") and key not in ("help", *known):
+        if argument.startswith("--") and key != "help" and not config_file.is_known(key, known):
             raise config_file.unknown_key(key, known, origin="the command line", keys=known)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.blocks import compile_blocks, recompute_blocks
+from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
 from cai_apps.compose.sharding import place_weights
 from cai_apps.compose.workload import Loss, Workload, on_meta
@@ -35,6 +36,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     """
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
     model = on_meta(workload)
+    check_groups(config.optimizer, [name for name, _ in model.named_parameters()])
     loss = transform(config, workload, model, mesh, device=device)
     weights = place_weights(config, workload, model, mesh, device=device)
     runner = PipelineRunner(

@@ -15,10 +15,10 @@ from cai_apps.compose.optimizers import make_optimizer
 from cai_apps.compose.weights import Offloaded, Replicated, Sharded, Weights
 from cai_apps.compose.workload import Workload
 from cai_apps.config.memory import offloads
-from cai_apps.config.sections import Memory, RunConfig
+from cai_apps.config.sections import Memory, Parallel, RunConfig
 from cai_gemini import ChunkResidency, offload
 from cai_mesh.checkpoint import load_hf
-from cai_zero import Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
+from cai_zero import Compression, Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -35,7 +35,7 @@ def place_weights(
         compute=compute, master=torch.float32 if compute == torch.bfloat16 else compute
     )
     if offloads(config, mesh.size()):
-        weights = _offload(config, workload, model, precision, device)
+        weights = _offload(config, workload, model, mesh, precision, device)
         _load_pretrained(workload, model)
         return weights
     materialize(
@@ -55,7 +55,12 @@ def _load_pretrained(workload: Workload, model: nn.Module) -> None:
 
 
 def _offload(
-    config: RunConfig, workload: Workload, model: nn.Module, precision: MixedPrecision, device: torch.device
+    config: RunConfig,
+    workload: Workload,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecision,
+    device: torch.device,
 ) -> Weights:
     """Initial values go to host memory chunk by chunk; at most one block is on the device meanwhile."""
     master = precision.master or torch.float32
@@ -65,7 +70,7 @@ def _offload(
     memory = config.memory
     _, offloaded = offload(
         model,
-        make_optimizer(config, model),
+        make_optimizer(config, model, mesh),
         residency=memory.residency,
         device=device,
         device_memory=memory.device_memory,
@@ -83,8 +88,11 @@ def _shard_module(
 ) -> Weights:
     residency = _residency(config.memory)
     gather = Gather(copy_engines=_copy_engines(config, mesh))
-    shard_module(model, mesh, precision=precision, residency=residency, gather=gather)
-    optimizer, sharding = make_optimizer(config, model), sharding_of(model)
+    compression = _compression(config.parallel)
+    shard_module(
+        model, mesh, precision=precision, residency=residency, gather=gather, compression=compression
+    )
+    optimizer, sharding = make_optimizer(config, model, mesh), sharding_of(model)
     if residency is not None:
         return Offloaded(model, residency.optimizer(optimizer), sync=sharding)
     return Sharded(model, optimizer, sharding, mesh)
@@ -94,15 +102,25 @@ def _shard_optimizer(
     config: RunConfig, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
 ) -> Weights:
     optimizer = shard_optimizer(
-        make_optimizer(config, model),
+        make_optimizer(config, model, mesh),
         mesh,
         model=model,
         stage=config.parallel.zero,
         precision=precision,
         overlap_gather=True,
+        compression=_compression(config.parallel),
         copy_engines=_copy_engines(config, mesh),
     )
     return Replicated(model, optimizer)
+
+
+def _compression(parallel: Parallel) -> Compression | None:
+    """What travels in a byte an element."""
+    forms = {
+        "weights": None if parallel.wire_weights == "full" else parallel.wire_weights,
+        "gradients": None if parallel.wire_gradients == "full" else parallel.wire_gradients,
+    }
+    return Compression(**forms) if any(forms.values()) else None
 
 
 def _residency(memory: Memory) -> ChunkResidency | None:
@@ -122,8 +140,11 @@ def _directory(memory: Memory) -> Path | None:
 
 
 def _copy_engines(config: RunConfig, mesh: DeviceMesh) -> bool:
-    """Whether shards are gathered by copies between GPUs: by the config, or where all ranks run on one host."""
-    if config.parallel.copy_engines != "auto":
+    """Whether shards are gathered by copies between GPUs: by the config, or where all ranks run on one host.
+
+    Copies are of shards as they are: weights that travel in fewer bytes go through collectives.
+    """
+    if config.parallel.copy_engines != "auto" or config.parallel.wire_weights != "full":
         return config.parallel.copy_engines == "on"
     ranks = dist.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -60,14 +61,30 @@ def from_table(
             siblings = [".".join((*path, name)) for name in hints]
             raise unknown_key(dotted, siblings, origin=origin, keys=keys)
         hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, Mapping):
-                raise _wrong_value(dotted, value, "a table", origin)
-            inner = typing.cast(type, hint)
-            values[key] = from_table(inner, value, origin=origin, path=(*path, key), keys=keys)
+        if (member := _member(hint)) is not None:
+            values[key] = {
+                name: from_table(member, _table(item, f"{dotted}.{name}", origin), origin=origin,
+                                 path=(*path, key, name), keys=keys)
+                for name, item in _table(value, dotted, origin).items()
+            }  # fmt: skip
+        elif dataclasses.is_dataclass(hint):
+            inner, rows = typing.cast(type, hint), _table(value, dotted, origin)
+            values[key] = from_table(inner, rows, origin=origin, path=(*path, key), keys=keys)
         else:
             values[key] = _checked(value, hint, dotted, origin)
     return kind(**values)
+
+
+def _member(hint: Any) -> type | None:
+    """The dataclass of a `dict[str, dataclass]`; None for anything else."""
+    named = typing.get_args(hint) if typing.get_origin(hint) is dict else ()
+    return named[1] if named and dataclasses.is_dataclass(named[1]) else None
+
+
+def _table(value: Any, dotted: str, origin: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong_value(dotted, value, "a table", origin)
+    return value
 
 
 def change(config: T, changes: Mapping[str, Any], *, origin: str = "the changes") -> T:
@@ -78,12 +95,12 @@ def change(config: T, changes: Mapping[str, Any], *, origin: str = "the changes"
     """
     kind, table = type(config), dataclasses.asdict(config)  # type: ignore[call-overload]
     for dotted, value in changes.items():
-        if dotted not in known_keys(kind):
+        if not is_known(dotted, known_keys(kind)):
             raise unknown_key(dotted, known_keys(kind), origin=origin, keys=known_keys(kind))
         *path, leaf = dotted.split(".")
         owner = table
         for name in path:
-            owner = owner[name]
+            owner = owner.setdefault(name, {})
         owner[leaf] = value
     return from_table(kind, _without_none(table), origin=origin)
 
@@ -97,14 +114,21 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_keys(kind: type, path: tuple[str, ...] = ()) -> list[str]:
-    """Every dotted key of a config, e.g. "parallel.tensor.size"."""
+    """Every dotted key of a config, e.g. "parallel.tensor.size"; "*" stands for a name that the user gives."""
     keys: list[str] = []
     for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
+        if (member := _member(hint)) is not None:
+            keys += known_keys(member, (*path, name, "*"))
+        elif dataclasses.is_dataclass(hint):
             keys += known_keys(typing.cast(type, hint), (*path, name))
         else:
             keys.append(".".join((*path, name)))
     return keys
+
+
+def is_known(dotted: str, keys: Iterable[str]) -> bool:
+    """Whether a dotted key is one of `known_keys`."""
+    return any(fnmatch.fnmatchcase(dotted, key) for key in keys)
 
 
 def unknown_key(dotted: str, siblings: list[str], *, origin: str, keys: list[str]) -> ConfigError:
@@ -154,12 +178,19 @@ def to_toml(config: Any) -> str:
 
 def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
     fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    scalars = [
-        (name, item) for name, item in fields if not dataclasses.is_dataclass(item) and item is not None
+    tables = [(f"{name}", item) for name, item in fields if dataclasses.is_dataclass(item)]
+    tables += [
+        (f"{name}.{key}", each)
+        for name, item in fields
+        if isinstance(item, dict)
+        for key, each in item.items()
     ]
+    inner = {name.partition(".")[0] for name, _ in tables} | {
+        n for n, item in fields if isinstance(item, dict)
+    }
+    scalars = [(name, item) for name, item in fields if name not in inner and item is not None]
     if path:
         lines += ["", f"[{'.'.join(path)}]"]
     lines += [f"{name} = {json.dumps(item, ensure_ascii=False)}" for name, item in scalars]
-    for name, item in fields:
-        if dataclasses.is_dataclass(item):
-            _write_table(item, (*path, name), lines)
+    for name, item in tables:
+        _write_table(item, (*path, name), lines)

@@ -33,6 +33,13 @@ def check_memory(config: RunConfig, ranks: int) -> None:
             got='memory.residency = "device"',
             fix="set memory.residency to auto, host or nvme",
         )
+    if memory.residency != "device" and (config.optimizer.kind, config.optimizer.state) != ("adamw", "fp32"):
+        raise ConfigError(
+            f'memory.residency = "{memory.residency}" steps parameters chunk by chunk, element by element',
+            got=f'optimizer.kind = "{config.optimizer.kind}", optimizer.state = "{config.optimizer.state}"',
+            expected='optimizer.kind = "adamw" with optimizer.state = "fp32"',
+            fix='set memory.residency to "device", or use adamw',
+        )
     if memory.residency == "nvme" and memory.nvme is None:
         raise ConfigError(
             'memory.residency = "nvme" needs a directory', fix="set memory.nvme to one on a local disk"

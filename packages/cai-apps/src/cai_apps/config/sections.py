@@ -39,6 +39,11 @@ class Parallel:
     """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
     copy_engines: Literal["auto", "on", "off"] = "auto"
     """Gather by copies between the GPUs of one host instead of NCCL; auto: where all ranks are on one host."""
+    wire_weights: Literal["full", "int8", "fp8"] = "full"
+    """What weights are gathered as (ZeRO++, arXiv:2306.10209): full precision, or a byte an element and a scale a
+    block. For ranks that share chunks (shard > 1), stages 1 to 3."""
+    wire_gradients: Literal["full", "int8", "fp8"] = "full"
+    """What gradients are reduced as; what rounding takes from one is added to the next."""
     tensor: Tensor = field(default_factory=Tensor)
     pipeline: Pipeline = field(default_factory=Pipeline)
 
@@ -70,17 +75,41 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """AdamW."""
+class OptimizerGroup:
+    """Parameters with options of their own: a table [optimizer.groups.NAME]. What is None is the optimizer's."""
 
+    match: str = "*"
+    """Names of parameters, as shell patterns divided by commas: "*norm*, *.bias". The first group that fits wins."""
+    lr: float | None = None
+    """Peak learning rate."""
+    weight_decay: float | None = None
+    adamw: bool = False
+    """muon: step these by AdamW, as embeddings, the output layer and what is no matrix always are."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    kind: Literal["adamw", "muon", "lamb", "lars", "adafactor", "came"] = "adamw"
+    """Update rule. muon steps the matrices of blocks, and adamw what is left."""
     lr: float = 3e-4
     """Peak learning rate."""
+    adamw_lr: float | None = None
+    """muon: peak learning rate of what adamw steps; None: lr."""
     beta1: float = 0.9
+    """adamw, muon (what adamw steps), lamb, came."""
     beta2: float = 0.95
+    """As beta1."""
     eps: float = 1e-8
+    """adamw, muon (what adamw steps), lamb."""
+    momentum: float = 0.95
+    """muon, lars."""
     weight_decay: float = 0.1
+    state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """adamw: how its moments are kept; fewer bits are rounded stochastically. With precision.compute = "fp64" fp32
+    means fp64."""
     clip: float = 1.0
     """Largest global gradient norm."""
+    groups: dict[str, OptimizerGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

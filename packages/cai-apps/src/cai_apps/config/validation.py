@@ -9,11 +9,20 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cai_apps.config.memory import check_memory
-from cai_apps.config.sections import RunConfig
+from cai_apps.config.sections import Optimizer, Parallel, RunConfig
 from cai_mesh.comm import MeshSpec
 from cai_mesh.errors import ConfigError, MeshError
 
 R = TypeVar("R", bound=RunConfig)
+TAKES = {
+    "adamw": ("beta1", "beta2", "eps", "state"),
+    "muon": ("adamw_lr", "momentum", "beta1", "beta2", "eps"),
+    "lamb": ("beta1", "beta2", "eps"),
+    "lars": ("momentum",),
+    "adafactor": (),
+    "came": ("beta1", "beta2"),
+}
+"""The options of each kind of optimizer, beside its rate and decay."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -26,6 +35,43 @@ def mesh_spec(config: RunConfig) -> MeshSpec:
         dp_shard=parallel.shard,
         tp=parallel.tensor.size,
     )
+
+
+def check_optimizer(options: Optimizer) -> None:
+    """Raises ConfigError for options that the kind of optimizer has no use for: none is silently left out."""
+    usual, takes = Optimizer(), TAKES[options.kind]
+    for name in ("adamw_lr", "beta1", "beta2", "eps", "momentum", "state"):
+        if name not in takes and getattr(options, name) != getattr(usual, name):
+            raise ConfigError(
+                f'optimizer.{name} does nothing with optimizer.kind = "{options.kind}"',
+                got=getattr(options, name),
+                expected=f"options of {options.kind}: lr, weight_decay, {', '.join(takes)}".rstrip(", "),
+            )
+    for group, own in options.groups.items():
+        if own.adamw and options.kind != "muon":
+            raise ConfigError(
+                f'optimizer.groups.{group}.adamw does nothing with optimizer.kind = "{options.kind}"',
+                expected='optimizer.kind = "muon"',
+            )
+
+
+def check_wire(parallel: Parallel) -> None:
+    """Raises ConfigError for compression where nothing is compressed, `shard` being resolved."""
+    for name in ("wire_weights", "wire_gradients"):
+        if getattr(parallel, name) == "full":
+            continue
+        if parallel.shard < 2 or parallel.zero == 0:
+            raise ConfigError(
+                f"parallel.{name} compresses what travels between ranks that share chunks",
+                got=f"parallel.shard = {parallel.shard}, parallel.zero = {parallel.zero}",
+                expected="shard of at least 2 and zero of at least 1",
+            )
+    if parallel.wire_weights != "full" and parallel.copy_engines == "on":
+        raise ConfigError(
+            "compressed weights cannot be gathered by copy engines, which copy shards as they are",
+            got=f'parallel.wire_weights = "{parallel.wire_weights}", parallel.copy_engines = "on"',
+            fix='set parallel.copy_engines to "off", or parallel.wire_weights to "full"',
+        )
 
 
 def ranks_of(config: RunConfig) -> int:
@@ -50,6 +96,8 @@ def resolve(config: R, world_size: int) -> R:
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
+    check_optimizer(config.optimizer)
+    check_wire(config.parallel)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     schedule = config.lr_schedule
     if schedule.decay_steps is None:
