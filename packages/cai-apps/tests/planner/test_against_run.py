@@ -26,6 +26,10 @@ LAYOUTS = {
     "zero 3, bf16": (2, {"parallel.zero": 3, "parallel.shard": 2, "precision.compute": "bf16"}),
     "tensor": (2, {"parallel.zero": 0, "parallel.tensor.size": 2}),
     "pipeline": (2, {"parallel.zero": 1, "parallel.pipeline.size": 2}),
+    "eight-bit moments": (2, {"parallel.zero": 1, "parallel.shard": 2, "optimizer.state": "int8"}),
+    "muon": (2, {"parallel.zero": 1, "parallel.shard": 2, "optimizer.kind": "muon"}),
+    "lamb, pipeline": (2, {"parallel.zero": 0, "parallel.pipeline.size": 2, "optimizer.kind": "lamb"}),
+    "lars": (1, {"parallel.zero": 0, "optimizer.kind": "lars"}),
 }
 ALONE = {
     "parallel.shard": 1,

@@ -54,7 +54,7 @@ def test_model_state_of_100_elements_on_4_ranks(tiny, zero, compute, parameters,
         parallel=replace(tiny.parallel, zero=zero, shard=4),
         precision=replace(tiny.precision, compute=compute),
     )
-    state = model_state(config, 100)
+    state = model_state(config, 100, 16.0 if compute == "fp64" else 8.0)
     assert (state.parameters, state.gradients, state.optimizer) == (parameters, gradients, optimizer)
 
 
@@ -73,8 +73,8 @@ def test_zero_1_holds_unsharded_gradients_only_to_accumulate(tiny):
         )
         for n in (2, 1)
     )
-    assert model_state(many, 100).gradients == 400
-    assert model_state(one, 100).gradients == 200
+    assert model_state(many, 100, 8.0).gradients == 400
+    assert model_state(one, 100, 8.0).gradients == 200
 
 
 def test_zero_3_gathers_the_rest_and_two_blocks(tiny):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
+from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config.sections import RunConfig
 from cai_pipeline import Action, Kind
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
-ADAM_SLOTS = 2
-"""First and second moment, in the dtype of the master weights."""
+STATE_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}
+"""Of a moment of AdamW in fewer bits than the master weights: an eight-bit code has a scale for 256 elements."""
+SLOTS = {"adamw": 2, "lamb": 2, "lars": 1, "came": 1, "adafactor": 0}
+"""Values of an element that an optimizer keeps; rows and columns of factored moments count nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,28 @@ def gathered(config: RunConfig, blocks: list[int], rest: int) -> int:
     return (rest + sum(sorted(blocks)[-2:])) * COMPUTE_BYTES[config.precision.compute]
 
 
-def model_state(config: RunConfig, parameters: int) -> ModelState:
+def moment_bytes(config: RunConfig, model: nn.Module) -> float:
+    """Bytes an element that the optimizer of a stage keeps, on average, beside master weights.
+
+    Args:
+        model: the stage's tensor shard, on the meta device.
+    """
+    options, master = config.optimizer, MASTER_BYTES[config.precision.compute]
+    if options.kind == "adamw":
+        return SLOTS["adamw"] * STATE_BYTES.get(options.state, master)
+    if options.kind != "muon":
+        return SLOTS[options.kind] * master
+    sizes = {True: 0, False: 0}
+    for group in parameter_groups(options, model):
+        sizes[group["use_muon"]] += sum(param.numel() for param in group["params"])
+    return master * (sizes[True] + 2 * sizes[False]) / max(1, sum(sizes.values()))
+
+
+def model_state(config: RunConfig, parameters: int, moments: float) -> ModelState:
     """The state of a rank whose stage and tensor shard has `parameters` elements.
+
+    Args:
+        moments: bytes an element that the optimizer keeps beside master weights.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
     gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate.
@@ -54,7 +79,7 @@ def model_state(config: RunConfig, parameters: int) -> ModelState:
     return ModelState(
         parameters=own * master if zero == 3 else parameters * compute,
         gradients=(parameters if unsharded_gradients else own) * master,
-        optimizer=stepped * (ADAM_SLOTS * master + (masters if zero < 3 else 0)),
+        optimizer=int(stepped * (moments + (masters if zero < 3 else 0))),
     )
 
 

@@ -9,7 +9,7 @@ from cai_apps.compose.workload import Batch, Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.activations import REST, saved_bytes
-from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_state, most_in_flight
+from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_state, moment_bytes, most_in_flight
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
@@ -91,7 +91,7 @@ def _stage(config: RunConfig, workload: Workload, stage: int, saved: dict[str, i
     if stage == pipeline.size - 1:
         kept[REST] = saved.get(REST, 0)
     activations = _activations(config, width, kept, most_in_flight(order))
-    state, unsharded = model_state(config, parameters), gathered(config, list(sizes.values()), rest)
+    state, unsharded = model_state(config, parameters, moment_bytes(config, model)), gathered(config, list(sizes.values()), rest)
     return StagePlan(stage, own, parameters, state, unsharded, activations)
 
 
