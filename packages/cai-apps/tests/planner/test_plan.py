@@ -84,10 +84,19 @@ def test_zero_3_gathers_the_rest_and_two_blocks(tiny):
 
 
 def test_recompute_keeps_less(tiny):
-    full = replace(tiny, memory=replace(tiny.memory, recompute="full"))
-    for kept, recomputed in zip(plan(tiny).stages, plan(full).stages, strict=True):
-        assert recomputed.activations < kept.activations
-        assert recomputed.state == kept.state
+    some, full = (
+        replace(tiny, memory=replace(tiny.memory, recompute=form)) for form in ("selective", "full")
+    )
+    # one stage of four blocks: the block that is run again weighs less than what the others do not keep
+    some, full, none = (
+        replace(
+            c, parallel=replace(c.parallel, pipeline=replace(c.parallel.pipeline, size=1, microbatches=None))
+        )
+        for c in (some, full, tiny)
+    )
+    for kept, part, recomputed in zip(plan(none).stages, plan(some).stages, plan(full).stages, strict=True):
+        assert recomputed.activations < part.activations < kept.activations
+        assert recomputed.state == part.state == kept.state
 
 
 def test_open_degree_takes_the_ranks_that_are_left():

@@ -24,6 +24,7 @@ from cai_gemini import offload_activations
 from cai_kernels import convert_to_fp8
 from cai_kernels.swap import KINDS, swap
 from cai_mesh.comm import build_mesh
+from cai_mesh.errors import ConfigError
 from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
@@ -57,16 +58,17 @@ def transform(
 
     The order is: `split`, linear layers in FP8, `parallelize`, `swap`, recompute, compile.
     """
-    split(model, mesh, trial=workload.trial)
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    _check_recompute(config, compiled)
+    split(model, mesh, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
     parallelize(model, mesh)
     loss = workload.loss(model, mesh)
     swap(model, kinds=_kernels(config, device, compiled))
-    if config.memory.recompute == "full" and config.memory.activations == "device":
-        recompute_blocks(model, compiled=compiled)
+    if config.memory.recompute != "none" and config.memory.activations == "device":
+        recompute_blocks(model, selective=config.memory.recompute == "selective", compiled=compiled)
     if compiled:
         compile_blocks(model)
     if config.memory.activations == "host":
@@ -74,6 +76,16 @@ def transform(
     for module, name, param in sites(model):
         attach_to(module, name, reduce=replace(reduce_of(param), divisor=1.0))
     return loss
+
+
+def _check_recompute(config: RunConfig, compiled: bool) -> None:
+    """Outside graphs a product's result is summed over ranks in place: what is kept would be summed again."""
+    if config.memory.recompute == "selective" and config.parallel.tensor.size > 1 and not compiled:
+        raise ConfigError(
+            'memory.recompute = "selective" with tensor parallelism needs compiled blocks',
+            got=f"parallel.tensor.size = {config.parallel.tensor.size}, blocks are not compiled",
+            fix='set train.compile to "on", or memory.recompute to "full"',
+        )
 
 
 def _divided(loss: Loss) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from cai_apps.compose.workload import Batch, Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
-from cai_apps.planner.activations import REST, saved_bytes
-from cai_apps.planner.memory import COMPUTE_BYTES, ModelState, gathered, model_state, moment_bytes, most_in_flight
+from cai_apps.planner.activations import REST, Saved, saved_bytes
+from cai_apps.planner.memory import (
+    COMPUTE_BYTES,
+    ModelState,
+    gathered,
+    model_state,
+    moment_bytes,
+    most_in_flight,
+)
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
@@ -75,7 +82,7 @@ def plan_run(
     return Plan(config, ranks, unsharded, {axis: spec.sizes()[axis] for axis in AXES}, stages, needs)
 
 
-def _stage(config: RunConfig, workload: Workload, stage: int, saved: dict[str, int], width: int) -> StagePlan:
+def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved, width: int) -> StagePlan:
     spec, pipeline = mesh_spec(config), config.parallel.pipeline
     model = on_meta(workload)
     with imaginary_rank(spec, stage * (spec.world_size // spec.pp)) as mesh:
@@ -87,23 +94,28 @@ def _stage(config: RunConfig, workload: Workload, stage: int, saved: dict[str, i
     own = tuple(names[block] for block in sizes)
     parameters = rest + sum(sizes.values())
     order = program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1)[stage]
-    kept = {name: saved.get(name, 0) for name in own}
-    if stage == pipeline.size - 1:
-        kept[REST] = saved.get(REST, 0)
-    activations = _activations(config, width, kept, most_in_flight(order))
-    state, unsharded = model_state(config, parameters, moment_bytes(config, model)), gathered(config, list(sizes.values()), rest)
+    last = stage == pipeline.size - 1
+    activations = _activations(config, width, saved, own, most_in_flight(order), last=last)
+    state = model_state(config, parameters, moment_bytes(config, model))
+    unsharded = gathered(config, list(sizes.values()), rest)
     return StagePlan(stage, own, parameters, state, unsharded, activations)
 
 
-def _activations(config: RunConfig, width: int, kept: dict[str, int], in_flight: int) -> int:
-    """With full recompute a block keeps its input, and one block at a time has all it would keep without.
+def _activations(
+    config: RunConfig, width: int, saved: Saved, own: tuple[str, ...], in_flight: int, *, last: bool
+) -> int:
+    """Bytes kept when most microbatches are in flight.
 
-    Inputs that wait on the host are on the device for the last block, and on their way from and to it.
+    With recompute a block keeps its input (and what selective keeps), and one block at a time has all it would keep
+    without. Inputs that wait on the host are on the device for the last block, and on their way from and to it.
     """
+    inside = [saved.bytes.get(name, 0) for name in own]
+    rest = saved.bytes.get(REST, 0) if last else 0
     if config.memory.recompute == "none":
-        return in_flight * sum(kept.values())
+        return in_flight * (sum(inside) + rest)
     block_input = config.train.microbatch_size * width * COMPUTE_BYTES[config.precision.compute]
-    rest = kept.get(REST, 0)
-    inside = [held for name, held in kept.items() if name != REST]
+    products = (
+        sum(saved.products.get(name, 0) for name in own) if config.memory.recompute == "selective" else 0
+    )
     inputs = min(len(inside), AWAY) if config.memory.activations == "host" else in_flight * len(inside)
-    return inputs * block_input + in_flight * rest + max(inside)
+    return inputs * block_input + in_flight * (rest + products) + max(inside)
