@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from zero_models import Language
+from zero_models import Language, train_plainly
 
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.gradients import clip_grad_norm_
@@ -166,16 +166,7 @@ def half_precision(stage, name, good_steps, initial):
 
 def single_precision(name, steps):
     model = build()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    norms, losses = [], []
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return norms, losses
+    return train_plainly(model, OPTIMIZERS[name](model.parameters()), loss_of, steps, clip=0.5)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +174,7 @@ def single_precision(name, steps):
 )
 def test_float16_backs_off_and_then_trains_like_float32(stage, optimizer):
     steps, initial = 15, 2.0**40
-    norms, losses = single_precision(optimizer, steps)
+    losses, norms = single_precision(optimizer, steps)
     first, second = run_ranks(2, half_precision, stage, optimizer, steps, initial)
     assert first == second
     taken, scales, got_norms, got_losses = first

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from zero_models import Language
+from zero_models import Language, train_plainly
 
 from cai_mesh.gradients import clip_grad_norm_
 from cai_mesh.layout import BoxedTensor
@@ -48,14 +48,11 @@ def adamw(params) -> torch.optim.AdamW:
 
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     model = build()
-    optimizer, losses = adamw(model.parameters()), []
-    for step in range(STEPS):
-        loss = loss_of(model, ids_of(step, 0, 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+
+    def whole(model: nn.Module, step: int) -> torch.Tensor:
+        return loss_of(model, ids_of(step, 0, 1))
+
+    losses, _ = train_plainly(model, adamw(model.parameters()), whole, STEPS, CLIP)
     return losses, {n: p.detach().cpu() for n, p in model.named_parameters()}
 
 

@@ -1,6 +1,8 @@
-"""A small language model of residual blocks."""
+"""A small language model of residual blocks, and the plain loop that sharded training is compared with."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -35,3 +37,18 @@ class Language(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def train_plainly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable, steps: int, clip: float
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of steps in one process; `loss_of(model, step)` is of the whole batch."""
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms
