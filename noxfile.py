@@ -31,9 +31,7 @@ PAIRS = {
     "gemini": "cai-gemini",
     "kernels": "cai-kernels",
 }
-PAIR_FILES = sorted(path.stem for path in (house.ROOT / "tests" / "pairs").glob("*_x_*.py"))
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-README = str(house.ROOT / "tests" / "test_readme.py")
 # Kernels in an interpreter are one thread each, and no test waits for ranks: as many at once as there are cores.
 SPREAD = {"cai-kernels": ("-n", "auto")}
 
@@ -45,17 +43,28 @@ def train(session: nox.Session) -> None:
     session.run("cai", "train", *(session.posargs or ["llama-tiny"]))
 
 
+def _install_for_tests(session: nox.Session) -> None:
+    house.install_everything(session, *house.test_requirements(*house.PACKAGES), *house.EXAMPLES)
+
+
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
-    """The whole suite; arguments go to pytest."""
-    house.install_everything(session, *house.test_requirements(*house.PACKAGES), *house.EXAMPLES)
+    """The whole suite in one environment; arguments go to pytest."""
+    _install_for_tests(session)
     if session.posargs:
         session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
         return
-    apart = {f"packages/{package}/tests": options for package, options in SPREAD.items()}
+    apart = {house.tests_of(package): options for package, options in SPREAD.items()}
     session.run("pytest", *(f"--ignore={path}" for path in apart), env=TEST_ENVIRONMENT)
     for path, options in apart.items():
         session.run("pytest", path, *options, env=TEST_ENVIRONMENT)
+
+
+@nox.session(reuse_venv=True)
+def rest(session: nox.Session) -> None:
+    """The tests that neither `alone` nor `pairs` runs: the house's rules, the examples, the README at the root."""
+    _install_for_tests(session)
+    session.run("pytest", *house.the_rest(), env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)
@@ -75,16 +84,16 @@ def _prove(
     check: str,
     packages: list[str],
     wheels: dict[str, Path],
-    files: list[str],
+    tests: str,
     *tools: str,
 ) -> None:
-    """Install `packages` alone with test `tools`, see that no other sibling came along, and run `files`."""
-    tests = [Path(file) if Path(file).is_dir() else Path(file).parent for file in files]
+    """Install `packages` alone with test `tools`, see that no other sibling came along, and run `tests`."""
+    path = house.ROOT / tests
     content = [
         *wheels.values(),
-        *tests,
+        path if path.is_dir() else path.parent,
         house.ROOT / "pyproject.toml",
-        house.ROOT / "tests" / "test_readme.py",
+        house.ROOT / house.README,
     ]
     content += [house.ROOT / "packages" / package / "README.md" for package in packages]
     key = house.digest(content)
@@ -99,9 +108,9 @@ def _prove(
     session.run("python", "-c", ABSENT, *absent)
     environment = TEST_ENVIRONMENT | {"PYTHONPATH": ""}
     options = SPREAD.get(packages[0], ()) if len(packages) == 1 else ()
-    session.run("pytest", *files, *options, env=environment)
+    session.run("pytest", tests, *options, env=environment)
     if len(packages) == 1:
-        session.run("pytest", README, "-k", f"packages/{packages[0]}/", env=environment)
+        session.run("pytest", house.README, "-k", f"packages/{packages[0]}/", env=environment)
     house.record(check, key)
 
 
@@ -111,24 +120,16 @@ def alone(session: nox.Session, package: str) -> None:
     """A built wheel, in a clean environment with only what it declares, runs its own tests and README."""
     needed = {package, *(requirement.name for requirement in house.siblings(package))}
     wheels = {name: house.wheel(session, name) for name in sorted(needed)}
-    tests = str(house.ROOT / "packages" / package / "tests")
-    _prove(session, f"alone({package})", [package], wheels, [tests])
+    _prove(session, f"alone({package})", [package], wheels, house.tests_of(package))
 
 
 @nox.session
-@nox.parametrize("pair", PAIR_FILES, ids=PAIR_FILES)
+@nox.parametrize("pair", house.PAIRS, ids=house.PAIRS)
 def pairs(session: nox.Session, pair: str) -> None:
     """Two packages, or three, and cai-mesh, and nothing else of ours, in a foreign loop."""
     packages = [PAIRS[word] for word in pair.split("_x_")]
     wheels = {name: house.wheel(session, name) for name in ["cai-mesh", *packages]}
-    _prove(
-        session,
-        f"pairs({pair})",
-        packages,
-        wheels,
-        [str(house.ROOT / "tests" / "pairs" / f"{pair}.py")],
-        "transformers>=5",
-    )
+    _prove(session, f"pairs({pair})", packages, wheels, house.tests_of_pair(pair), "transformers>=5")
 
 
 WITH_SIBLINGS = [package for package in house.PACKAGES if house.siblings(package)]
@@ -142,8 +143,7 @@ def compat(session: nox.Session, package: str) -> None:
     wheels |= {
         need.name: house.wheel(session, need.name, house.oldest(need)) for need in house.siblings(package)
     }
-    tests = str(house.ROOT / "packages" / package / "tests")
-    _prove(session, f"compat({package})", [package], wheels, [tests])
+    _prove(session, f"compat({package})", [package], wheels, house.tests_of(package))
 
 
 @nox.session(reuse_venv=True)

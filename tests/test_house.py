@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import house
+
+ROOT = house.ROOT
 PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists())
 SOURCE_LINES = 450
 FUNCTION_LINES = 60
@@ -138,3 +143,39 @@ def test_nothing_is_left_for_later():
     assert not [
         str(path) for path, nodes in trees.items() if any(isinstance(node, ast.Global) for node in nodes)
     ]
+
+
+def collected() -> list[Path]:
+    """The files that pytest takes tests from, by the settings it reads."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    files = [path for folder in settings["testpaths"] for path in (ROOT / folder).rglob("*.py")]
+    return [path for path in files if any(fnmatch.fnmatch(path.name, p) for p in settings["python_files"])]
+
+
+def test_every_test_runs_in_one_session():
+    """Of `alone`, `pairs` and `rest`; the last is told only what to leave out, so a new folder is in it."""
+    apart = [*map(house.tests_of, house.PACKAGES), *map(house.tests_of_pair, house.PAIRS)]
+    left_out = [word.removeprefix("--ignore=") for word in house.the_rest() if word.startswith("--ignore=")]
+    for path in collected():
+        sessions = [place for place in apart if path.is_relative_to(ROOT / place)]
+        sessions += [] if any(path.is_relative_to(ROOT / place) for place in left_out) else ["rest"]
+        assert len(sessions) == 1, f"{path.relative_to(ROOT)} runs in {sessions}"
+
+
+def test_a_block_of_a_readme_runs_with_its_package_or_with_the_rest():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", house.README]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    blocks = {line for line in listed if "test_block_runs" in line}
+    (left_out,) = [word for word in house.the_rest() if word.startswith("--deselect=")]
+    apart = {line for line in blocks if line.startswith(left_out.removeprefix("--deselect="))}
+    assert apart == {line for line in blocks for name in house.PACKAGES if f"packages/{name}/" in line}
+    assert blocks - apart == {line for line in blocks if "[README.md" in line} != set()
+
+
+def test_the_workflow_has_a_job_for_every_session_of_ci():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (packages,) = re.findall(r"^ +package: \[(.+)\]$", workflow, re.M)
+    (others,) = re.findall(r"^ +session: \[(.+)\]$", workflow, re.M)
+    assert packages.split(", ") == list(house.PACKAGES)
+    run = (ROOT / ".ci" / "run").read_text().rpartition("side_by_side.py")[2]
+    assert {"alone", *others.replace(",", "").split()} == {*re.findall(r" ([a-z]+)\b", run), "compat"}

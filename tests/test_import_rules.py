@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = Path(__file__).resolve().parent.parent / "packages"
+TESTS = Path(__file__).resolve().parent
+PACKAGES = TESTS.parent / "packages"
 OURS = {path.name.replace("-", "_") for path in PACKAGES.iterdir() if path.is_dir()}
 DIMENSIONS = ("cai_tensor_parallel", "cai_pipeline", "cai_zero", "cai_gemini")
 ALLOWED = {
@@ -195,3 +196,34 @@ def test_importing_cai_mesh_stays_light():
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     public = {name for name in run.stdout.split() if not name.rpartition(".")[2].startswith("_")}
     assert public <= LIGHT, f"import cai_mesh also loaded {sorted(public - LIGHT)}"
+
+
+def has_tests(tree: ast.Module) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
+
+
+def modules_of_tests() -> dict[Path, ast.Module]:
+    """Every module of every folder of tests; those with tests, and those that tests share."""
+    files = [*TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/**/*.py")]
+    return {path: ast.parse(path.read_text()) for path in files}
+
+
+def test_no_module_with_tests_is_imported():
+    """What tests share stands in a module without tests beside them."""
+    trees = modules_of_tests()
+    with_tests = {path.stem for path, tree in trees.items() if has_tests(tree)}
+    wrong = [
+        f"{path.relative_to(TESTS.parent)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in imported(tree)
+        if with_tests & set(name.split("."))
+    ]
+    assert not wrong
+
+
+def test_what_tests_share_has_a_name_of_its_own():
+    """One process may run the tests of all packages, and imports each of these by its name alone."""
+    trees = modules_of_tests()
+    modules = [path.stem for path, tree in trees.items() if path.stem != "conftest" and not has_tests(tree)]
+    asked_for = {name for tree in trees.values() for _, name in imported(tree)}
+    assert not [name for name in asked_for if modules.count(name) > 1]

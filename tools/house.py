@@ -1,14 +1,18 @@
-"""What the nox sessions share: one torch for all, wheels built once, checks recorded by content.
+"""What the nox sessions share: who runs which test, one torch for all, wheels built once, checks recorded by content.
 
 One torch. `pip install torch==2.13.0` runs once, first and on its own, into `.nox/torch-python*`, which holds
 torch and torch's own dependencies and nothing else. Every other environment is an ordinary clean virtualenv
 with one extra file, `one-torch.pth`, that appends that site-packages directory to its `sys.path`; pip finds
 torch installed there and a constraints file forbids it any other. Where the interpreter that runs nox already
 has a GPU build of torch, that one is used in the same way and nothing is installed.
+
+Sessions may run side by side (tools/side_by_side.py): what they share is made and written under a lock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import io
@@ -20,13 +24,16 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nox
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    import nox
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".nox"
@@ -74,6 +81,38 @@ def version(package: str) -> Version:
     return Version(line.split('"')[1])
 
 
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold what `name` stands for, against other sessions that run at the same time."""
+    CACHE.mkdir(exist_ok=True)
+    with open(CACHE / f"{name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# --- who runs which test -------------------------------------------------------------
+
+PAIRS = sorted(path.stem for path in (ROOT / "tests" / "pairs").glob("*_x_*.py"))
+README = "tests/test_readme.py"
+"""Runs the blocks of every README: those of a package with the package, the others with the rest."""
+
+
+def tests_of(package: str) -> str:
+    """The folder whose tests `alone` runs for a package."""
+    return f"packages/{package}/tests"
+
+
+def tests_of_pair(pair: str) -> str:
+    """The file that `pairs` runs."""
+    return f"tests/pairs/{pair}.py"
+
+
+def the_rest() -> list[str]:
+    """What to tell pytest so that it runs every test that neither `alone` nor `pairs` runs, wherever it stands."""
+    apart = [*map(tests_of, PACKAGES), *map(tests_of_pair, PAIRS)]
+    return [*(f"--ignore={path}" for path in apart), f"--deselect={README}::test_block_runs[packages/"]
+
+
 # --- one torch -----------------------------------------------------------------------
 
 
@@ -104,7 +143,8 @@ def _installed_torch(session: nox.Session) -> list[Path]:
 def link_torch(session: nox.Session) -> Path:
     """Let this session's environment see the one torch; returns constraints that keep it the only one."""
     existing = [] if os.environ.get("CAI_TORCH") else _existing_gpu_torch()
-    directories = existing or _installed_torch(session)
+    with locked("torch"):
+        directories = existing or _installed_torch(session)
     for site in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
         (site / "one-torch.pth").write_text("".join(f"{directory}\n" for directory in directories))
     release = next(iter(distributions(name="torch", path=[str(path) for path in directories]))).version
@@ -139,13 +179,13 @@ def digest(paths: Iterable[Path]) -> str:
 def _builder(session: nox.Session) -> str:
     """A Python with hatchling, the backend that `hatch build` calls, in an environment of its own."""
     home = CACHE / "builder"
-    if not (home / "ready").exists():
-        session.run_install(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
-        session.run_install(
-            str(home / "bin" / "python"), "-m", "pip", "install", "-q", "hatchling", external=True
-        )
-        (home / "ready").touch()
-    return str(home / "bin" / "python")
+    python = str(home / "bin" / "python")
+    with locked("builder"):
+        if not (home / "ready").exists():
+            session.run_install(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
+            session.run_install(python, "-m", "pip", "install", "-q", "hatchling", external=True)
+            (home / "ready").touch()
+    return python
 
 
 def build(
@@ -162,6 +202,11 @@ def build(
 
 def wheel(session: nox.Session, package: str, tag: str | None = None) -> Path:
     """The wheel of a package at HEAD, or at a git tag; built once per content."""
+    with locked("wheels"):
+        return _wheel(session, package, tag)
+
+
+def _wheel(session: nox.Session, package: str, tag: str | None) -> Path:
     source = ROOT
     if tag is None:
         inputs = ("src", "pyproject.toml", "README.md", "LICENSE")
@@ -214,5 +259,8 @@ def shown(check: str, key: str) -> bool:
 
 def record(check: str, key: str) -> None:
     """Remember that a check passed on this content."""
-    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
-    RECORDS.write_text(json.dumps(records | {check: key}, indent=1, sort_keys=True))
+    with locked("records"):
+        records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+        written = RECORDS.with_suffix(".new")
+        written.write_text(json.dumps(records | {check: key}, indent=1, sort_keys=True))
+        written.replace(RECORDS)

@@ -53,7 +53,7 @@ def start(name: str, *words: str) -> str:
         for rank in range(RANKS)
     ]
     try:
-        results = [process.communicate(timeout=60) for process in ranks]
+        results = [process.communicate(timeout=200) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from shards import DISK, MIXED, STREAMED, assert_equals_one_process
-from zero_x_gemini import Case, train
+import twin
+from shards import DISK, MIXED, STREAMED, Case, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,4 +47,4 @@ def test_equals_one_process(tmp_path: Path, case: Case):
     case = replace(case, folder=tmp_path if case.residency == DISK else None)
     mp.spawn(work, (str(tmp_path), case), nprocs=world)
     found = [torch.load(tmp_path / f"{i}.pt") for i in range(world)]
-    assert_equals_one_process(case.name, found, device="cuda")
+    twin.assert_equals_one_process(case.name, found, device="cuda")

@@ -15,11 +15,6 @@ from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_tensor_parallel import Plan, parallelize
 
 
-def own_loss(model, ids):
-    """Vocabulary-parallel, in float64."""
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
-
-
 def plain_loss(model, ids):
     return twin.loss_of(model(input_ids=ids, use_cache=False).logits, ids)
 
@@ -39,7 +34,7 @@ def train(name: str):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = parallelize(twin.build(name).train(), mesh)
     record = swap(model)
-    losses = step_through(model, own_loss)
+    losses = step_through(model, twin.own_loss)
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     return losses, twin.full(boxed), sorted({r.kind for r in record.replaced}), record.kept
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.layout import canonical_name, reduce_of
-from cai_mesh.testing import assert_same_as_one_device, run_ranks
+from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
 
@@ -27,10 +27,10 @@ def train(name: str, schedule: str):
         return loss / MICROBATCHES
 
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=MICROBATCHES, loss_fn=loss_fn)
+    backward = twin.in_microbatches(runner, MICROBATCHES)
     losses, norms = [], []
     for step in range(twin.STEPS):
-        parts = list(twin.batch(step).chunk(MICROBATCHES))
-        losses.append(float(runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)))
+        losses.append(float(backward(twin.batch(step))))
         for parameter in model.parameters():
             holders = reduce_of(parameter).tied
             if holders is not None:
@@ -45,8 +45,4 @@ def train(name: str, schedule: str):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", list(twin.MODELS))
 def test_equals_one_process(name: str, schedule: str):
-    losses, norms, final = twin.reference(name)
-    for got in run_ranks(4, train, name, schedule):
-        assert got[0] == pytest.approx(losses, rel=1e-9)
-        assert got[1] == pytest.approx(norms, rel=1e-9)
-        assert_same_as_one_device(got[2], final, tolerance=1e-8)
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, schedule))

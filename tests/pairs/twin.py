@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cai_mesh import BoxedTensor
+from cai_mesh.testing import assert_same_as_one_device
 
 STEPS, SEQUENCES, VOCAB, CLIP = 4, 8, 101, 0.5
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": VOCAB}
@@ -72,3 +76,49 @@ def mean_over(group: dist.ProcessGroup, loss: torch.Tensor) -> float:
     total = loss.detach().clone().double()
     dist.all_reduce(total, group=group)
     return float(total) / group.size()
+
+
+def own_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The model's own; in float64 where tensor parallelism has made it vocabulary-parallel."""
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def in_microbatches(runner: Any, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A pipeline's way to a loss and its gradients."""
+
+    def backward(ids: torch.Tensor) -> torch.Tensor:
+        parts = list(ids.chunk(count))
+        return runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
+
+    return backward
+
+
+def train(backward: Callable, clip: Callable, optimizer: Any, data: DeviceMesh) -> tuple[list, list]:
+    """Losses of the job and gradient norms of a plain loop over this rank's parts of the batches.
+
+    Args:
+        backward: from token ids to a loss whose gradients are there.
+        clip: them; returns their norm.
+        data: the ranks that share a batch.
+    """
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = backward(batch(step, data.get_local_rank(), data.size()))
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over(data.get_group(), loss))
+    return losses, norms
+
+
+def assert_same_run(got: tuple, expected: tuple) -> None:
+    """Losses, gradient norms and final parameters."""
+    assert got[0] == pytest.approx(expected[0], rel=1e-9)
+    assert got[1] == pytest.approx(expected[1], rel=1e-9)
+    assert_same_as_one_device(got[2], expected[2], tolerance=1e-8)
+
+
+def assert_equals_one_process(name: str, results: list[tuple], device: str = "cpu") -> None:
+    expected = reference(name, device)
+    for got in results:
+        assert_same_run(got, expected)

@@ -2,96 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import twin
-from shards import DISK, MIXED, ROOMY, STREAMED, adamw, assert_equals_one_process, planned
+from shards import DISK, MIXED, STREAMED, Case, adamw, planned, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_gemini import ChunkResidency, OffloadedOptimizer, Tiers, offload_activations
-from cai_mesh import BoxedTensor, checkpoint, clip_grad_norm_
+from cai_gemini import ChunkResidency, OffloadedOptimizer, Tiers
+from cai_mesh import BoxedTensor, checkpoint
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import Residency
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import (
-    Gather,
     LossScale,
     MixedPrecision,
-    no_sync,
     optimizer_state,
     restore_groups,
     shard_module,
 )
 from cai_zero.optimizers import Lamb
-
-
-@dataclass(frozen=True)
-class Case:
-    """A way to train the twin's model.
-
-    Args:
-        own: clip by the optimizer, on the device; else by `cai_mesh.clip_grad_norm_`.
-        plain: step with the optimizer itself, which knows of no residency.
-        keep: parameters stay unsharded from forward to backward.
-        device: that trains.
-        folder: on a disk, for what is to be there.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    residency: str | Tiers
-    own: bool = True
-    plain: bool = False
-    activations: bool = False
-    keep: bool = False
-    device: str = "cpu"
-    folder: Path | None = None
-
-    def __str__(self) -> str:
-        marks = [name for name in ("own", "plain", "activations", "keep") if getattr(self, name)]
-        return "-".join([self.name, "x".join(map(str, self.shape)), str(self.residency), *marks])
-
-
-def train(case: Case):
-    mesh = init_device_mesh(case.device, case.shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    data, memory = mesh._flatten("data"), ROOMY if case.device == "cpu" else 10**9
-    residency = planned(case.residency, memory, None if case.folder is None else str(case.folder))
-    gather = Gather(reshard_after_forward=not case.keep, prefetch_bytes=40_000)
-    model = shard_module(twin.build(case.name).to(case.device), mesh, residency=residency, gather=gather)
-    if case.activations:
-        offload_activations(model, keep=0, smallest=0)
-    plain = adamw(model.parameters())
-    optimizer = plain if case.plain else residency.optimizer(plain)
-    losses, norms = [], []
-    for step in range(twin.STEPS):
-        ids, loss = twin.batch(step, data.get_local_rank(), data.size()).to(case.device), 0.0
-        for i, part in enumerate(
-            ids.chunk(2)
-        ):  # gradients are reduced after every other backward of odd steps
-            with no_sync(model) if i == 0 and step % 2 else contextlib.nullcontext():
-                half = twin.loss_of(model(input_ids=part, use_cache=False).logits, part) / 2
-                half.backward()
-                loss += half.detach()
-        norms.append(float(clipped(case.own, optimizer, model, mesh)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(twin.mean_over(data.get_group(), loss))
-    boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    assert residency._engine.planned is not case.plain
-    assert any(chunk.disk is not None for chunk in residency._engine.chunks) == (case.folder is not None)
-    return losses, norms, twin.full(boxed)
-
-
-def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
-    if own:
-        return optimizer.clip_grad_norm_(twin.CLIP)
-    return clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +41,7 @@ def clipped(own: bool, optimizer, model: nn.Module, mesh) -> torch.Tensor:
     ids=str,
 )
 def test_equals_one_process(case: Case):
-    assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
+    twin.assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +55,7 @@ def test_equals_one_process(case: Case):
 )
 def test_shards_on_a_disk_equal_one_process(case: Case, tmp_path: Path):
     case = replace(case, folder=tmp_path)
-    assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
+    twin.assert_equals_one_process(case.name, run_ranks(case.shape[0] * case.shape[1], train, case))
     assert not any(tmp_path.iterdir()), "scratch files are gone with the run"
 
 
@@ -133,7 +67,7 @@ def test_shards_on_a_disk_equal_one_process(case: Case, tmp_path: Path):
 @pytest.mark.parametrize("name", list(twin.MODELS))
 def test_every_mix_equals_one_process(name, shape, residency, own, keep):
     case = Case(name, shape, residency, own=own, keep=keep)
-    assert_equals_one_process(name, run_ranks(shape[0] * shape[1], train, case))
+    twin.assert_equals_one_process(name, run_ranks(shape[0] * shape[1], train, case))
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

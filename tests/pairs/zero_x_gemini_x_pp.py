@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import twin
-from shards import DISK, MIXED, adamw, assert_equals_one_process, planned
+from shards import DISK, MIXED, adamw, planned
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tiers
@@ -17,7 +19,7 @@ from cai_zero import shard_module, sharding_of
 
 def train_pipeline(name: str, tiers: str | Tiers, disk: str, schedule: str, driver: str):
     mesh, microbatches = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), 4
-    data, residency = mesh["dp_shard"], planned(tiers, nvme=disk)
+    residency = planned(tiers, nvme=disk)
     model = shard_module(split(twin.build(name), mesh), mesh, driver=driver, residency=residency)
     optimizer = residency.optimizer(adamw(model.parameters()))
     runner = PipelineRunner(
@@ -29,14 +31,8 @@ def train_pipeline(name: str, tiers: str | Tiers, disk: str, schedule: str, driv
         grad_sync=sharding_of(model),
         sharding=sharding_of(model),
     )
-    losses, norms = [], []
-    for step in range(twin.STEPS):
-        parts = list(twin.batch(step, data.get_local_rank(), 2).chunk(microbatches))
-        loss = runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
-        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(twin.mean_over(data.get_group(), loss))
+    backward, clip = twin.in_microbatches(runner, microbatches), partial(optimizer.clip_grad_norm_, twin.CLIP)
+    losses, norms = twin.train(backward, clip, optimizer, mesh["dp_shard"])
     assert residency._engine.planned
     boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     return losses, norms, twin.full(boxed)
@@ -53,6 +49,6 @@ def train_pipeline(name: str, tiers: str | Tiers, disk: str, schedule: str, driv
 )
 def test_beside_a_pipeline(name, residency, schedule, driver, tmp_path):
     """gpt2 ties its embeddings over the stages: they count once in the norm."""
-    assert_equals_one_process(
+    twin.assert_equals_one_process(
         name, run_ranks(4, train_pipeline, name, residency, str(tmp_path), schedule, driver)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import twin
-from shards import DISK, MIXED, adamw, assert_equals_one_process, planned
+from shards import DISK, MIXED, adamw, planned
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tiers
@@ -16,18 +18,17 @@ from cai_zero import shard_module
 
 def train_tensor_parallel(name: str, tiers: str | Tiers, disk: str):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    data, residency = mesh["dp_shard"], planned(tiers, nvme=disk)
+    residency = planned(tiers, nvme=disk)
     model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=residency)
     optimizer = residency.optimizer(adamw(model.parameters()))
-    losses, norms = [], []
-    for step in range(twin.STEPS):
-        ids = twin.batch(step, data.get_local_rank(), 2)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def backward(ids):
+        loss = twin.own_loss(model, ids)
         loss.backward()
-        norms.append(float(optimizer.clip_grad_norm_(twin.CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(twin.mean_over(data.get_group(), loss))
+        return loss
+
+    clip = partial(optimizer.clip_grad_norm_, twin.CLIP)
+    losses, norms = twin.train(backward, clip, optimizer, mesh["dp_shard"])
     assert residency._engine.planned
     return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
@@ -36,4 +37,4 @@ def train_tensor_parallel(name: str, tiers: str | Tiers, disk: str):
     ("name", "residency"), [("llama", MIXED), ("gpt2", "auto"), ("llama", DISK)], ids=str
 )
 def test_beside_tensor_parallelism(name, residency, tmp_path):
-    assert_equals_one_process(name, run_ranks(4, train_tensor_parallel, name, residency, str(tmp_path)))
+    twin.assert_equals_one_process(name, run_ranks(4, train_tensor_parallel, name, residency, str(tmp_path)))

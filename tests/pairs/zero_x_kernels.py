@@ -15,7 +15,7 @@ from cai_kernels import swap
 from cai_kernels.swap.logits import Logits
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.gradients import defer, routed
-from cai_mesh.testing import assert_same_as_one_device, run_ranks
+from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer
 
 
@@ -74,9 +74,7 @@ def test_equals_one_process(name: str, stage: int):
     plain, _, _ = twin.reference(name)
     assert losses == pytest.approx(plain, rel=1e-6)  # LLaMA's own norm multiplies in float32
     for got in run_ranks(2, train, name, 2, stage):
-        assert got[0] == pytest.approx(losses, rel=1e-9)
-        assert got[1] == pytest.approx(norms, rel=1e-9)
-        assert_same_as_one_device(got[2], final, tolerance=1e-8)
+        twin.assert_same_run(got, (losses, norms, final))
         assert got[3] == (["loss", "norm"] if name == "gpt2" else ["activation", "loss", "norm", "rope"])
         assert got[4] == [False] * twin.STEPS, "logits were formed"
 

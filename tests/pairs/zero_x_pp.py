@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.layout import canonical_name
-from cai_mesh.testing import assert_same_as_one_device, run_ranks
+from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
 from cai_zero import shard_module, shard_optimizer, sharding_of
 
@@ -20,7 +20,6 @@ MICROBATCHES = 4
 
 def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "actions"] = "hooks"):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    data = mesh["dp_shard"]
     model = split(twin.build(name), mesh)
     if stage == 3:
         sync = sharding_of(shard_module(model, mesh, driver=driver))
@@ -37,19 +36,13 @@ def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "action
         grad_sync=sync,
         sharding=sync if stage == 3 else None,
     )
-    losses, norms = [], []
-    for step in range(twin.STEPS):
-        parts = list(twin.batch(step, data.get_local_rank(), 2).chunk(MICROBATCHES))
-        loss = runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
-        norm = (
-            clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
-            if stage == 3
-            else optimizer.clip_grad_norm_(twin.CLIP)
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(twin.mean_over(data.get_group(), loss))
-        norms.append(float(norm))
+
+    def clip():
+        if stage == 3:
+            return clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
+        return optimizer.clip_grad_norm_(twin.CLIP)
+
+    losses, norms = twin.train(twin.in_microbatches(runner, MICROBATCHES), clip, optimizer, mesh["dp_shard"])
     boxed = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     return losses, norms, twin.full(boxed)
 
@@ -69,8 +62,4 @@ def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "action
     ],
 )
 def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
-    losses, norms, final = twin.reference(name)
-    for got in run_ranks(4, train, name, stage, schedule, driver):
-        assert got[0] == pytest.approx(losses, rel=1e-9)
-        assert got[1] == pytest.approx(norms, rel=1e-9)
-        assert_same_as_one_device(got[2], final, tolerance=1e-8)
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, stage, schedule, driver))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cai_gemini import Tuning, offload
 from cai_gemini.simulate import Rates
 
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
@@ -64,6 +65,18 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
 
 
+def moved(model, optimizer, residency, device_memory="80KB", **options):
+    """Both, offloaded, with rates that make it worth while to keep some of it on the device."""
+    tuning = Tuning(rates=SLOW_HOST)
+    return offload(
+        model, optimizer, residency=residency, device_memory=device_memory, tuning=tuning, **options
+    )
+
+
+def torchs_clip(model, _):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
 def skipped(step):
     return step % 3 == 1
 
@@ -80,6 +93,19 @@ def train(model, opt, steps=STEPS, micro=2, clip=None):
             clip(model, opt)
         opt.step()
         opt.zero_grad()
+    return losses
+
+
+def train_with_a_late_branch(model, opt):
+    """Block 2 is used from the fifth step on."""
+    losses = []
+    for step in range(6):
+        ids = torch.randint(0, 9, (3, 5), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(ids, step < 4).flatten(0, 1), ids.flatten())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
     return losses
 
 

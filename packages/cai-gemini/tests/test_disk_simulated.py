@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from offloaded import build, train
-from test_offload_disk import MIXES, moved, on_disk
-from test_policy import RATES, palindrome
+from offloaded_to_disk import MIXES, moved, on_disk
+from traces import RATES, palindrome
 
 from cai_gemini import Tiers, offload, rates
 from cai_gemini.disk_use import disk_traffic

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
 import torch
+from disks import closed, kept, open_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,13 +29,6 @@ SIZES = (1, 100, 1024, BLOCK // 4, BLOCK // 4 + 1, 3 * BLOCK // 4, 5 * BLOCK // 
 def store(tmp_path):
     with NvmeStore(tmp_path, block_bytes=BLOCK, threads=3) as made:
         yield made
-
-
-def kept(store, region, numel=None, offset=0):
-    """What the store holds, read into fresh memory."""
-    out = torch.full((region.numel if numel is None else numel,), 99).to(region.dtype)
-    store.read(region, out, offset).wait()
-    return out
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -326,31 +319,13 @@ def test_a_killed_process_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def ours(path):
-    """Whether this process holds the (nameless) file open."""
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(path):
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def gone(path):
-    deadline = time.monotonic() + 10
-    while ours(path) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not ours(path)
-
-
 def test_closing_gives_everything_back(tmp_path):
     threads = threading.active_count()
     store = NvmeStore(tmp_path, threads=5)
-    assert threading.active_count() == threads + 5 and ours(store.path)
+    assert threading.active_count() == threads + 5 and open_file(store.path)
     region = store.reserve("p", 10, torch.float32)
     store.close()
-    assert threading.active_count() == threads and not ours(store.path)
+    assert threading.active_count() == threads and not open_file(store.path)
     store.close()
     for request in (
         lambda: store.write(region, torch.ones(10)),
@@ -367,10 +342,10 @@ def test_the_last_reference_gives_everything_back(tmp_path):
     del store
     gc.collect()
     handle.wait()
-    assert ours(path)
+    assert open_file(path)
     del handle
     gc.collect()
-    assert gone(path)
+    assert closed(path)
 
 
 def test_a_fork_takes_nothing_away(tmp_path):

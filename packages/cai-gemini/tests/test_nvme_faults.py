@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from disks import Disk, closed, fails, kept, open_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,56 +26,8 @@ BLOCK = 8192
 NUMEL = 3 * BLOCK // 4 + 500  # three blocks and a part
 
 
-class Disk(Syscalls):
-    """A disk that misbehaves as told: `faults` maps a call to a function of (descriptor, buffers, offset).
-
-    A fault returns the call's answer, raises its error, or returns None: the real disk answers.
-    """
-
-    def __init__(self, **faults):
-        self.faults = faults
-
-    def _call(self, name, *arguments):
-        fault = self.faults.get(name)
-        answer = fault(*arguments) if fault else None
-        return getattr(Syscalls, name)(self, *arguments) if answer is None else answer
-
-    def open(self, path, flags):
-        return self._call("open", path, flags)
-
-    def preadv(self, descriptor, buffers, offset):
-        return self._call("preadv", descriptor, buffers, offset)
-
-    def pwritev(self, descriptor, buffers, offset):
-        return self._call("pwritev", descriptor, buffers, offset)
-
-    def fallocate(self, descriptor, offset, length):
-        return self._call("fallocate", descriptor, offset, length)
-
-    def fsync(self, descriptor):
-        return self._call("fsync", descriptor)
-
-
-def fails(number, times=1 << 30, after=0):
-    """A fault that raises errno `number`, `times` times, after `after` good calls."""
-    calls = []
-
-    def fault(*_):
-        calls.append(1)
-        if after < len(calls) <= after + times:
-            raise OSError(number, os.strerror(number))
-
-    return fault
-
-
 def opened(tmp_path, disk, **options):
     return NvmeStore(tmp_path, block_bytes=BLOCK, threads=3, syscalls=disk, **options)
-
-
-def kept(store, region):
-    out = torch.full((region.numel,), 99.0)
-    store.read(region, out).wait()
-    return out
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EREMOTEIO])
@@ -198,20 +151,9 @@ def test_a_file_cut_short_is_an_error(tmp_path):
     with opened(tmp_path, Disk(), checksums=False) as store:
         region = store.reserve("p", NUMEL, torch.float32)
         store.write(region, torch.ones(NUMEL)).wait()
-        os.truncate(descriptor_of(store), BLOCK)
+        os.truncate(open_file(store.path), BLOCK)
         with pytest.raises(NvmeError, match="ended after 0 of"):
             kept(store, region)
-
-
-def descriptor_of(store):
-    """A path to the store's nameless file."""
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(store.path):
-                return f"/proc/self/fd/{fd}"
-        except OSError:
-            continue
-    raise AssertionError("the store has no open file")
 
 
 @pytest.mark.parametrize("byte", [0, BLOCK - 1, 2 * BLOCK + 5, 4 * NUMEL - 1])
@@ -219,7 +161,7 @@ def test_a_flipped_bit_on_the_disk_is_found(tmp_path, byte):
     with opened(tmp_path, Disk()) as store:
         region = store.reserve("layers.0.bias", NUMEL, torch.float32)
         store.write(region, torch.randn(NUMEL)).wait()
-        with open(descriptor_of(store), "r+b") as file:
+        with open(open_file(store.path), "r+b") as file:
             file.seek(byte)
             flipped = bytes([file.read(1)[0] ^ 16])
             file.seek(byte)
@@ -361,18 +303,11 @@ def test_closing_never_hangs(tmp_path):
         with pytest.warns(UserWarning, match="is stuck; its space is freed"):
             store.close()
         assert time.monotonic() - began < 5
-        assert descriptor_of(store)
+        assert open_file(store.path)
     for handle in handles:
         with pytest.raises(NvmeError, match="is closed"):
             handle.wait(timeout=20)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            descriptor_of(store)
-        except AssertionError:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the file is still open")
+    assert closed(store.path)
 
 
 @pytest.mark.parametrize(
@@ -560,4 +495,4 @@ def test_space_found_short_halfway_is_given_back(tmp_path):
         disk.faults["fallocate"] = halfway
         with pytest.raises(NvmeError, match=r"cannot reserve \d+ bytes for second"):
             store.reserve("second", 1 << 20, torch.float32)
-        assert os.stat(descriptor_of(store)).st_size == store.reserved_bytes
+        assert os.stat(open_file(store.path)).st_size == store.reserved_bytes

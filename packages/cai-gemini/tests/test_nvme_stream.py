@@ -8,17 +8,12 @@ import threading
 
 import pytest
 import torch
+from disks import kept
 from torch.optim.adamw import adamw
 
 from cai_gemini.nvme import NvmeError, NvmeStore, Syscalls, stream
 
 BLOCK = 4096
-
-
-def kept(store, region):
-    out = torch.full((region.numel,), 99).to(region.dtype)
-    store.read(region, out).wait()
-    return out
 
 
 def put(store, name, tensor):

@@ -6,8 +6,18 @@ import threading
 
 import pytest
 import torch
-from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
-from torch import nn
+from offloaded import (
+    SLOW_HOST,
+    Net,
+    adamw,
+    assert_equal,
+    build,
+    groups,
+    moved,
+    torchs_clip,
+    train,
+    train_with_a_late_branch,
+)
 
 from cai_gemini import Tiers, Tuning, offload
 from cai_gemini.budget import memory_for, parse_bytes, usable
@@ -15,16 +25,6 @@ from cai_gemini.states import State
 from cai_mesh.errors import PlanError
 
 RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0), Tiers(0.5, 0.2, streamed=0.5)]
-
-
-def torchs_clip(model, opt):
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def moved(model, opt, residency, **options):
-    return offload(
-        model, opt, residency=residency, device_memory="80KB", tuning=Tuning(rates=SLOW_HOST), **options
-    )
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES, ids=str)
@@ -135,19 +135,7 @@ def test_a_branch_taken_for_the_first_time():
     """The trace has no block 2; when it comes its chunk is brought on demand, and the next pass is traced."""
     twin, theirs = build()
     model, ours = moved(*build(), "auto")
-
-    def run(net, opt):
-        found = []
-        for step in range(6):
-            ids = torch.randint(0, 9, (3, 5), generator=torch.Generator().manual_seed(step))
-            loss = nn.functional.cross_entropy(net(ids, step < 4).flatten(0, 1), ids.flatten())
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            found.append(loss.item())
-        return found
-
-    assert run(model, ours) == run(twin, theirs)
+    assert train_with_a_late_branch(model, ours) == train_with_a_late_branch(twin, theirs)
     assert_equal(model, twin)
     uses = [(ours._engine.chunks[use.chunk].name, use.backward) for use in ours._engine.trace.uses]
     assert uses[0] == ("embed.weight", False), "traced from the middle of a pass"

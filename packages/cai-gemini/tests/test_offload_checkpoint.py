@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
-from test_offload_disk import OPTIMIZERS, in_memory, moved, on_disk
+from offloaded_to_disk import OPTIMIZERS, in_memory, moved, on_disk
 
 from cai_gemini import Tiers, Tuning, offload
 from cai_gemini.disk_state import DiskState

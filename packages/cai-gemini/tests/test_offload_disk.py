@@ -11,11 +11,21 @@ import weakref
 
 import pytest
 import torch
-from offloaded import SLOW_HOST, adamw, assert_equal, build, groups, skipped, train
-from test_nvme_faults import Disk, fails
+from disks import Disk, fails, within
+from offloaded import (
+    adamw,
+    assert_equal,
+    build,
+    groups,
+    skipped,
+    torchs_clip,
+    train,
+    train_with_a_late_branch,
+)
+from offloaded_to_disk import MIXES, OPTIMIZERS, in_memory, moved, on_disk
 from torch import nn
 
-from cai_gemini import Tiers, Tuning, disk_plan, offload, pinned
+from cai_gemini import Tiers, disk_plan, offload, pinned
 from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.disk_plan import ChunkBytes, OnDisk, choose, chunk_bytes, disk_bytes, host_bytes
 from cai_gemini.nvme import NvmeError, store
@@ -24,44 +34,6 @@ from cai_mesh.errors import PlanError
 from cai_mesh.storage import units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is no disk but memory")
-
-MIXES = [
-    "nvme",
-    Tiers(disk=0.5),
-    Tiers(1.0, 0.3, 0.4),
-    Tiers(disk=1.0, disk_weights=0.5),
-    Tiers(0.5, 0.2, disk=0.8, disk_weights=0.6),
-    Tiers(1.0, 0.0, disk=1.0, disk_weights=1.0),
-]
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True, momentum=0.5),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True),
-}
-
-
-def moved(model, opt, place, residency="nvme", **options):
-    tuning = Tuning(rates=SLOW_HOST)
-    return offload(
-        model, opt, residency=residency, device_memory="80KB", nvme=place, tuning=tuning, **options
-    )
-
-
-def on_disk(optimizer):
-    return [chunk for chunk in optimizer._engine.chunks if chunk.disk is not None]
-
-
-def clip(model, opt):
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def in_memory(chunk):
-    """Bytes of master weights and state that the chunk has on the host."""
-    states = [] if chunk.step is None else [chunk.step.state_of(i) for i in range(len(chunk.unit.kept))]
-    tensors = [chunk.unit.shard, *(v for state in states for v in state.values() if v.dim())]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class BfloatTwin:
@@ -95,7 +67,7 @@ class BfloatTwin:
 
 
 @pytest.mark.parametrize("residency", MIXES, ids=str)
-@pytest.mark.parametrize(("micro", "clip"), [(1, None), (2, clip)])
+@pytest.mark.parametrize(("micro", "clip"), [(1, None), (2, torchs_clip)])
 def test_training_is_that_without_offload_bit_for_bit(tmp_path, residency, micro, clip):
     twin, theirs = build()
     expected = train(twin, theirs, micro=micro, clip=clip)
@@ -139,21 +111,10 @@ def test_any_elementwise_optimizer(tmp_path, name, residency):
 def test_a_branch_taken_for_the_first_time(tmp_path, name):
     """Its chunk gets its state, and what holds it on the disk, steps later than the others."""
 
-    def run(net, opt):
-        found = []
-        for step in range(6):
-            ids = torch.randint(0, 9, (3, 5), generator=torch.Generator().manual_seed(step))
-            loss = nn.functional.cross_entropy(net(ids, step < 4).flatten(0, 1), ids.flatten())
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            found.append(loss.item())
-        return found
-
     twin, theirs = build(optimizer=OPTIMIZERS[name])
-    expected = run(twin, theirs)
+    expected = train_with_a_late_branch(twin, theirs)
     model, ours = moved(*build(optimizer=OPTIMIZERS[name]), tmp_path, compute=torch.float32)
-    assert run(model, ours) == expected
+    assert train_with_a_late_branch(model, ours) == expected
     assert_equal(model, twin)
 
 
@@ -423,18 +384,6 @@ def broken(optimizer, **faults):
     """Let the system calls of the store do as `faults` say from now on."""
     optimizer.wait()
     optimizer._engine.store._file._sys = Disk(**faults)
-
-
-def within(region, fault):
-    """A fault of requests for one region."""
-
-    def call(descriptor, buffers, offset):
-        contents = region._contents
-        if contents.position <= offset < contents.position + contents.size:
-            return fault(descriptor, buffers, offset)
-        return None
-
-    return call
 
 
 def flipped(descriptor, buffers, offset):

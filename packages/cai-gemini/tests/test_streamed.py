@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloaded import SLOW_HOST, assert_equal, build, groups, train
+from offloaded import SLOW_HOST, assert_equal, build, groups, moved, torchs_clip, train
 from plain import Plain, assert_same, fragile, loss_of
-from test_policy import RATES, palindrome, problems
+from stored_shards import shards_of, trained
+from traces import RATES, palindrome, problems
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload
 from cai_gemini.chunk_step import AdamBlock
@@ -22,11 +23,6 @@ from cai_mesh.errors import PlanError
 
 ALL, MIXED = Tiers(streamed=1.0), Tiers(0.6, 0.2, streamed=0.4)
 FAST_LINK = replace(SLOW_HOST, to_device=1e9, to_host=1e9, both=2e9)
-
-
-def moved(model, optimizer, residency, **options):
-    tuning = Tuning(rates=SLOW_HOST, **options)
-    return offload(model, optimizer, residency=residency, device_memory="80KB", tuning=tuning)
 
 
 def small_pieces(monkeypatch, size):
@@ -48,9 +44,6 @@ def piece(request, monkeypatch):
 @pytest.mark.parametrize("residency", [ALL, MIXED], ids=str)
 @pytest.mark.parametrize(("micro", "clip"), [(1, False), (2, True)])
 def test_training_is_that_without_offload_bit_for_bit(residency, micro, clip, piece):
-    def torchs_clip(model, _):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
     twin, theirs = build()
     expected = train(twin, theirs, micro=micro, clip=torchs_clip if clip else None)
     model, ours = moved(*build(), residency)
@@ -300,8 +293,6 @@ def test_what_cannot_be_streamed_is_refused_before_anything_is_moved(optimizer, 
 
 
 def test_shards_refuse_it_too():
-    from test_residency import shards_of, trained
-
     residency = ChunkResidency(MIXED, device_memory=10**6, tuning=Tuning(rates=SLOW_HOST))
     stored = shards_of(residency, torch.float32)
     with pytest.raises(PlanError, match="leave streamed out"):

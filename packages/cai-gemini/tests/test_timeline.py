@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from offloaded import SLOW_HOST, Net, build, train
+from offloaded import SLOW_HOST, Net, build, moved, train
 
-from cai_gemini import Tiers, Timeline, Tuning, offload
+from cai_gemini import Tiers, Timeline
 from cai_gemini.clock import Clock
 from cai_gemini.policy import Plan, Sizes
 from cai_gemini.simulate import Step, simulate
@@ -20,16 +20,9 @@ from cai_mesh.errors import PlanError
 BUDGET = 80_000
 
 
-def moved(residency):
-    model, optimizer = build()
-    return offload(
-        model, optimizer, residency=residency, device_memory=BUDGET, tuning=Tuning(rates=SLOW_HOST)
-    )
-
-
 @pytest.mark.parametrize("residency", ["host", Tiers(0.5, 0.3)], ids=str)
 def test_a_recorded_step(residency, tmp_path):
-    model, optimizer = moved(residency)
+    model, optimizer = moved(*build(), residency, BUDGET)
     train(model, optimizer, steps=3)
     optimizer.record_timeline()
     optimizer._engine.worker.submit(lambda: time.sleep(0.5))  # the host is late
@@ -57,8 +50,8 @@ def test_a_recorded_step(residency, tmp_path):
 
 
 def test_recording_changes_nothing_and_ends():
-    expected = train(*moved("host"))
-    model, optimizer = moved("host")
+    expected = train(*moved(*build(), "host", BUDGET))
+    model, optimizer = moved(*build(), "host", BUDGET)
     optimizer.record_timeline()
     assert train(model, optimizer) == expected
     assert len(optimizer.timeline().lanes["compute"]) > 0
@@ -77,7 +70,7 @@ def test_a_simulated_step_is_one_too():
 
 
 def test_nothing_is_recorded_unless_asked():
-    model, optimizer = moved("host")
+    model, optimizer = moved(*build(), "host", BUDGET)
     assert isinstance(model, Net) and optimizer._engine.copies.recorder is None
     train(model, optimizer, steps=1)
     assert torch.is_tensor(next(model.parameters()))

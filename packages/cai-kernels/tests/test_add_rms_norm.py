@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES, SHAPES, assert_the_same_twice
 
 from cai_kernels import KernelError, add_rms_norm
 from cai_kernels.add_rms_norm import reference
 from cai_kernels.testing import assert_no_less_exact, results
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(5, 123, 123), (1, 64), (7, 1), (0, 16), (3, 4, 1000)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tensors(shape, dtype):
@@ -98,8 +95,7 @@ def test_strided_inputs_without_weight():
 
 def test_the_same_run_twice_is_the_same():
     inputs, upstream = tensors((33, 77), torch.bfloat16)
-    first, second = (results(kernel, inputs, upstream) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_the_same_twice(kernel, inputs, upstream)
 
 
 def test_reference_gradients():

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cai_kernels import (
@@ -20,10 +21,8 @@ from cai_kernels import (
 from cai_kernels.attention import choice, partial
 from cai_kernels.testing import assert_no_less_exact, results
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # probabilities are computed again from the log-sum-exp: a few float32 roundings of the size of a score
 ROUNDINGS = 8 * torch.finfo(torch.float32).eps
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tensors(batch, heads, key_heads, queries, keys, head, dtype=torch.float32):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 
 from cai_kernels.rows import as_rows
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("shape", [(300, 45), (1, 7), (3, 1500), (8, 700), (128, 1), (0, 5), (5, 0)])

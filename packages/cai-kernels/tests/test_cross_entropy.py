@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES
 from torch.nn import functional as F
 
 from cai_kernels import (
@@ -20,9 +21,7 @@ from cai_kernels.cross_entropy import reference
 from cai_kernels.cross_entropy.options import LOGIT_SUM
 from cai_kernels.testing import assert_no_less_exact, results
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(5, 7, 123), (1, 64), (7, 1), (0, 16), (3, 2, 5000)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = [
     {},
     {"label_smoothing": 0.1, "z_loss": 1e-2},

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DTYPES, SHAPES
 
 from cai_kernels import KernelError, dropout_add
 from cai_kernels.dropout_add import reference
 from cai_kernels.testing import assert_no_less_exact, results
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPES = [(5, 123, 123), (1, 64), (7, 1), (0, 16), (3, 4, 1000)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tensors(shape, dtype=torch.float32):

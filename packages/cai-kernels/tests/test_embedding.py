@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import DEVICE, DTYPES, assert_the_same_twice
 
 from cai_kernels import KernelError, embedding
 from cai_kernels.embedding import reference
 from cai_kernels.testing import assert_no_less_exact, results
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def kernel(ids, padding_idx=None):
@@ -98,8 +96,7 @@ def test_strided_gradient_and_int32_ids():
 def test_the_same_run_twice_is_the_same():
     ids = some((100,), 3)
     weight, dy = tensors(ids, 3, 40, torch.bfloat16)
-    first, second = (results(kernel(ids), (weight,), (dy,)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_the_same_twice(kernel(ids), (weight,), (dy,))
 
 
 def test_reference_gradients():

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from kernel_checks import DEVICE
 from torch import nn
 
 from cai_kernels import Fp8Linear, KernelError, convert_to_fp8, swap
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),

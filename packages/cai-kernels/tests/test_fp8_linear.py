@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from cai_kernels import Fp8Linear, KernelError, WeightCache, fp8_linear
 from cai_kernels.fp8_linear import Fp8Products, checks, quantized, reference, weight_cache
 from cai_kernels.fp8_linear.reference import BLOCK, ROW, SQUARE, TENSOR
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALINGS = ["tensor", "row", "block"]
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 # Hopper's tensor cores align 32 products and their sum so far to the largest and cut what is below 2^-13 of it

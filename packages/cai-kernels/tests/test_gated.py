@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import DEVICE, DTYPES, SHAPES, assert_gradients_alone, assert_the_same_twice
 
 from cai_kernels import KernelError, geglu, sigmoid_gate, swiglu
 from cai_kernels.gated import reference
 from cai_kernels.testing import assert_no_less_exact, results
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(5, 123, 123), (1, 64), (7, 1), (0, 16), (3, 4, 1000)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = {
     "silu": lambda gate, up=None: swiglu(gate, up, backend="triton"),
     "gelu_tanh": lambda gate, up=None: geglu(gate, up, backend="triton"),
@@ -76,11 +74,7 @@ def test_gradients_are_only_made_where_they_are_needed():
     gate, up, dy = tensors((6, 40), torch.float32)
     want = results(plain("silu"), (gate, up), (dy,))
     kept = dy.clone()
-    for leaf, expected in ((gate, want[1]), (up, want[2])):
-        leaf.requires_grad_()
-        FORMS["silu"](gate, up).backward(dy)
-        torch.testing.assert_close(leaf.grad, expected)
-        leaf.requires_grad_(False)
+    assert_gradients_alone(FORMS["silu"], (gate, up), dy, want[1:])
     assert torch.equal(dy, kept)
 
 
@@ -94,8 +88,7 @@ def test_large_values_stay_finite():
 
 def test_the_same_run_twice_is_the_same():
     *inputs, dy = tensors((33, 77), torch.bfloat16)
-    first, second = (results(FORMS["silu"], inputs, (dy,)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_the_same_twice(FORMS["silu"], inputs, (dy,))
 
 
 @pytest.mark.parametrize("kind", list(FORMS))

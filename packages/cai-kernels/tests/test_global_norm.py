@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 
 from cai_kernels import KernelError, global_norm
 from cai_kernels.global_norm import reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POWERS = [1.0, 2.0, 3.0, 0.5, math.inf]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES
 
 from cai_kernels import KernelError, grouped_matmul
 from cai_kernels.testing import assert_no_less_exact
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [  # rows of each expert, rows of no expert, D, F
     ([5, 0, 130, 3], 7, 123, 77),
     ([1], 0, 64, 1),
@@ -18,7 +18,6 @@ CASES = [  # rows of each expert, rows of no expert, D, F
     ([0, 0], 5, 16, 16),
     ([40, 90, 70], 1, 72, 130),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tensors(counts, tail, inner, columns, dtype):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import DEVICE, DTYPES, SHAPES, assert_the_same_twice
 
 from cai_kernels import KernelError, layer_norm
 from cai_kernels.layer_norm import reference
 from cai_kernels.testing import assert_no_less_exact, results
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(5, 123, 123), (1, 64), (7, 1), (0, 16), (3, 4, 1000)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tensors(shape, dtype):
@@ -93,8 +90,7 @@ def test_gradients_are_only_made_where_they_are_needed():
 
 def test_the_same_run_twice_is_the_same():
     *inputs, dy = tensors((33, 77), torch.bfloat16)
-    first, second = (results(kernel, inputs, (dy,)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_the_same_twice(kernel, inputs, (dy,))
 
 
 def test_reference_gradients_and_values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,8 +22,6 @@ from cai_kernels.linear_cross_entropy.inputs import chunk_rows
 from cai_kernels.linear_cross_entropy.options import Execution, Needed
 from cai_kernels.testing import assert_no_less_exact, results
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["triton", "reference"]
 OPTIONS = [
     {},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 from torch.nn import functional as F
 
 from cai_kernels.linear_cross_entropy import LossProducts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = [
     {},
     {"reduction": "sum", "label_smoothing": 0.1},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 
 from cai_kernels import KernelError, paged_append_, paged_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton", "reference"]
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES
 
 from cai_kernels import KernelError, pair_bias_attention
 from cai_kernels.testing import assert_no_less_exact, results
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # backward computes probabilities again as 2^(score - lse), both of them rounded and the lse brought to base e and back:
 # a few float32 roundings of the size of a score (up to 6 in base 2 here), which are a relative error of a probability
 ROUNDINGS = 8 * torch.finfo(torch.float32).eps
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [  # B, R, N, S, H
     (1, 2, 2, 37, 20),
     (2, 3, 1, 5, 123),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,6 @@ from cai_kernels import (
 )
 from cai_kernels.linear_cross_entropy import chunked
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = ["triton", "reference"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of lanes that are masked out
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES, assert_the_same_twice
 
 from cai_kernels import KernelError, rope
 from cai_kernels.rope import reference
 from cai_kernels.testing import assert_no_less_exact, results
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # batch, heads of q, heads of k, length, size of a head, rotary dim
 SHAPES = [
     (2, 4, 2, 5, 16, 16),
@@ -164,8 +163,7 @@ def test_gradients_are_only_made_where_they_are_needed():
 def test_the_same_run_twice_is_the_same():
     inputs, upstream = tensors(2, 5, 2, 9, 16, torch.bfloat16)
     form = kernel(*tables(9, 16))
-    first, second = (results(form, inputs, upstream) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_the_same_twice(form, inputs, upstream)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE, DTYPES
 
 from cai_kernels import KernelError, token_permute, token_unpermute
 from cai_kernels.testing import assert_no_less_exact
 from cai_kernels.token_permute import reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [  # tokens, columns, choices, experts
     (5, 123, 2, 4),
     (1, 64, 1, 1),
@@ -18,7 +18,6 @@ CASES = [  # tokens, columns, choices, experts
     (140, 8, 2, 5),
     (33, 40, 8, 70),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def routing(tokens, choices, experts, *, ids=torch.int64):

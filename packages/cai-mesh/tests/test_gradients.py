@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from buffers import assert_equal, taken
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -90,18 +91,6 @@ def plain(model):
         for n, p in model.named_parameters()
         if p.requires_grad
     }
-
-
-def taken(buffer):
-    """{name: gradient}, copied out of the buffer."""
-    views = buffer.chunk.views(buffer.take().clone())
-    return dict(zip(buffer.chunk.names, views, strict=True))
-
-
-def assert_equal(got, expected, tolerance=1e-13):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name].to(value.dtype), value, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def count_of_direct(model):

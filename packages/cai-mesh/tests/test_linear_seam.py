@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from buffers import assert_equal, taken
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -79,21 +80,11 @@ def buffered(model, dtype=torch.float64):
     return buffer
 
 
-def taken(buffer):
-    return dict(zip(buffer.chunk.names, buffer.chunk.views(buffer.take().clone()), strict=True))
-
-
 def expected(seeds, **options):
     twin = net(**options)
     for seed in seeds:
         loss_of(twin, seed).backward()
     return {n: p.grad for n, p in twin.named_parameters()}
-
-
-def assert_equal(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name].to(value.dtype), value, rtol=1e-11, atol=1e-12, msg=name)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.comm import AXES, MeshSpec
@@ -14,6 +14,7 @@ from cai_mesh.errors import MeshError
 degrees = st.integers(1, 6)
 
 
+@settings(deadline=None)
 @given(st.lists(degrees, min_size=5, max_size=5), st.integers(-1, 4))
 def test_an_open_axis_takes_the_rest(sizes, open_axis):
     world = math.prod(sizes)

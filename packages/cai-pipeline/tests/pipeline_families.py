@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers as hf
+
+from cai_mesh.layout import reduce_of
 
 _SIZE: dict[str, Any] = {
     "hidden_size": 32,
@@ -72,3 +75,10 @@ def build(config: Any) -> Any:
 def token_ids(seed: int, batch: int = 2, length: int = 9) -> torch.Tensor:
     """Token ids [batch, length] that are the same in every process."""
     return torch.randint(2, 96, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def sum_tied_gradients(model: torch.nn.Module) -> None:
+    """As a plain loop over stages has to, before it steps."""
+    for parameter in model.parameters():
+        if (group := reduce_of(parameter).tied) is not None:
+            dist.all_reduce(parameter.grad, group=group)

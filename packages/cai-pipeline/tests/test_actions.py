@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
@@ -15,6 +15,7 @@ actions = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(actions))
 def test_what_is_printed_is_parsed_back(listed: list[Action]) -> None:
     assert from_text(to_text(listed)) == listed
@@ -32,6 +33,7 @@ def test_other_words_are_refused(word: str) -> None:
         Action.parse(word)
 
 
+@settings(deadline=None)
 @given(actions.filter(lambda action: action.kind.name[:4] in ("SEND", "RECV")))
 def test_the_partner_of_a_partner_is_the_action(action: Action) -> None:
     assert action.partner != action

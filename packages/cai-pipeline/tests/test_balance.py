@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
@@ -12,6 +12,7 @@ from cai_pipeline.balance import balance_layers, explicit_layers
 costs = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9)
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 5), st.floats(0.0, 20.0), st.floats(0.0, 20.0))
 def test_no_other_division_has_a_faster_slowest_stage(
     layers: list[float], stages: int, first: float, last: float

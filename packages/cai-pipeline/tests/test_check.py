@@ -15,6 +15,7 @@ stages = st.integers(1, 8)
 microbatches = st.integers(1, 12)
 
 
+@settings(deadline=None)
 @given(names, stages, microbatches)
 def test_every_schedule_is_right_at_every_size(name: str, p: int, m: int) -> None:
     report = check(lower(program(name, p, m)), m)
@@ -22,6 +23,7 @@ def test_every_schedule_is_right_at_every_size(name: str, p: int, m: int) -> Non
     assert report.peak_live == tuple(expected(stage) for stage in range(p))
 
 
+@settings(deadline=None)
 @given(stages, microbatches)
 def test_evaluation_is_right_and_holds_one_activation(p: int, m: int) -> None:
     assert check(lower(forward_only(p, m)), m, backward=False).peak_live == (1,) * p
@@ -32,7 +34,7 @@ def places(lowered: Program) -> list[tuple[int, int]]:
 
 
 @given(names, stages, microbatches, st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
     lowered = lower(program(name, p, m))
     rank, position = data.draw(st.sampled_from(places(lowered)))
@@ -45,6 +47,7 @@ def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObjec
         assert refusal.value.what.startswith(f"action {dropped.stage}")
 
 
+@settings(deadline=None)
 @given(names, stages, microbatches, st.data())
 def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
     lowered = lower(program(name, p, m))
@@ -56,7 +59,7 @@ def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObje
 
 
 @given(names, st.integers(2, 6), microbatches, st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
     """Moving a backward or a send to the front of its rank breaks its dependency."""
     lowered = lower(program(name, p, m))
@@ -70,6 +73,7 @@ def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st
         check(lowered, m)
 
 
+@settings(deadline=None)
 @given(names, st.integers(2, 6), st.integers(2, 12), st.data())
 def test_receives_in_another_order_than_sends_are_named(
     name: str, p: int, m: int, data: st.DataObject

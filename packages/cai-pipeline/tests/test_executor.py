@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from pipeline_families import build, config_of, token_ids
+from pipeline_families import build, config_of, sum_tied_gradients, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import canonical_name, reduce_of
+from cai_mesh.layout import canonical_name
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import PipelineRunner, split
 
@@ -60,12 +59,6 @@ def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -
     optimizer.step()
     record |= {f"value.{name}": parameter.detach().clone() for name, parameter in own.items()}
     return record
-
-
-def sum_tied_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        if (group := reduce_of(parameter).tied) is not None:
-            dist.all_reduce(parameter.grad, group=group)
 
 
 def train(

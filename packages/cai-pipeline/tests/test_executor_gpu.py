@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_families import build, config_of, token_ids
+from pipeline_families import build, config_of, sum_tied_gradients, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from cai_mesh.layout import canonical_name, reduce_of
+from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner, split
 
 pytestmark = [
@@ -51,9 +51,7 @@ def work(rank: int, world: int, folder: str, family: str, schedule: str, dtype: 
     for _ in range(3):
         model.zero_grad()
         losses.append(float(runner.step(inputs, batch())))
-    for parameter in model.parameters():
-        if (group := reduce_of(parameter).tied) is not None:
-            dist.all_reduce(parameter.grad, group=group)
+    sum_tied_gradients(model)
     evaluated = float(runner.evaluate(inputs, batch()))
     gradients = {canonical_name(n, p): p.grad.cpu() for n, p in model.named_parameters()}
     torch.save((losses, evaluated, gradients), f"{folder}/{rank}.pt")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
@@ -13,6 +13,7 @@ from cai_pipeline.simulate import simulate
 names = st.sampled_from(sorted(SCHEDULES))
 
 
+@settings(deadline=None)
 @given(names, st.integers(1, 8), st.integers(1, 16), st.floats(0.5, 4.0))
 def test_the_bubble_of_both_schedules_is_the_known_one(name: str, p: int, m: int, backward: float) -> None:
     timeline = simulate(program(name, p, m), {Kind.FORWARD: 1.0, Kind.BACKWARD: backward})
@@ -20,6 +21,7 @@ def test_the_bubble_of_both_schedules_is_the_known_one(name: str, p: int, m: int
     assert timeline.makespan == pytest.approx((m + p - 1) * (1.0 + backward))
 
 
+@settings(deadline=None)
 @given(names, st.integers(1, 6), st.integers(1, 8))
 def test_lowering_changes_no_time(name: str, p: int, m: int) -> None:
     compute = program(name, p, m)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from small_models import build, full, in_float64
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -14,21 +15,7 @@ from cai_mesh.layout import record_of
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_tensor_parallel import parallelize
 
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100,
-}  # fmt: skip
 STEPS, CLIP = 3, 0.3
-
-
-def build():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager")).double()
-    for name, p in model.named_parameters():
-        nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.2)
-    return model
 
 
 def batch(step):
@@ -39,12 +26,8 @@ def loss_of(model, ids):
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def in_float64(logits, labels, vocab_size, **_):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
 def one():
-    model = build()
+    model = build("llama", vocab_size=100)
     model.loss_function = in_float64
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms, grads = [], [], None
@@ -59,13 +42,9 @@ def one():
     return losses, norms, grads, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def full(boxed):
-    return {n: b.to_full(dist.group.WORLD) for n, b in boxed.items()}
-
-
 def train(folder):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    model = parallelize(build(), mesh)
+    model = parallelize(build("llama", vocab_size=100), mesh)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
@@ -78,7 +57,10 @@ def train(folder):
         if grads is None:
             refused_or_right(model, mesh)
             boxes = BoxedTensor.of_model(model)
-            grads = full({n: BoxedTensor.like(p, p.grad.clone()) for n, p in model.named_parameters()})
+            grads = full(
+                {n: BoxedTensor.like(p, p.grad.clone()) for n, p in model.named_parameters()},
+                dist.group.WORLD,
+            )
             assert boxes.keys() == grads.keys()
         norms.append(float(clip_grad_norm_(model, CLIP, mesh)))
         optimizer.step()
@@ -87,7 +69,7 @@ def train(folder):
         dist.all_reduce(mean, group=mesh["dp_shard"].get_group())
         losses.append(float(mean) / 2)
     checkpoint.save(folder, BoxedTensor.of_model(model), step=1)
-    return losses, norms, grads, full(BoxedTensor.of_model(model))
+    return losses, norms, grads, full(BoxedTensor.of_model(model), dist.group.WORLD)
 
 
 def refused_or_right(model, mesh):
@@ -106,6 +88,6 @@ def test_equals_one_process(tmp_path):
         assert got[1] == pytest.approx(norms, rel=1e-9)
         assert_same_as_one_device(got[2], grads, tolerance=1e-8)
         assert_same_as_one_device(got[3], final, tolerance=1e-8)
-    model = build()
+    model = build("llama", vocab_size=100)
     checkpoint.load(tmp_path, BoxedTensor.of_model(model))
     assert_same_as_one_device({n: p.detach() for n, p in model.named_parameters()}, final, tolerance=1e-8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from small_models import MODELS, build, full, in_float64
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,27 +21,6 @@ from cai_tensor_parallel import (
     vocab,
     vocab_parallel_cross_entropy,
 )
-
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
-MODELS = {
-    "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 32, "resid_pdrop": 0.0,
-             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "qwen3": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
-    "gemma3_text": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
-    "phi3": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0},
-}  # fmt: skip
-
-
-def build(name):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(name, **MODELS[name])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64)
-    for name, p in model.named_parameters():  # away from the zeros and ones that hide mistakes
-        nn.init.normal_(p, 1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
-    return model
 
 
 def batch(step):
@@ -74,9 +54,7 @@ def train(model, clip, logits_of):
 
 def one(name):
     model = build(name)
-    model.loss_function = lambda logits, labels, vocab_size: nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )
+    model.loss_function = in_float64
     losses, norms, first, grads = train(
         model, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.5), lambda x: x
     )
@@ -87,10 +65,6 @@ def one(name):
         full(grads),
         full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}),
     )
-
-
-def full(boxed, group=None):
-    return {n: b.to_full(group) for n, b in boxed.items()}
 
 
 def parallel(name):

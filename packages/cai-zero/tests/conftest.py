@@ -1,4 +1,4 @@
-"""What the optimizer tests share lies beside them."""
+"""Lets the tests, and the ranks they start, import what they share (`over_ranks`, `toy`, `zero_models`)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import line
 from torch import nn
+from zero_models import Language
 
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import BoxedTensor
@@ -85,7 +87,7 @@ def simulate(compression, steps=STEPS, world=WORLD):
 
 
 def start(stage, compression, precision=None, mesh=None):
-    mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    mesh = mesh or line()
     model = Net()
     if stage == 3:
         shard_module(model, mesh, compression=compression, precision=precision)
@@ -166,35 +168,11 @@ def test_without_compression_nothing_is_rounded(stage):
 # -- models of many chunks ---------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(13, 24)
-        self.layers = nn.ModuleList(Block(24) for _ in range(3))
-        self.head = nn.Linear(24, 13)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def train_language(stage, compression, compute, steps=30):
     """Losses over all ranks, and what every rank's forward has seen of one weight; two microbatches a step."""
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    mesh = line()
     torch.manual_seed(4)
-    model, precision = Language(), MixedPrecision(compute=compute)
+    model, precision = Language(13, 24, 3, bias=True), MixedPrecision(compute=compute)
     if stage == 3:
         shard_module(model, mesh, compression=compression, precision=precision)
         sync = sharding_of(model)

@@ -241,6 +241,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from cai_zero import shard_module, shard_optimizer
 
+def die():
+    open("died", "w").close()
+    os.kill(os.getpid(), 9)
+
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 torch.manual_seed(0)
@@ -258,7 +262,7 @@ for step in range(50):
     for i, layer in enumerate(model.layers):
         x = torch.tanh(layer(x))
         if i == 1 and step == 3 and dist.get_rank() == 1:
-            x.register_hook(lambda grad: os.kill(os.getpid(), 9))  # layers 3 and 2 are being reduced
+            x.register_hook(lambda grad: die())  # layers 3 and 2 are being reduced
     x.square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -270,12 +274,11 @@ print("not reached", flush=True)
 def test_a_rank_that_dies_in_backward_ends_the_others_and_is_named(stage, tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    start = time.monotonic()
     done = subprocess.run(
-        [*launcher, "dying.py", str(stage)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*launcher, "dying.py", str(stage)], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.returncode != 0
-    assert time.monotonic() - start < 30
+    assert time.time() - (tmp_path / "died").stat().st_mtime < 30
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", root), done.stderr[-3000:]
     assert "not reached" not in done.stdout

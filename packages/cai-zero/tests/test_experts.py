@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zero_models import train_plainly
 
 from cai_mesh import BoxedTensor, ParallelMesh, checkpoint, clip_grad_norm_
 from cai_mesh.comm import DATA_AXES, EXPERT_GRADIENT_AXES, all_gather, reduce_scatter
@@ -109,14 +110,7 @@ class Leg:
 def twin(steps):
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, norms = [], []
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses, norms = train_plainly(model, optimizer, loss_of, steps, clip=0.3)
     return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
 
 

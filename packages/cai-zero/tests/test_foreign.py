@@ -8,9 +8,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import full_parameters, line
 from torch import nn
 
-from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, chunks, shard_module, shard_optimizer, sharding_of
 
@@ -34,17 +34,8 @@ def build():
     return Net().double()
 
 
-def line():
-    return dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-
-
 def x_of(step, rank):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-
-
-def full(model):
-    boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return {n: b.to_full(dist.group.WORLD) for n, b in boxed.items()}
 
 
 def one_process(world, skips=None, steps=3):
@@ -76,7 +67,7 @@ def uneven(stage):
         for step in range(3):
             model(x_of(step, dist.get_rank()), SKIPS[dist.get_rank()]).backward()
             opt.step()
-        return full(model)
+        return full_parameters(model)
     finally:
         chunks.BUCKET_ELEMENTS = 32 * 1024 * 1024
 
@@ -193,7 +184,7 @@ def accumulated(stage, defer):
                 (model(part) / 2).backward()
         opt.step()
         opt.zero_grad()
-    return full(model)
+    return full_parameters(model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

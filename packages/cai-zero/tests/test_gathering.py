@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import full_parameters
 from torch import nn
 
 import cai_mesh.comm.collectives
 import cai_zero.compress
 import cai_zero.gathering
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import BoxedTensor, record_of
+from cai_mesh.layout import record_of
 from cai_mesh.storage import finding
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import Gather, no_sync, shard_module, shard_optimizer, sharding_of
@@ -68,12 +69,6 @@ def loss_of(model, route, step, rank):
 
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def full_parameters(model):
-    """Full parameters, from the shards of all ranks."""
-    boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return {n: b.to_full(dist.group.WORLD) for n, b in boxed.items()}
 
 
 def trained_in_one_process(routes, micro=1):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from zero_models import Language, train_plainly
 
 from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.gradients import clip_grad_norm_
@@ -18,32 +19,9 @@ from cai_zero import LossScale, MixedPrecision, shard_module, shard_optimizer, s
 HALF = MixedPrecision(compute=torch.float16)
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, width=16, vocab=12):
-        super().__init__()
-        self.embed = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, vocab, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def build():
     torch.manual_seed(5)
-    return Net()
+    return Language(12, 16, 2, norm=False)
 
 
 def loss_of(model, step, rank=0, world=1):
@@ -188,16 +166,7 @@ def half_precision(stage, name, good_steps, initial):
 
 def single_precision(name, steps):
     model = build()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    norms, losses = [], []
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return norms, losses
+    return train_plainly(model, OPTIMIZERS[name](model.parameters()), loss_of, steps, clip=0.5)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +174,7 @@ def single_precision(name, steps):
 )
 def test_float16_backs_off_and_then_trains_like_float32(stage, optimizer):
     steps, initial = 15, 2.0**40
-    norms, losses = single_precision(optimizer, steps)
+    losses, norms = single_precision(optimizer, steps)
     first, second = run_ranks(2, half_precision, stage, optimizer, steps, initial)
     assert first == second
     taken, scales, got_norms, got_losses = first

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
+from over_ranks import line
 from torch import nn
 
 from cai_mesh.testing import run_ranks
@@ -54,7 +54,7 @@ def held(stage: int, width: int = 96, layers: int = 4) -> dict[str, float]:
     """
     gc.collect()
     before = storages()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    mesh = line()
     torch.manual_seed(0)
     model, precision = Net(width, layers), MixedPrecision(compute=torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import toy
+from over_ranks import full_parameters
 
 from cai_mesh import checkpoint
 from cai_mesh.layout import BoxedTensor
@@ -51,7 +52,7 @@ def leg(name, stage, shape, directory, first, last):
             optimizer.publish()
     toy.advance(model, optimizer, mesh, range(first, last))
     checkpoint.save(directory, state_of(model, optimizer), step=last).wait()
-    return toy.everyone(model)
+    return full_parameters(model)
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
@@ -130,7 +131,7 @@ def test_a_save_leaves_no_copies_behind_and_changes_nothing():
                 assert optimizer._lent
             toy.advance(model, optimizer, None, [step], torch.float32)
             assert not optimizer._lent and not optimizer._borrowed
-        results.append(toy.everyone(model))
+        results.append(full_parameters(model))
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
@@ -173,7 +174,7 @@ def test_state_dict_on_the_same_ranks(name):
             assert all(a.dtype == b.dtype and torch.equal(a, b) and a is not b for a, b in pairs)
     for model, optimizer in zip(models, (first, second), strict=True):
         toy.advance(model, optimizer, None, range(3, 5), torch.bfloat16)
-    results = [toy.everyone(model) for model in models]
+    results = [full_parameters(model) for model in models]
     assert all(torch.equal(value, results[1][n]) for n, value in results[0].items())
 
 

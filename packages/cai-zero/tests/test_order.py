@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_zero.order import GatherOrder, complete
@@ -116,6 +116,7 @@ def gathers(order: GatherOrder[int], used: list[int], *, backward: bool) -> list
     return found + order.end()
 
 
+@settings(deadline=None)
 @given(walks())
 def test_all_ranks_gather_the_same(walk):
     order, forward, backward, masks = walk
@@ -127,6 +128,7 @@ def test_all_ranks_gather_the_same(walk):
             assert gathers(order, used, backward=back) == sequence
 
 
+@settings(deadline=None)
 @given(walks())
 def test_gathering_ahead_changes_nothing(walk):
     """A rank that gathers the next unit ahead, and then perhaps does not use it, gathers the same sequence."""
@@ -151,6 +153,7 @@ def test_gathering_ahead_changes_nothing(walk):
         assert found + order.end() == forward
 
 
+@settings(deadline=None)
 @given(keys, st.data())
 def test_complete_keeps_the_order_and_adds_each_missing_key_once(registered, data):
     recorded = data.draw(st.lists(st.sampled_from(registered), max_size=14))

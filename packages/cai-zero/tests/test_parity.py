@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import full_values
 from torch import nn
+from zero_models import Block
 
 from cai_mesh.gradients import clip_grad_norm_
 from cai_mesh.layout import BoxedTensor
@@ -16,17 +18,6 @@ from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_r
 from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
 
 STEPS, MICRO = 4, 2
-
-
-class Block(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -116,7 +107,7 @@ def sharded(stage, dtype, optimizer, shape):
             total += loss.detach()
         sync.finish()
         if step == 0:
-            first = everyone(opt.gradients() if stage < 3 else module_gradients(model))
+            first = full_values(opt.gradients() if stage < 3 else module_gradients(model))
         norms.append(
             float(opt.clip_grad_norm_(0.5) if stage < 3 else clip_grad_norm_(model.parameters(), 0.5, mesh))
         )
@@ -124,19 +115,16 @@ def sharded(stage, dtype, optimizer, shape):
         opt.zero_grad()
         dist.all_reduce(total)
         losses.append(float(total) / world)
-    return losses, norms, first, everyone({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+    return (
+        losses,
+        norms,
+        first,
+        full_values({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}),
+    )
 
 
 def module_gradients(model):
     return {n: BoxedTensor.like(p, p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def everyone(boxed):
-    """Full tensors from every rank's boxes; ranks may hold parts of different names."""
-    held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, {n: (b.global_shape, b.dtype) for n, b in boxed.items()})
-    known = {n: what for names in held for n, what in names.items()}
-    return {n: boxed.get(n, BoxedTensor(*known[n], ())).to_full(dist.group.WORLD) for n in sorted(known)}
 
 
 CASES = [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import full_values
 from torch import nn
 
 from cai_mesh import checkpoint
@@ -118,15 +119,6 @@ def prefixed(state: dict) -> dict:
     return {f"optimizer.{name}": value for name, value in state.items()}
 
 
-def everything(state: dict) -> dict[str, torch.Tensor]:
-    """Full tensors of what all ranks hold."""
-    boxes = {n: v for n, v in state.items() if isinstance(v, BoxedTensor)}
-    held = [None] * dist.get_world_size()
-    dist.all_gather_object(held, {n: (b.global_shape, b.dtype) for n, b in boxes.items()})
-    known = {n: what for names in held for n, what in names.items()}
-    return {n: boxes.get(n, BoxedTensor(*known[n], ())).to_full(dist.group.WORLD) for n in sorted(known)}
-
-
 def leg_of(leg: Leg, start: int, folder: str, compute: torch.dtype | None):
     """Resume unless it is the first leg, train, save: (losses, what was loaded, what was saved)."""
     mesh = dist.init_device_mesh(
@@ -150,7 +142,7 @@ def leg_of(leg: Leg, start: int, folder: str, compute: torch.dtype | None):
         schedule.load_state_dict(values[SCHEDULE])
         if leg.stage < 3:
             optimizer.publish()
-        loaded = everything(state_of(model, optimizer, leg.stage))
+        loaded = full_values(state_of(model, optimizer, leg.stage))
     losses = torch.zeros(STEPS, dtype=torch.float64)
     for step in range(start, start + STEPS):
         loss = loss_of(model, step, rank, world)
@@ -167,7 +159,7 @@ def leg_of(leg: Leg, start: int, folder: str, compute: torch.dtype | None):
     state = state_of(model, optimizer, leg.stage)
     plain = {k: v for k, v in schedule.state_dict().items() if k not in ("lr_lambdas",)}
     checkpoint.save(folder, state | {SCHEDULE: plain | {"lr_lambdas": [None, None]}}, step=start + STEPS)
-    return (losses / world).tolist(), loaded, everything(state)
+    return (losses / world).tolist(), loaded, full_values(state)
 
 
 def run(legs: list[Leg], folder: Path, compute: torch.dtype | None):

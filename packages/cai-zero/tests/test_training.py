@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from over_ranks import full_parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_grad_norm_
-from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
 
@@ -288,8 +288,7 @@ def training(case: Case, steps: int = STEPS):
         optimizer.zero_grad()
         schedule.step()
     dist.all_reduce(losses)
-    boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    return (losses / case.world).tolist(), {n: b.to_full(dist.group.WORLD) for n, b in boxed.items()}
+    return (losses / case.world).tolist(), full_parameters(model)
 
 
 CASES = [

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from zero_models import Language, train_plainly
 
 from cai_mesh.gradients import clip_grad_norm_
 from cai_mesh.layout import BoxedTensor
@@ -23,33 +24,9 @@ pytestmark = [
 STEPS, VOCAB, WIDTH, CLIP = 6, 512, 256, 0.5
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def build(compiled: bool = False) -> Net:
+def build(compiled: bool = False) -> Language:
     torch.manual_seed(0)
-    model = Net().cuda()
+    model = Language(VOCAB, WIDTH, 6, widen=4).cuda()
     for layer in model.layers if compiled else ():
         layer.forward = torch.compile(layer.forward)
     return model
@@ -71,14 +48,11 @@ def adamw(params) -> torch.optim.AdamW:
 
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     model = build()
-    optimizer, losses = adamw(model.parameters()), []
-    for step in range(STEPS):
-        loss = loss_of(model, ids_of(step, 0, 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+
+    def whole(model: nn.Module, step: int) -> torch.Tensor:
+        return loss_of(model, ids_of(step, 0, 1))
+
+    losses, _ = train_plainly(model, adamw(model.parameters()), whole, STEPS, CLIP)
     return losses, {n: p.detach().cpu() for n, p in model.named_parameters()}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import zlib
 
 import torch
-import torch.distributed as dist
+from over_ranks import full_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_mesh.layout import BoxedTensor, Layout, Shard, attach
+from cai_mesh.layout import Layout, Shard, attach
 from cai_zero import ShardedOptimizer, shard_module, shard_optimizer
 
 STEPS = 12
@@ -143,19 +143,13 @@ def unused(model):
             p.grad = torch.zeros_like(p)
 
 
-def everyone(model):
-    """Unsharded parameters, gathered from all ranks."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return {n: BoxedTensor.from_param(p).to_full(group) for n, p in model.named_parameters()}
-
-
 def sharded(make, stages, shape):
     """Final parameters by stage."""
     found = {}
     for stage in stages:
         model, optimizer, mesh = built(make, stage, shape)
         advance(model, optimizer, mesh, range(STEPS))
-        found[stage] = everyone(model)
+        found[stage] = full_parameters(model)
     return found
 
 
@@ -163,7 +157,7 @@ def one_process(make):
     """The same optimizer on full tensors."""
     model = Toy()
     advance(model, make(model, None), None, range(STEPS))
-    return everyone(model)
+    return full_parameters(model)
 
 
 def twin(update, steps=STEPS):

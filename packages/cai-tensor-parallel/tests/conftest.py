@@ -1,0 +1,8 @@
+"""Lets the tests, and the ranks they start, import what they share (`small_models`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
