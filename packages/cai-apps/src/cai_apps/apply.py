@@ -209,7 +209,8 @@ def apply(config: Config, model_config: PretrainedConfig, *, device: torch.devic
         sync = None  # backward after backward, gradients add up where they are
         _load_pretrained(config, model)
     else:
-        materialize(model, seed=config.train.seed, dtype=master, device=device)
+        pretrained = config.model.weights == "pretrained"
+        materialize(model, seed=config.train.seed, dtype=master, device=device, pretrained=pretrained)
         _load_pretrained(config, model)
         optimizer, sync = _shard(config, model, mesh, MixedPrecision(compute=compute, master=master))
     runner = PipelineRunner(

@@ -7,7 +7,7 @@ stages and ranks starts from the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_mesh import rng
+from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, canonical_name, layout_of
 from cai_mesh.storage import blocks
 
@@ -43,6 +44,8 @@ class _KeyedDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        if func in _FILLS and args[0].is_meta:
+            return args[0]  # of another group
         name = self._names.get(args[0].untyped_storage().data_ptr()) if func in _FILLS else None
         if name is None:
             return self._draw(func, args, kwargs or {})
@@ -62,20 +65,25 @@ class _KeyedDraws(TorchDispatchMode):
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def materialize(
+    model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device, pretrained: bool = False
+) -> nn.Module:
     """Give a Hugging Face model on the meta device real parameters and buffers, in place; returns the model.
 
     Args:
         model: complete, or split and parallelized; parameters carry their layouts and names.
         dtype: of the parameters. Buffers keep theirs.
+        pretrained: other values are loaded afterwards.
 
     At most one block is there in full at any time, and the layers outside blocks one by one.
+    Raises `PlanError` for parameters and buffers that the model's own initialization leaves as they are.
     """
-    values = InitialValues(model, seed=seed, dtype=dtype, device=device)
+    values = InitialValues(model, seed=seed, dtype=dtype, device=device, pretrained=pretrained)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for group in values.groups:
         for param, full in values.make(group).items():
             made[param] = _part(full, param)
+    for group in values.groups:
         for module, key, param in group.sites:
             module._parameters[key] = made[param]
     return model
@@ -83,9 +91,10 @@ def materialize(model: nn.Module, *, seed: int, dtype: torch.dtype, device: torc
 
 @dataclass(frozen=True)
 class _Group:
-    """Modules that are initialized together, and where they refer to which meta parameters."""
+    """Modules that are initialized together, those above them, which may have a say, and their meta parameters."""
 
     modules: list[nn.Module]
+    above: list[nn.Module]
     sites: list[tuple[nn.Module, str, nn.Parameter]]
 
 
@@ -101,17 +110,29 @@ class InitialValues:
         seed: of the random numbers.
         dtype: of the values.
         device: where they are made, and where the model's buffers will live.
+        pretrained: as of `materialize`.
     """
 
-    def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device):
-        self._model, self._seed, self._dtype, self._device = model, seed, dtype, device
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pretrained: bool = False,
+    ):
+        self._seed, self._dtype, self._device, self._pretrained = seed, dtype, device, pretrained
         self._names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
         self._shapes = {p: layout_of(p).global_shape for p in self._names}
+        self._sites = _sites(list(model.modules()))
+        self._initialize, parents = _initializers(model)
         units = blocks(model)
         in_blocks = {id(m) for block in units if block is not model for m in block.modules()}
         together = [list(_post_order(block)) for block in units if block is not model]
         together += [[module] for module in _post_order(model) if id(module) not in in_blocks]
-        self.groups = [_Group(modules, _sites(modules)) for modules in together]
+        above = (list(_chain(modules[-1], parents)) for modules in together)
+        self.groups = [_Group(m, a, _sites(m)) for m, a in zip(together, above, strict=True)]
         self._home: dict[nn.Parameter, _Group] = {}
         for group in self.groups:
             for _, _, param in group.sites:
@@ -136,24 +157,73 @@ class InitialValues:
         A parameter that several groups share is owned by the first.
         """
         full: dict[nn.Parameter, nn.Parameter] = {}
-        before = [module._parameters[key] for module, key, _ in group.sites]
+        before = [module._parameters[key] for module, key, _ in self._sites]
+        for module, key, param in self._sites:  # those of other groups may have memory by now
+            module._parameters[key] = param
         for module, key, param in group.sites:
             if param not in full:
-                empty = torch.empty(self._shapes[param], dtype=self._dtype, device=self._device)
+                empty = _unset(self._shapes[param], self._dtype, self._device)
                 full[param] = nn.Parameter(empty, requires_grad=False)
             module._parameters[key] = full[param]
         for module in group.modules:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = torch.empty_like(buffer, device=self._device)
+                    module._buffers[key] = _unset(buffer.shape, buffer.dtype, self._device)
         known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
         with _KeyedDraws(self._seed, known, self._device) as draws:
-            for module in group.modules:
+            for module in [*group.modules, *group.above]:
                 draws.enter(_module_name(module, known))
-                self._model._init_weights(module)  # type: ignore[operator]
-        for (module, key, _), param in zip(group.sites, before, strict=True):
+                self._initialize[module](module)
+        for (module, key, _), param in zip(self._sites, before, strict=True):
             module._parameters[key] = param
+        if not self._pretrained:
+            _check_set({self._names[p]: value for p, value in full.items()}, group.modules)
         return {p: value.detach() for p, value in full.items() if self._home[p] is group}
+
+
+def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory in which `_check_set` finds what nobody has written."""
+    empty = torch.empty(shape, dtype=dtype, device=device)
+    return empty.fill_(float("nan")) if dtype.is_floating_point else empty
+
+
+def _check_set(named: dict[str, nn.Parameter], modules: list[nn.Module]) -> None:
+    """Raise `PlanError` where a parameter or a buffer of a group still has no value."""
+    values: dict[str, torch.Tensor] = dict(named)
+    for module in modules:
+        buffers = {f"{type(module).__name__}.{n}": b for n, b in module._buffers.items() if b is not None}
+        values |= {name: b for name, b in buffers.items() if b.is_floating_point()}
+    missing = torch.stack([v.isnan().any() for v in values.values()]).tolist() if values else []
+    unset = [name for name, is_missing in zip(values, missing, strict=True) if is_missing]
+    if unset:
+        raise PlanError(
+            f"{unset[0]} has no initial value",
+            got=f"{len(unset)} such tensors beside each other",
+            expected="a value from the `_init_weights` of the model",
+            cause="its class gives it one when it is built, which large models are without memory",
+            fix='set model.weights to "pretrained" and model.name to a model that has them',
+        )
+
+
+def _initializers(
+    model: nn.Module,
+) -> tuple[dict[nn.Module, Callable[[nn.Module], None]], dict[nn.Module, nn.Module]]:
+    """What initializes each module, `_init_weights` of the model or of the part of it that it is in; and its parent."""
+    found: dict[nn.Module, Callable[[nn.Module], None]] = {}
+    parents: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        for child in module.children():
+            parents.setdefault(child, module)
+        above = found.get(parents[module]) if module in parents else None
+        found[module] = getattr(module, "_init_weights", None) or above  # type: ignore[assignment]
+    return found, parents
+
+
+def _chain(module: nn.Module, parents: dict[nn.Module, nn.Module]) -> Iterator[nn.Module]:
+    """The modules above one, from the nearest to the model."""
+    while module in parents:
+        module = parents[module]
+        yield module
 
 
 def _module_name(module: nn.Module, names: dict[int, str]) -> str:

@@ -35,7 +35,8 @@ def offload_model(
 
     Raises what `cai_gemini.offload` raises for memory that is too small.
     """
-    values = InitialValues(model, seed=config.train.seed, dtype=master, device=device)
+    pretrained = config.model.weights == "pretrained"
+    values = InitialValues(model, seed=config.train.seed, dtype=master, device=device, pretrained=pretrained)
     for param in model.parameters():
         param.data = param.data.to(master)  # a meta tensor: only its dtype
     memory = config.memory
