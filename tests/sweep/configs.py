@@ -16,13 +16,19 @@ PARAMETER_LIMIT = 3_000_000
 MOST_LAYERS = 6
 
 SIZES: list[tuple[str, int]] = [
-    (r"max_(position_embeddings|window_layers|seq_len|source_positions|target_positions)|n_positions|n_ctx", 64),
+    (
+        r"max_(position_embeddings|window_layers|seq_len|source_positions|target_positions)|n_positions|n_ctx",
+        64,
+    ),
     (r"original_max_position_embeddings|model_max_length|context_length", 64),
     (r"(pad|padding)_(token_)?(id|idx|index)", 0),
     (r"bos_(token_id|index)|start_token_id|decoder_start_token_id", 1),
     (r".*_token_(id|index|ids)|.*_idx|.*_index|eos_index", 2),
     (r"(moe|shared_expert|expert|moe_shared_expert).*(intermediate|ffn_hidden)_size|shared_experts_.*", 32),
-    (r".*(intermediate_size.*|ffn_dim|ffn_hidden_size|feed_forward_size)|n_inner|d_ff|dff|d_inner|dim_ff", 96),
+    (
+        r".*(intermediate_size.*|ffn_dim|ffn_hidden_size|feed_forward_size)|n_inner|d_ff|dff|d_inner|dim_ff",
+        96,
+    ),
     (r"type_vocab_size|.*_type_vocab_size", 2),
     (r".*vocab_size.*|.*_group_vocab", VOCAB),
     (r"hidden_size\w*|d_model|n_embd|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim|lru_width", 64),
@@ -54,6 +60,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_size": [3, 4]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "doge": {"keep_window_size": 64},  # it keeps the largest of values that are all equal at the start
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
         **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
@@ -64,7 +71,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 96},
-        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4},
+        **{
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

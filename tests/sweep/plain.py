@@ -33,11 +33,13 @@ class Reference:
 
     Args:
         trained: what it leaves.
+        exact: the same in float64, or None where the model does not run in it: how far apart they are is rounding.
         random: whether the model draws random numbers while it trains although every dropout is zero.
         strange: why the initial values are not of the kind transformers gives, or "".
     """
 
     trained: Trained
+    exact: Trained | None
     random: bool
     strange: str
 
@@ -58,7 +60,7 @@ def targets(labels: Tensor) -> int:
 
 
 def reference(config: PretrainedConfig, initial: Callable[[], dict[str, Tensor]]) -> Reference:
-    """Train the model that transformers builds from `config`, from the values `initial` gives, by name.
+    """Train the model that transformers builds from `config`, from the values `initial` gives by name, or its own.
 
     Buffers stay as transformers made them. Raises NotBuilt when it cannot be built or does not run.
     """
@@ -71,15 +73,28 @@ def reference(config: PretrainedConfig, initial: Callable[[], dict[str, Tensor]]
     if count > PARAMETER_LIMIT:
         raise NotBuilt(f"its smallest config known here has {count:,} parameters")
     random = _runs(model.train())
-    values = initial()
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    values = initial() or own
     strange = _strange(model, values)
+    trained = _train(_filled(model, values))
+    if not all(torch.isfinite(torch.tensor([*trained.losses, trained.norm]))):
+        raise NotBuilt(f"its plain loop is not finite: losses {trained.losses}, norm {trained.norm}")
+    return Reference(trained, _exact(config, values), random, strange)
+
+
+def _filled(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(values[name])
-    trained = _train(model)
-    if not all(torch.isfinite(torch.tensor([*trained.losses, trained.norm]))):
-        raise NotBuilt(f"its plain loop is not finite: losses {trained.losses}, norm {trained.norm}")
-    return Reference(trained, random, strange)
+    return model
+
+
+def _exact(config: PretrainedConfig, values: dict[str, Tensor]) -> Trained | None:
+    model = AutoModelForCausalLM.from_config(config).train().double()
+    try:
+        return _train(_filled(model, values))
+    except RuntimeError:
+        return None
 
 
 def _runs(model: nn.Module) -> bool:
@@ -130,7 +145,7 @@ def _train(model: nn.Module) -> Trained:
         total, loss = targets(labels), 0.0
         for inputs, wanted in zip(ids.split(MICROBATCH), labels.split(MICROBATCH), strict=True):
             logits = model(input_ids=inputs).logits[:, :-1].flatten(0, 1)
-            part = F.cross_entropy(logits.float(), wanted[:, 1:].flatten(), reduction="sum") / total
+            part = F.cross_entropy(logits, wanted[:, 1:].flatten(), reduction="sum") / total
             part.backward()
             loss += part.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -198,7 +198,7 @@ def _check_set(named: dict[str, nn.Parameter], modules: list[nn.Module]) -> None
     if unset:
         raise PlanError(
             f"{unset[0]} has no initial value",
-            got=f"{len(unset)} such tensors beside each other",
+            got=f"{len(unset)} such tensors in this part of the model",
             expected="a value from the `_init_weights` of the model",
             cause="its class gives it one when it is built, which large models are without memory",
             fix='set model.weights to "pretrained" and model.name to a model that has them',

@@ -93,4 +93,9 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and not param.is_meta:  # made by a function that knows of no devices
+                module._parameters[name] = torch.nn.Parameter(param.detach().to("meta"), param.requires_grad)
+    return model
