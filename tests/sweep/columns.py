@@ -9,8 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from configs import LENGTH, NotBuilt, first_line, tiny
-from plain import (
+from transformers import PretrainedConfig
+
+from cai_apps import config as c
+from cai_apps.apply import Session, apply
+from cai_apps.materialize import materialize
+from cai_apps.models import meta_model
+from cai_apps.validate import resolve
+from cai_kernels.errors import KernelError
+from cai_mesh.comm import all_reduce, group
+from cai_mesh.errors import CaiError
+from cai_mesh.layout import BoxedTensor
+from sweep.configs import LENGTH, NotBuilt, first_line, tiny
+from sweep.plain import (
     BATCH,
     BETAS,
     CLIP,
@@ -26,17 +37,6 @@ from plain import (
     reference,
     targets,
 )
-from transformers import PretrainedConfig
-
-from cai_apps import config as c
-from cai_apps.apply import Session, apply
-from cai_apps.materialize import materialize
-from cai_apps.models import meta_model
-from cai_apps.validate import resolve
-from cai_kernels.errors import KernelError
-from cai_mesh.comm import all_reduce, group
-from cai_mesh.errors import CaiError
-from cai_mesh.layout import BoxedTensor
 
 CPU = torch.device("cpu")
 
@@ -46,10 +46,12 @@ class Column:
     """One way to train.
 
     Args:
+        what: it is, for the page.
         train: the run of one model on the ranks of a process group.
         ranks: how many.
     """
 
+    what: str
     train: Callable[[PretrainedConfig], Trained]
     ranks: int = 1
 
@@ -134,10 +136,18 @@ def _parameters(session: Session) -> dict[str, torch.Tensor]:
 
 
 COLUMNS: dict[str, Column] = {
-    "one rank": Column(train),
-    "kernels": Column(partial(train, kernels="on")),
-    "offloaded": Column(partial(train, residency="host")),
-    "zero3": Column(partial(train, ranks=2, zero=3), ranks=2),
+    "one rank": Column("`cai_apps.apply` on one rank, kernels off.", train),
+    "kernels": Column(
+        'The same with `train.kernels = "on"`; on a CPU the kernels run in their plain torch forms.',
+        partial(train, kernels="on"),
+    ),
+    "offloaded": Column(
+        'One rank with `memory.residency = "host"`: parameters, gradients and optimizer state in host memory.',
+        partial(train, residency="host"),
+    ),
+    "zero3": Column(
+        "Two ranks, each with half of every parameter.", partial(train, ranks=2, zero=3), ranks=2
+    ),
 }
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from configs import LENGTH, PARAMETER_LIMIT, RESERVED, VOCAB, NotBuilt, first_line
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from sweep.configs import LENGTH, PARAMETER_LIMIT, RESERVED, VOCAB, NotBuilt, first_line
 
 STEPS, BATCH, MICROBATCH, SEED = 3, 4, 2, 7
 CLIP, LR, BETAS, WEIGHT_DECAY = 1.0, 3e-3, (0.9, 0.95), 0.1

@@ -19,18 +19,16 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import columns
-import page
-import plain
 import torch
 import transformers
-from columns import COLUMNS, Crashed, Refused
-from configs import NotBuilt, model_types, tiny
-from plain import Reference, Trained
 
 from cai_mesh.testing import RankError, run_ranks
+from sweep import columns, page, plain
+from sweep.columns import COLUMNS, Crashed, Refused
+from sweep.configs import NotBuilt, model_types, tiny
+from sweep.plain import Reference, Trained
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "proof" / "sweep.json"
