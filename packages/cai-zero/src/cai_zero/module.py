@@ -245,6 +245,8 @@ class ModuleSharding:
             self._gatherer.end_pass()
             self._reducer.end_backward([] if self._reducer.silent else self._agreed_late())
             self._pending = self._reducer.silent
+            if not self._reducer.silent:
+                self._leave_unused()
             self._learn()
         self._end_backward()
 
@@ -308,6 +310,10 @@ class ModuleSharding:
                 self._reducer.reduce(unit)
         self._pending = False
         self._end_backward()
+        self._leave_unused()
+
+    def _leave_unused(self) -> None:
+        """What no rank has ever used has no gradient, as torch has it."""
         for chunk, index in self._unused.agree():
             self._reduced[chunk][0].kept[index].grad = None
 
