@@ -176,9 +176,10 @@ class InitialValues:
                 self._initialize[module](module)
         for (module, key, _), param in zip(self._sites, before, strict=True):
             module._parameters[key] = param
+        owned = {p: value.detach() for p, value in full.items() if self._home[p] is group}
         if not self._pretrained:
-            _check_set({self._names[p]: value for p, value in full.items()}, group.modules)
-        return {p: value.detach() for p, value in full.items() if self._home[p] is group}
+            _check_set({self._names[p]: value for p, value in owned.items()}, group.modules)
+        return owned
 
 
 def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -187,9 +188,9 @@ def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     return empty.fill_(float("nan")) if dtype.is_floating_point else empty
 
 
-def _check_set(named: dict[str, nn.Parameter], modules: list[nn.Module]) -> None:
+def _check_set(named: dict[str, torch.Tensor], modules: list[nn.Module]) -> None:
     """Raise `PlanError` where a parameter or a buffer of a group still has no value."""
-    values: dict[str, torch.Tensor] = dict(named)
+    values = dict(named)
     for module in modules:
         buffers = {f"{type(module).__name__}.{n}": b for n, b in module._buffers.items() if b is not None}
         values |= {name: b for name, b in buffers.items() if b.is_floating_point()}
