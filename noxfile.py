@@ -164,6 +164,13 @@ def matrix(session: nox.Session) -> None:
     )
 
 
+@nox.session(reuse_venv=True)
+def sweep(session: nox.Session) -> None:
+    """Every causal LM of transformers against a plain loop; resumable, results in docs/proof/sweep.json."""
+    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    session.run("python", "tests/sweep/table.py", *session.posargs, env=TEST_ENVIRONMENT)
+
+
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need a GPU, in the environment nox finds itself in."""

@@ -13,7 +13,7 @@ from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.task import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import materialize
-from cai_apps.compose.models import meta_model
+from cai_apps.compose.models import initializer, meta_model
 from cai_apps.compose.session import Session
 from cai_apps.config import sections as c
 from cai_apps.data.section import Data
@@ -144,11 +144,6 @@ def rate(step: int) -> float:
     return 1e-2 / (1 + step / 10)
 
 
-def initialize(model: nn.Module, module: nn.Module) -> None:
-    """The initial values of a module of transformers."""
-    model._init_weights(module)  # type: ignore[operator]
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of `run_config`."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -164,7 +159,7 @@ def twin(
 ):
     """Losses, first gradients and final parameters of a plain loop. `lr_scale` of a param group multiplies its rate."""
     model = materialize(
-        meta_model(model_config(name)), initialize, seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
+        meta_model(model_config(name)), initializer, seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
     )
     if linear == "fp8":
         convert_to_fp8(model, scaling="row")

@@ -73,7 +73,7 @@ class Classifier(nn.Module):
         return self.head(self.norm(x).flatten(1).unflatten(1, (-1, x.shape[-1])).mean(1))
 
 
-def initialize(model: nn.Module, module: nn.Module) -> None:
+def initialize(module: nn.Module) -> None:
     """Normal numbers for matrices, ones and zeros for the rest."""
     for name, param in module.named_parameters(recurse=False):
         if param.ndim > 1:
@@ -98,7 +98,7 @@ def workload(config: Config) -> Workload:
         inputs=lambda batch: {"pixels": batch["pixels"]},
         target=lambda batch: batch["quarter"],
         loss=lambda model, mesh: cross_entropy,
-        initialize=initialize,
+        initializer=lambda model: initialize,
         trial=Trial(small, lambda: {"pixels": pixels}, lambda scores: scores.square().sum(), "blocks"),
     )
 

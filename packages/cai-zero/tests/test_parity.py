@@ -75,9 +75,6 @@ def reference(dtype, optimizer):
         if step == 0:
             first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        if "unused" in dict(model.named_children()):
-            for p in model.unused.parameters():
-                p.grad = torch.zeros_like(p)  # a sharded step sees zeros, since other ranks may have used it
         opt.step()
         opt.zero_grad()
         losses.append(total)

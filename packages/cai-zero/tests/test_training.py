@@ -237,7 +237,8 @@ def twin(case: Case, steps: int = STEPS):
                 loss.backward()
                 total += float(loss.detach())
         for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if p.grad is None and p in optimizer.state:  # used before, if not now: a shard steps as a whole
+                p.grad = torch.zeros_like(p)
         if case.clip:
             nn.utils.clip_grad_norm_(trained, case.clip)
         optimizer.step()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh.layout import Layout, Shard, attach
-from cai_zero import ShardedOptimizer, shard_module, shard_optimizer
+from cai_zero import shard_module, shard_optimizer
 
 STEPS = 12
 
@@ -130,17 +130,8 @@ def advance(model, optimizer, mesh, steps, dtype=torch.float64):
     rank = mesh.get_local_rank("dp_shard") if mesh is not None and world > 1 else 0
     for step in steps:
         model(values(step, rank, world, dtype)).backward()
-        if not isinstance(optimizer, ShardedOptimizer):
-            unused(model)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def unused(model):
-    """Sharded steps see zeros where no rank has a gradient; so does every twin."""
-    for name, p in model.named_parameters():
-        if "unused" in name and p.grad is None and p.ndim > 1:
-            p.grad = torch.zeros_like(p)
 
 
 def sharded(make, stages, shape):
@@ -166,7 +157,9 @@ def twin(update, steps=STEPS):
     states = {n: {} for n in SHAPES}
     for step in range(steps):
         for name, p in params.items():
-            grad = torch.zeros_like(p) if "unused" in name else mean_noise(name, step) + p / 2
+            if "unused" in name:
+                continue
+            grad = mean_noise(name, step) + p / 2
             params[name] = update(name, p, grad, states[name], step + 1)
     return params
 
@@ -184,7 +177,7 @@ def torch_twin(make, steps=STEPS):
     optimizers = make(params)
     for step in range(steps):
         for name, p in params.items():
-            p.grad = torch.zeros_like(p) if "unused" in name else mean_noise(name, step) + p.detach() / 2
+            p.grad = None if "unused" in name else mean_noise(name, step) + p.detach() / 2
         for optimizer in optimizers:
             optimizer.step()
     return {n: p.detach() for n, p in params.items()}

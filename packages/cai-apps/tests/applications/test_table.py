@@ -69,7 +69,9 @@ def plain_loop(config) -> tuple[list[float], list[float]]:
     """Losses and norms of one process without anything of ours but data, rates and initial values."""
     with torch.device("meta"):
         model = toy_images.Classifier(config.model.width, config.model.layers)
-    materialize(model, toy_images.initialize, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    materialize(
+        model, lambda model: toy_images.initialize, seed=0, dtype=torch.float32, device=torch.device("cpu")
+    )
     for param in model.parameters():
         param.requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)

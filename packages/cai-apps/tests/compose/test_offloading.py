@@ -10,7 +10,6 @@ from layouts import (
     DTYPES,
     Case,
     full,
-    initialize,
     model_config,
     parameters_of,
     run_config,
@@ -20,7 +19,7 @@ from layouts import (
 from cai_apps.applications.language.task import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import InitialValues, materialize
-from cai_apps.compose.models import meta_model
+from cai_apps.compose.models import initializer, meta_model
 from cai_gemini.activations import BlockForward
 from cai_mesh import checkpoint
 from cai_mesh.testing import run_ranks
@@ -89,11 +88,11 @@ def initial(model, dtype):
     """Every value `InitialValues` gives, asked for backwards, and the model's buffers; and those of `materialize`."""
     options = {"seed": 3, "dtype": DTYPES[dtype], "device": torch.device("cpu")}
     empty, at_once = (meta_model(model_config(model)) for _ in range(2))
-    values = InitialValues(empty, initialize, **options)
+    values = InitialValues(empty, initializer, **options)
     found = {name: values(name, param) for name, param in reversed(list(empty.named_parameters()))}
     values.finish()
     assert all(param.is_meta for param in empty.parameters())
-    materialize(at_once, initialize, **options)
+    materialize(at_once, initializer, **options)
     return (
         found | dict(empty.named_buffers()),
         {n: p.detach() for n, p in at_once.named_parameters()} | dict(at_once.named_buffers()),

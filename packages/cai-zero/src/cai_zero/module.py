@@ -32,6 +32,7 @@ from cai_zero.order import complete
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable, second_group
 from cai_zero.reducer import GradReducer, Reducible
+from cai_zero.unused import Unused
 
 Materialize = Callable[[str, nn.Parameter], torch.Tensor]
 
@@ -71,6 +72,9 @@ class ModuleSharding:
         self._reducer: GradReducer[Sharded] = GradReducer(self._device, options.compression)
         self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
         root = self._units[model]
+        reduced = [p for u in self._units.values() for p in u.parts if p.reducible is not None]
+        self._reduced = [(part.unit, part.reducible.buffer) for part in reduced]  # type: ignore[union-attr]
+        self._unused = Unused([buffer for _, buffer in self._reduced], self._ranks.of())
         parts = [part for unit in self._units.values() for part in unit.parts]
         self._use_copy_engines(parts)
         options.residency.adopt([part.stored for part in parts], self._ranks.mesh)
@@ -241,6 +245,8 @@ class ModuleSharding:
             self._gatherer.end_pass()
             self._reducer.end_backward([] if self._reducer.silent else self._agreed_late())
             self._pending = self._reducer.silent
+            if not self._reducer.silent:
+                self._leave_unused()
             self._learn()
         self._end_backward()
 
@@ -304,6 +310,12 @@ class ModuleSharding:
                 self._reducer.reduce(unit)
         self._pending = False
         self._end_backward()
+        self._leave_unused()
+
+    def _leave_unused(self) -> None:
+        """What no rank has ever used has no gradient, as torch has it."""
+        for chunk, index in self._unused.agree():
+            self._reduced[chunk][0].kept[index].grad = None
 
     # -- what compression keeps ----------------------------------------------------------------------------------
 

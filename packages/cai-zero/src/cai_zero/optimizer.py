@@ -26,6 +26,7 @@ from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable
 from cai_zero.reducer import GradReducer
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
+from cai_zero.unused import Unused, kept
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -70,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             device,
             wanted=copy_engines,
         )
+        self._unused = Unused([chunk.buffer for chunk in self._chunks], self._ranks.of())
         order = reduction_order(self._chunks, units, model)
         self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
         for index, group in enumerate(inner.param_groups):
@@ -157,6 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             assert chunk.reduced is not None
             chunk.flat.grad = chunk.reduced.to(chunk.flat.dtype)
+        self._unused.agree()
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -189,7 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_parameters()
         self._ensure_gradients()
         self.wait_gathered()
-        self.inner.step()
+        with kept(self._chunks, self._unused.places):
+            self.inner.step()
         self._gather()
         if not self._overlap:
             self.wait_gathered()

@@ -11,17 +11,23 @@ from cai_mesh.layout import BoxedTensor, canonical_name
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a fresh optimizer allocate its state, changing no parameter: a step with zero gradients, rate and decay."""
-    if optimizer.state:
-        return
+    """Make an optimizer allocate the state it lacks, changing nothing: a step with zero gradients, rate and decay.
+
+    A fresh one lacks all, one that has stepped that of parameters that never had a gradient.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    missing = [p for p in params if p.requires_grad and p not in optimizer.state]
+    if not missing:
+        return
     kept = [(p, p.grad) for p in params]
     kept_options = [
         {k: group[k] for k in ("lr", "weight_decay") if k in group} for group in optimizer.param_groups
     ]
-    values = [p.detach().clone() for p in params]
+    values = [p.detach().clone() for p in missing]
     for p in params:
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
+        p.grad = None
+    for p in missing:
+        p.grad = torch.zeros_like(p)
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         if "weight_decay" in group:
@@ -30,8 +36,9 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     for group, options in zip(optimizer.param_groups, kept_options, strict=True):
         group.update(options)
     with torch.no_grad():
-        for (p, grad), value in zip(kept, values, strict=True):
+        for p, grad in kept:
             p.grad = grad
+        for p, value in zip(missing, values, strict=True):
             p.copy_(value)
             step = optimizer.state[p].get("step")
             if isinstance(step, torch.Tensor):

@@ -7,7 +7,7 @@ stages and ranks starts from the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_mesh import rng
+from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, canonical_name, layout_of
 from cai_mesh.storage import blocks
 
-Initialize = Callable[[nn.Module, nn.Module], None]
-"""(model, one of its modules): fills the module's own parameters and buffers."""
+Initializer = Callable[[nn.Module], Callable[[nn.Module], None]]
+"""Of a model, what fills the parameters and buffers of one of its modules."""
 
 _FILLS = {
     torch.ops.aten.normal_.default: (rng.normal_, (0.0, 1.0)),
@@ -46,6 +47,8 @@ class _KeyedDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        if func in _FILLS and args[0].is_meta:
+            return args[0]  # of another group
         name = self._names.get(args[0].untyped_storage().data_ptr()) if func in _FILLS else None
         if name is None:
             return self._draw(func, args, kwargs or {})
@@ -66,22 +69,31 @@ class _KeyedDraws(TorchDispatchMode):
 
 @torch.no_grad()
 def materialize(
-    model: nn.Module, initialize: Initialize, *, seed: int, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    initializer: Initializer,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pretrained: bool = False,
 ) -> nn.Module:
     """Give a model on the meta device real parameters and buffers, in place; returns the model.
 
     Args:
         model: complete, or split and parallelized; parameters carry their layouts and names.
-        initialize: (model, one of its modules): fills the module's own parameters and buffers.
+        initializer: of the model: what fills the parameters and buffers of one of its modules.
         dtype: of the parameters. Buffers keep theirs.
+        pretrained: other values are loaded afterwards.
 
     At most one block is there in full at any time, and the layers outside blocks one by one.
+    Raises `PlanError` for parameters and buffers that the model's own initialization leaves as they are.
     """
-    values = InitialValues(model, initialize, seed=seed, dtype=dtype, device=device)
+    values = InitialValues(model, initializer, seed=seed, dtype=dtype, device=device, pretrained=pretrained)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for group in values.groups:
         for param, full in values.make(group).items():
             made[param] = _part(full, param)
+    for group in values.groups:
         for module, key, param in group.sites:
             module._parameters[key] = made[param]
     return model
@@ -89,9 +101,10 @@ def materialize(
 
 @dataclass(frozen=True)
 class _Group:
-    """Modules that are initialized together, and where they refer to which meta parameters."""
+    """Modules that are initialized together, those above them, which may have a say, and their meta parameters."""
 
     modules: list[nn.Module]
+    above: list[nn.Module]
     sites: list[tuple[nn.Module, str, nn.Parameter]]
 
 
@@ -103,30 +116,35 @@ class InitialValues:
     block is made when the first of its parameters is asked for.
 
     Args:
-        model, initialize: as of `materialize`.
+        model, initializer: as of `materialize`.
         seed: of the random numbers.
         dtype: of the values.
         device: where they are made, and where the model's buffers will live.
+        pretrained: as of `materialize`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        initialize: Initialize,
+        initializer: Initializer,
         *,
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
+        pretrained: bool = False,
     ):
-        self._model, self._initialize = model, initialize
-        self._seed, self._dtype, self._device = seed, dtype, device
+        self._seed, self._dtype, self._device, self._pretrained = seed, dtype, device, pretrained
         self._names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
         self._shapes = {p: layout_of(p).global_shape for p in self._names}
+        self._sites = _sites(list(model.modules()))
+        self._initialize = initializer(model)
+        parents = _parents(model)
         units = blocks(model)
         in_blocks = {id(m) for block in units if block is not model for m in block.modules()}
         together = [list(_post_order(block)) for block in units if block is not model]
         together += [[module] for module in _post_order(model) if id(module) not in in_blocks]
-        self.groups = [_Group(modules, _sites(modules)) for modules in together]
+        above = (list(_chain(modules[-1], parents)) for modules in together)
+        self.groups = [_Group(m, a, _sites(m)) for m, a in zip(together, above, strict=True)]
         self._home: dict[nn.Parameter, _Group] = {}
         for group in self.groups:
             for _, _, param in group.sites:
@@ -151,24 +169,70 @@ class InitialValues:
         A parameter that several groups share is owned by the first.
         """
         full: dict[nn.Parameter, nn.Parameter] = {}
-        before = [module._parameters[key] for module, key, _ in group.sites]
+        before = [module._parameters[key] for module, key, _ in self._sites]
+        for module, key, param in self._sites:  # those of other groups may have memory by now
+            module._parameters[key] = param
         for module, key, param in group.sites:
             if param not in full:
-                empty = torch.empty(self._shapes[param], dtype=self._dtype, device=self._device)
+                empty = _unset(self._shapes[param], self._dtype, self._device)
                 full[param] = nn.Parameter(empty, requires_grad=False)
             module._parameters[key] = full[param]
         for module in group.modules:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = torch.empty_like(buffer, device=self._device)
+                    module._buffers[key] = _unset(buffer.shape, buffer.dtype, self._device)
         known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
         with _KeyedDraws(self._seed, known, self._device) as draws:
-            for module in group.modules:
+            for module in [*group.modules, *group.above]:
                 draws.enter(_module_name(module, known))
-                self._initialize(self._model, module)
-        for (module, key, _), param in zip(group.sites, before, strict=True):
+            for module in [*group.modules, *group.above]:
+                draws.enter(_module_name(module, known))
+                self._initialize(module)
             module._parameters[key] = param
-        return {p: value.detach() for p, value in full.items() if self._home[p] is group}
+        owned = {p: value.detach() for p, value in full.items() if self._home[p] is group}
+        if not self._pretrained:
+            _check_set({self._names[p]: value for p, value in owned.items()}, group.modules)
+        return owned
+
+
+def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory in which `_check_set` finds what nobody has written."""
+    empty = torch.empty(shape, dtype=dtype, device=device)
+    return empty.fill_(float("nan")) if dtype.is_floating_point else empty
+
+
+def _check_set(named: dict[str, torch.Tensor], modules: list[nn.Module]) -> None:
+    """Raise `PlanError` where a parameter or a buffer of a group still has no value."""
+    values = dict(named)
+    for module in modules:
+        buffers = {f"{type(module).__name__}.{n}": b for n, b in module._buffers.items() if b is not None}
+        values |= {name: b for name, b in buffers.items() if b.is_floating_point()}
+    missing = torch.stack([v.isnan().any() for v in values.values()]).tolist() if values else []
+    unset = [name for name, is_missing in zip(values, missing, strict=True) if is_missing]
+    if unset:
+        raise PlanError(
+            f"{unset[0]} has no initial value",
+            got=f"{len(unset)} such tensors in this part of the model",
+            expected="a value from the initialization of the model (`_init_weights`)",
+            cause="its class gives it one when it is built, which large models are without memory",
+            fix='set model.weights to "pretrained" and model.name to a model that has them',
+        )
+
+
+def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The module that each lies in, the first where it lies in several."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        for child in module.children():
+            found.setdefault(child, module)
+    return found
+
+
+def _chain(module: nn.Module, parents: dict[nn.Module, nn.Module]) -> Iterator[nn.Module]:
+    """The modules above one, from the nearest to the model."""
+    while module in parents:
+        module = parents[module]
+        yield module
 
 
 def _module_name(module: nn.Module, names: dict[int, str]) -> str:

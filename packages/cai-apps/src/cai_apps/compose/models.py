@@ -6,6 +6,7 @@ A preset is an HF config.json under `presets/`. Only shapes are read; weights ar
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from cai_mesh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -87,10 +89,39 @@ def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> Pretraine
     return config
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The whole causal language model on the meta device: names and shapes, no memory."""
+def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """What initializes a module of a transformers model: `_init_weights` of the model, or of the part that it is in."""
+    found: dict[nn.Module, Callable[[nn.Module], None]] = {}
+
+    def visit(module: nn.Module, above: Callable[[nn.Module], None] | None) -> None:
+        own = getattr(module, "_init_weights", None) or above
+        found.setdefault(module, own)  # type: ignore[arg-type]
+        for child in module.children():
+            visit(child, own)
+
+    visit(model, None)
+    return lambda module: found[module](module)
+
+
+def causal_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model of a config, on the device of the context."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    model = AutoModelForCausalLM.from_config(config)
+    if any(param.is_meta for param in model.parameters()):
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and not param.is_meta:  # made by a function that knows of no devices
+                    module._parameters[name] = torch.nn.Parameter(
+                        param.detach().to("meta"), param.requires_grad
+                    )
+    return model
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole causal language model on the meta device: names and shapes, no memory."""
+    import torch
+
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return causal_model(config)

@@ -40,10 +40,11 @@ def place_weights(
         return weights
     materialize(
         model,
-        workload.initialize,
+        workload.initializer,
         seed=config.train.seed,
         dtype=precision.master or compute,
         device=device,
+        pretrained=workload.pretrained is not None,
     )
     _load_pretrained(workload, model)
     return (_shard_module if config.parallel.zero == 3 else _shard_optimizer)(config, model, mesh, precision)
@@ -64,7 +65,14 @@ def _offload(
 ) -> Weights:
     """Initial values go to host memory chunk by chunk; at most one block is on the device meanwhile."""
     master = precision.master or torch.float32
-    values = InitialValues(model, workload.initialize, seed=config.train.seed, dtype=master, device=device)
+    values = InitialValues(
+        model,
+        workload.initializer,
+        seed=config.train.seed,
+        dtype=master,
+        device=device,
+        pretrained=workload.pretrained is not None,
+    )
     for param in model.parameters():
         param.data = param.data.to(master)  # a meta tensor: only its dtype
     memory = config.memory

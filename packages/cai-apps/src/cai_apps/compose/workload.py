@@ -28,7 +28,7 @@ class Workload:
         inputs: keyword arguments of the model's forward, from a microbatch.
         target: what the loss compares with, from a microbatch.
         loss: made once the model is cut over the ranks of a mesh.
-        initialize: (model, one of its modules): fills the module's own parameters and buffers, as transformers'
+        initializer: of the model: what fills the parameters and buffers of one of its modules, as transformers'
             `_init_weights` does.
         pretrained: directory of safetensors with the model's parameters by name; None: initial values.
         trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
@@ -38,7 +38,7 @@ class Workload:
     inputs: Callable[[Batch], Mapping[str, Any]]
     target: Callable[[Batch], Any]
     loss: Callable[[nn.Module, DeviceMesh], Loss]
-    initialize: Callable[[nn.Module, nn.Module], None]
+    initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
     pretrained: Path | None = None
     trial: Trial | None = None
 

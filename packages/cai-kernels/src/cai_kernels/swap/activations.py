@@ -6,6 +6,7 @@ computes is found by trying it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from operator import mul
@@ -35,7 +36,7 @@ def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> Non
         gates = {n: kind for n, child in module.named_children() if (kind := _activation(child)) is not None}
         if not gates:
             continue
-        reason = taken(module)
+        reason = taken(module) or _branches(module)
         if reason is None:
             try:
                 graph = _Shallow().trace(module)
@@ -53,6 +54,14 @@ def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> Non
                 "activation",
                 " and ".join(kinds),
             )
+
+
+def _branches(module: nn.Module) -> str | None:
+    """Why a module is left whose forward may do something else with other arguments: a trace takes one way."""
+    optional = [
+        n for n, p in inspect.signature(module.forward).parameters.items() if p.default is not p.empty
+    ]
+    return f"its forward may do without {', '.join(optional)}" if optional else None
 
 
 def _activation(module: nn.Module) -> str | None:

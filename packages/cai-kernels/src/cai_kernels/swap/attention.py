@@ -154,9 +154,16 @@ def _chosen(functions: Mapping, module: nn.Module, names: set[str]) -> Iterator[
     """What a forward takes from a table of functions: under a key that its module, or the module's config, holds."""
     for holder in (module, getattr(module, "config", None)):
         for name in names:
-            key = getattr(holder, name, None)
+            key = _held(holder, name)
             if isinstance(key, str) and key in functions and _is_function(functions[key]):
                 yield functions[key]
+
+
+def _held(holder: object, name: str) -> Any:
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # a config whose layers differ has no single answer
+        return None
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -75,8 +75,11 @@ def _takes_queries_and_keys(function: Callable) -> bool:
     params = list(inspect.signature(function).parameters.values())
     optional = {p.name: p.default for p in params[4:]}
     first = [p.name for p in params[:4]]
-    return first == ["q", "k", "cos", "sin"] and all(
-        name in OPTIONAL and default == OPTIONAL[name] for name, default in optional.items()
+    required = all(p.default is p.empty for p in params[:4])
+    return (
+        required
+        and first == ["q", "k", "cos", "sin"]
+        and all(name in OPTIONAL and default == OPTIONAL[name] for name, default in optional.items())
     )
 
 

@@ -40,6 +40,7 @@ class GradBuffer:
 
     Attributes:
         deferred: who keeps the weight gradients that arrive now (None: they are made at once).
+        used: which parameters have ever had a gradient, by their place in the chunk.
 
     Args:
         chunk: what lies where.
@@ -61,6 +62,7 @@ class GradBuffer:
         self.chunk, self.params = chunk, list(params)
         self.is_open = False
         self.deferred: Deferred | None = None
+        self.used: set[int] = set()
         self._kept: list[_Kept] = []
         self._before_open = before_open
         self._unwritten: set[int] = set()
@@ -119,6 +121,7 @@ class GradBuffer:
         self.open()
         fresh = index in self._unwritten
         self._unwritten.discard(index)
+        self.used.add(index)
         rule.write_weight_grad(operands, self.views[index], fresh=fresh)
 
     def _flush(self) -> None:
@@ -145,6 +148,7 @@ class GradBuffer:
         self.open()
         self._flush()
         late = [i for i, p in enumerate(self.params) if p.grad is not None]
+        self.used.update(late)
         fresh = [i for i in late if i in self._unwritten]
         empty = [self.views[i] for i in sorted(self._unwritten.difference(late))]
         if empty:

@@ -121,13 +121,20 @@ def _deliver(grad: torch.Tensor, token: torch.Tensor, rule: LinearRule, operands
 # -- the layer ---------------------------------------------------------------------------------------------------
 
 
+def _own(y: torch.Tensor) -> torch.Tensor:
+    """`y` as no view of anything: what follows may change it in place, as it may what torch's layer returns."""
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    return torch.ops.aten._unsafe_view.default(y, y.shape)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, grad, token, rule):
         y, saved = rule.forward(x, weight, bias)
         ctx.save_for_backward(weight, *saved)
         ctx.rule, ctx.grad, ctx.token = rule, grad, token  # not saved: writing to it would count as a change
-        return y
+        return _own(y)
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,14 @@ from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import generate
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.losses import NextTokenLoss
-from cai_apps.compose.models import load_model_config, meta_model, model_config_for, pretrained_directory
+from cai_apps.compose.models import (
+    causal_model,
+    initializer,
+    load_model_config,
+    meta_model,
+    model_config_for,
+    pretrained_directory,
+)
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.packed import count_targets, split
@@ -37,14 +44,12 @@ def tokenizer_directory(run: RunDirectory) -> Path:
 
 def workload(config: Config, model: PretrainedConfig) -> Workload:
     """A causal language model of transformers, and its loss on the next token."""
-    from transformers import AutoModelForCausalLM
-
     return Workload(
-        build=lambda: AutoModelForCausalLM.from_config(model),
+        build=lambda: causal_model(model),
         inputs=lambda batch: {"input_ids": batch["input_ids"]},
         target=lambda batch: batch["labels"],
         loss=NextTokenLoss.of,
-        initialize=lambda whole, module: whole._init_weights(module),  # type: ignore[operator]
+        initializer=initializer,
         pretrained=pretrained_directory(config.model.name) if config.model.weights == "pretrained" else None,
     )
 

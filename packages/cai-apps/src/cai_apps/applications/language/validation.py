@@ -79,7 +79,7 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
             fix=f"set parallel.pipeline.size to {layers} or less",
         )
     positions = getattr(model, "max_position_embeddings", None)
-    if positions and config.data.sequence_length > positions:
+    if isinstance(positions, int) and 0 < positions < config.data.sequence_length:  # XLNet says -1: no limit
         raise ConfigError(
             "data.sequence_length is longer than the model's positions",
             got=config.data.sequence_length,
