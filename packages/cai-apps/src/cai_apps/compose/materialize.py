@@ -185,9 +185,8 @@ class InitialValues:
         with _KeyedDraws(self._seed, known, self._device) as draws:
             for module in [*group.modules, *group.above]:
                 draws.enter(_module_name(module, known))
-            for module in [*group.modules, *group.above]:
-                draws.enter(_module_name(module, known))
                 self._initialize(module)
+        for (module, key, _), param in zip(self._sites, before, strict=True):
             module._parameters[key] = param
         owned = {p: value.detach() for p, value in full.items() if self._home[p] is group}
         if not self._pretrained:

@@ -17,17 +17,22 @@ from cai_zero import ModuleSharding, ShardedOptimizer, optimizer_state, restore_
 
 
 class Weights(Protocol):
-    """What a session does with its weights.
+    """What a session does with its weights."""
 
-    Attributes:
-        optimizer: whose `param_groups` hold the learning rates.
-        sync: combines gradients over data ranks while backward runs; None where nobody else has any.
-        offloaded: the optimizer, where training state is in several memories; it says what is where.
-    """
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Its `param_groups` hold the learning rates."""
+        ...
 
-    optimizer: torch.optim.Optimizer
-    sync: GradSync | None
-    offloaded: OffloadedOptimizer | None
+    @property
+    def sync(self) -> GradSync | None:
+        """Combines gradients over data ranks while backward runs; None where nobody else has any."""
+        ...
+
+    @property
+    def offloaded(self) -> OffloadedOptimizer | None:
+        """The optimizer, where training state is in several memories; it says what is where."""
+        ...
 
     def norm(self, clip: float) -> Tensor:
         """Finish the gradients; their norm over the whole model, a scalar on the device. Collective.

@@ -78,7 +78,7 @@ def from_table(
 def _member(hint: Any) -> type | None:
     """The dataclass of a `dict[str, dataclass]`; None for anything else."""
     named = typing.get_args(hint) if typing.get_origin(hint) is dict else ()
-    return named[1] if named and dataclasses.is_dataclass(named[1]) else None
+    return typing.cast(type, named[1]) if named and dataclasses.is_dataclass(named[1]) else None
 
 
 def _table(value: Any, dotted: str, origin: str) -> Mapping[str, Any]:
