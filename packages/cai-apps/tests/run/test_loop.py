@@ -41,6 +41,7 @@ class OneWeight:
     weight: float = 1.0
     gradient: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     updates: int = 0
+    skips: bool = False
     broken: int | None = None
 
     def step(self, microbatches, *, total):

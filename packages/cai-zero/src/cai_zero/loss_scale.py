@@ -100,6 +100,10 @@ class LossScale:
             self._move(loss.device)
         return loss * self._scale.to(loss.device, non_blocking=True)
 
+    def unscaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """A scaled loss as it was, or a sum of such. Nothing waits for the device."""
+        return loss / self._scale.to(loss.device, loss.dtype, non_blocking=True)
+
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale and agree whether any is not finite. Collective.

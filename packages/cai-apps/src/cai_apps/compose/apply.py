@@ -28,6 +28,7 @@ from cai_mesh.errors import ConfigError
 from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
+from cai_zero import LossScale
 
 
 def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Session:
@@ -40,15 +41,16 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     check_groups(config.optimizer, [name for name, _ in model.named_parameters()])
     loss = transform(config, workload, model, mesh, device=device)
     weights = place_weights(config, workload, model, mesh, device=device)
+    scale = LossScale(mesh) if config.precision.compute == "fp16" else None
     runner = PipelineRunner(
         model,
         mesh,
         schedule=config.parallel.pipeline.schedule,
         microbatches=microbatches(config),
-        loss_fn=_divided(loss),
+        loss_fn=_divided(loss, scale),
         grad_sync=weights.sync,
     )
-    return Session(config, mesh, model, weights, runner, workload)
+    return Session(config, mesh, model, weights, runner, workload, scale)
 
 
 def transform(
@@ -88,10 +90,11 @@ def _check_recompute(config: RunConfig, compiled: bool) -> None:
         )
 
 
-def _divided(loss: Loss) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:
+def _divided(loss: Loss, scale: LossScale | None) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:
     def divided(output: Any, target: tuple[Any, Tensor | float]) -> Tensor:
         expected, total = target
-        return loss(output, expected) / total
+        found = loss(output, expected) / total
+        return found if scale is None else scale.scale(found)
 
     return divided
 

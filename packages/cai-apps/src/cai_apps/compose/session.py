@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from cai_mesh import rng
 from cai_mesh.comm import coordinate
 from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner
+from cai_zero import LossScale
+
+LOSS_SCALE = "loss_scale"
+"""Key of the loss scale in a checkpoint."""
 
 
 @dataclass
@@ -33,6 +38,8 @@ class Session:
     weights: Weights
     runner: PipelineRunner
     workload: Workload
+    scale: LossScale | None = None
+    """Of the loss, with float16."""
     steps: int = 0
     """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
@@ -48,23 +55,39 @@ class Session:
         differing = {a: i for a, i in coordinate(self.mesh).items() if a != "tp"}
         rng.seed_torch(self.config.train.seed, self.steps, differing)
         self.model.train()
-        return self.runner.step(*self._split(microbatches, total))
+        return self._unscaled(self.runner.step(*self._split(microbatches, total)))
 
     def norm(self) -> Tensor:
         """The norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
+        if self.scale is not None:
+            self.weights.finish()
+            self.scale.unscale_(self.weights.optimizer)
         return self.weights.norm(self.config.optimizer.clip)
+
+    @property
+    def skips(self) -> bool:
+        """Whether `update` leaves out a step whose norm is not finite."""
+        return self.scale is not None
 
     def update(self, lr: float, norm: float) -> None:
         """Clip gradients of this norm, step at `lr` times the rate of each group, drop the gradients."""
         for group in self.weights.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        self.weights.step(norm, self.config.optimizer.clip)
+        if math.isfinite(norm):
+            self.weights.step(norm, self.config.optimizer.clip)
+        else:
+            self.weights.drop()
+        if self.scale is not None:
+            self.scale.update()
         self.steps += 1
 
     def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
         """The loss of `step`, forward only, in evaluation mode."""
         self.model.eval()
-        return self.runner.evaluate(*self._split(microbatches, total))
+        return self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
+
+    def _unscaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scale is None else self.scale.unscaled(loss)
 
     def find_broken(self, microbatches: Sequence[Batch]) -> str | None:
         """Where NaN or infinity come from on this rank, after a `step` that made some; None: not from here. Collective.
@@ -101,11 +124,14 @@ class Session:
 
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """
-        return self.weights.state()
+        scale = {} if self.scale is None else {LOSS_SCALE: self.scale.state_dict()}
+        return self.weights.state() | scale
 
     def loaded(self, values: Mapping[str, Any], step: int) -> None:
         """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`."""
         self.weights.loaded(values["optimizer.param_groups"])
+        if self.scale is not None and LOSS_SCALE in values:  # a run in another precision had none
+            self.scale.load_state_dict(values[LOSS_SCALE])
         self.steps = step
 
     def _split(

@@ -20,7 +20,12 @@ from cai_gemini import ChunkResidency, offload
 from cai_mesh.checkpoint import load_hf
 from cai_zero import Compression, Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 def place_weights(
@@ -31,9 +36,7 @@ def place_weights(
     Raises what `cai_zero` and `cai_gemini` raise for memory that is too small.
     """
     compute = DTYPES[config.precision.compute]
-    precision = MixedPrecision(
-        compute=compute, master=torch.float32 if compute == torch.bfloat16 else compute
-    )
+    precision = MixedPrecision(compute=compute, master=torch.float32 if compute.itemsize == 2 else compute)
     if offloads(config, mesh.size()):
         weights = _offload(config, workload, model, mesh, precision, device)
         _load_pretrained(workload, model)

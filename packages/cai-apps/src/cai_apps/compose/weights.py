@@ -45,6 +45,12 @@ class Weights(Protocol):
     def step(self, norm: float, clip: float) -> None:
         """Step with gradients of this norm, scaled to `clip` where it is larger, and drop them."""
 
+    def finish(self) -> None:
+        """Wait for what is still to be reduced. Collective."""
+
+    def drop(self) -> None:
+        """Drop the gradients."""
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Names of parameters (or of parts of several) with this rank's part of their gradients, as they are."""
         ...
@@ -80,6 +86,9 @@ class Replicated:
         self.optimizer, self.sync = optimizer, optimizer
         self._model = model
 
+    def finish(self) -> None:
+        self.optimizer.finish()
+
     def norm(self, clip: float) -> Tensor:
         return self.optimizer.grad_norm()
 
@@ -87,6 +96,9 @@ class Replicated:
         if norm > clip:
             self.optimizer.scale_gradients(_factor(norm, clip))
         self.optimizer.step()
+
+    def drop(self) -> None:
+        self.optimizer.zero_grad()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, boxed in self.optimizer.gradients().items():
@@ -120,8 +132,11 @@ class Sharded:
         self.optimizer, self.sync = optimizer, sharding
         self._model, self._mesh = model, mesh
 
-    def norm(self, clip: float) -> Tensor:
+    def finish(self) -> None:
         self.sync.finish()
+
+    def norm(self, clip: float) -> Tensor:
+        self.finish()
         return grad_norm(self._model.parameters(), self._mesh)
 
     def step(self, norm: float, clip: float) -> None:
@@ -129,6 +144,9 @@ class Sharded:
             grads = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(grads, _factor(norm, clip))
         self.optimizer.step()
+        self.drop()
+
+    def drop(self) -> None:
         self.optimizer.zero_grad()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,13 +174,19 @@ class Offloaded:
         self.optimizer, self.sync = optimizer, sync
         self._model = model
 
-    def norm(self, clip: float) -> Tensor:
+    def finish(self) -> None:
         if self.sync is not None:
             self.sync.finish()
+
+    def norm(self, clip: float) -> Tensor:
+        self.finish()
         return self.offloaded.clip_grad_norm_(clip)
 
     def step(self, norm: float, clip: float) -> None:
         self.offloaded.step()
+        self.drop()
+
+    def drop(self) -> None:
         self.offloaded.zero_grad()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -40,6 +40,12 @@ def check_memory(config: RunConfig, ranks: int) -> None:
             expected='optimizer.kind = "adamw" with optimizer.state = "fp32"',
             fix='set memory.residency to "device", or use adamw',
         )
+    if memory.residency != "device" and config.precision.compute == "fp16":
+        raise ConfigError(
+            'precision.compute = "fp16" looks for overflow in gradients that memory.residency keeps elsewhere',
+            got=f'memory.residency = "{memory.residency}"',
+            fix='set precision.compute to "bf16", or memory.residency to "device"',
+        )
     if memory.residency == "nvme" and memory.nvme is None:
         raise ConfigError(
             'memory.residency = "nvme" needs a directory', fix="set memory.nvme to one on a local disk"

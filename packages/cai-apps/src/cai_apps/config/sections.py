@@ -68,8 +68,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Precision:
-    compute: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Dtype of forward and backward. With bf16 the master weights and optimizer state are fp32."""
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Dtype of forward and backward. With bf16 and fp16 the master weights and optimizer state are fp32. With fp16 the
+    loss is scaled: a step whose gradients overflow is left out, and the scale halved."""
     linear: Literal["compute", "fp8"] = "compute"
     """fp8: linear layers, but for the output layer, multiply in FP8, forward and backward, with a current scale a
     row. Needs a GPU of compute capability 8.9 (Ada, Hopper); on a CPU it is emulated, slowly."""

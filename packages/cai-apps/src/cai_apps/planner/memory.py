@@ -10,8 +10,8 @@ from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config.sections import RunConfig
 from cai_pipeline import Action, Kind
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
-MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 STATE_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}
 """Of a moment of AdamW in fewer bits than the master weights: an eight-bit code has a scale for 256 elements."""
 SLOTS = {"adamw": 2, "lamb": 2, "lars": 1, "came": 1, "adafactor": 0}

@@ -30,6 +30,9 @@ from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, all_reduce, group
 from cai_mesh.errors import DataError
 
+MOST_LEFT_OUT = 40
+"""Steps that may overflow in a row: a loss scale that was halved so often is not the cause any more."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -48,6 +51,8 @@ class Trainable(Protocol):
     config: RunConfig
     mesh: DeviceMesh
 
+    @property
+    def skips(self) -> bool: ...
     def step(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
     def norm(self) -> Tensor: ...
     def update(self, lr: float, norm: float) -> None: ...
@@ -67,6 +72,8 @@ class Loop:
     on_step: Callable[[Metrics, Position], None]
     """Called on every rank after every step."""
     _since: float = field(default_factory=time.perf_counter)
+    _left_out: int = 0
+    """Steps in a row that were left out for an overflow in float16."""
 
     def run(self, position: Position) -> Position:
         """Trains from `position`; returns where it ended.
@@ -105,7 +112,9 @@ class Loop:
         norms = session.norm()
         loss, norm, targets, memory = self._read(self._summed(part), norms, total, peak_memory(self.device))
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
+        endless = self._left_out > (MOST_LEFT_OUT if session.skips else 0)
+        if not math.isfinite(loss) or endless:
             self._stop(position.step + 1, batch, loss, norm, targets)
         session.update(lr, norm)
         samples = config.train.global_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class Metrics:
     loss: float
     """Mean over what the global batch counts (target tokens, images), before the update."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global norm before clipping; not finite where float16 overflowed and the step was left out."""
     lr: float
     unit: str
     """What `units` are: tokens, images. Records name both numbers by it."""
@@ -53,7 +54,7 @@ class Metrics:
         values = {
             "step": self.step,
             "loss": self.loss,
-            "grad_norm": self.grad_norm,
+            "grad_norm": self.grad_norm if math.isfinite(self.grad_norm) else None,
             "lr": self.lr,
             self.unit: self.units,
             f"{self.unit}_per_second": self.units_per_second,

@@ -89,10 +89,10 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
 
 def check_fp8(config: Config, model: PretrainedConfig) -> None:
     """Raises ConfigError where linear layers, or their parts on a tensor-parallel rank, cannot multiply in FP8."""
-    if config.precision.compute == "fp64":
+    if config.precision.compute not in ("fp32", "bf16"):
         raise ConfigError(
             'precision.linear = "fp8" multiplies what is float32 or bfloat16',
-            got='precision.compute = "fp64"',
+            got=f'precision.compute = "{config.precision.compute}"',
             expected='"bf16" or "fp32"',
         )
     tensor = config.parallel.tensor.size

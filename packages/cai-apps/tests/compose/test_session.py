@@ -1,0 +1,95 @@
+"""Where NaN come from is named, on any layout; and a gradient below the limit is not scaled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import Case, microbatches_of, model_config, run_config
+
+from cai_apps.applications.language.task import workload
+from cai_apps.compose.apply import apply
+from cai_mesh.testing import run_ranks
+
+LAYOUTS = {
+    "one": Case(),
+    "data2-zero1": Case(data=2, zero=1),
+    "data2-zero3": Case(data=2, zero=3),
+    "pipeline2": Case(pipeline=2),
+}
+
+
+def session_of(case, residency="device"):
+    config = run_config(case, "fp32", 2)
+    config = replace(config, memory=replace(config.memory, residency=residency))
+    return apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+
+
+def broken(case, where, residency="device"):
+    """What every rank names after a step in which the third layer's MLP made an infinity on the last rank."""
+    session = session_of(case, residency)
+    batches, total = microbatches_of(session, case, 0)
+    mlp = dict(session.model.named_modules()).get("model.layers.2.mlp")
+    if mlp is not None and dist.get_rank() == dist.get_world_size() - 1:
+        if where == "forward":
+            mlp.register_forward_hook(lambda module, args, output: output * float("inf"))
+        else:
+            mlp.register_forward_hook(lambda module, args, output: _infinite_backward(output))
+    session.step(batches, total=total)
+    norm = float(session.norm())
+    return norm, session.find_broken(batches)
+
+
+def _infinite_backward(output):
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad * float("inf"))
+    return output
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_module_whose_output_is_not_finite_is_named(layout):
+    found = run_ranks(LAYOUTS[layout].world, broken, LAYOUTS[layout], "forward")
+    norms, names = zip(*found, strict=True)
+    assert not any(torch.isfinite(torch.tensor(norm)) for norm in norms)
+    assert names[-1] == "the output of model.layers.2.mlp"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_is_not_finite_is_named_where_backward_met_it(layout):
+    found = run_ranks(LAYOUTS[layout].world, broken, LAYOUTS[layout], "backward")
+    assert not any(torch.isfinite(torch.tensor(norm)) for norm, _ in found)
+    assert found[-1][1] == "the gradient of model.layers.2.post_attention_layernorm.weight"
+
+
+def test_under_offload_too():
+    assert run_ranks(1, broken, Case(), "forward", "host")[0][1] == "the output of model.layers.2.mlp"
+
+
+def weights_after(case, clip):
+    """The optimizer's scaling of gradients, counted, in two steps."""
+    config = run_config(case, "fp32", 2)
+    config = replace(config, optimizer=replace(config.optimizer, clip=clip))
+    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    calls, scale = [], torch._foreach_mul_
+
+    def counted(*args):
+        calls.append(args)
+        return scale(*args)
+
+    for step in range(2):
+        batches, total = microbatches_of(session, case, step)
+        session.step(batches, total=total)
+        norm = float(session.norm())
+        torch._foreach_mul_ = counted
+        session.weights.step(norm, clip)
+        torch._foreach_mul_ = scale
+    return len(calls)
+
+
+@pytest.mark.parametrize("layout", ["data2-zero1", "data2-zero3"])
+def test_gradients_below_the_limit_are_not_touched(layout):
+    case = LAYOUTS[layout]
+    assert run_ranks(case.world, weights_after, case, 0.1) == [2, 2]
+    assert run_ranks(case.world, weights_after, case, 1e6) == [0, 0]
