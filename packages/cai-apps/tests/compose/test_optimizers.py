@@ -20,6 +20,7 @@ from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Optimizer, OptimizerGroup
 from cai_apps.config.validation import resolve
+from cai_mesh import checkpoint
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import RankError, run_ranks
 from cai_zero.optimizers import Came, Lamb, Lars, Muon, NewtonSchulz
@@ -210,3 +211,51 @@ def test_a_group_without_parameters_is_refused():
     options = Optimizer(groups={"none": OptimizerGroup(match="*nrom*")})
     with pytest.raises(RankError, match=r"no parameter belongs to optimizer\.groups\.none"):
         run_ranks(1, trained, Case(), "fp32", options)
+
+
+HALF = 3
+
+
+def first_half(options, place):
+    config = config_of(Case(), "fp64", options)
+    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    train_steps(session, Case(), 0, HALF)
+    checkpoint.save(place.parent, session.state(), step=HALF)
+
+
+def second_half(case, options, place):
+    config = config_of(case, "fp64", options)
+    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    session.loaded(checkpoint.load(place, session.state()), HALF)
+    losses, _ = train_steps(session, case, HALF, STEPS)
+    return losses, full(parameters_of(session))
+
+
+def changed_halfway(model):
+    """AdamW whose norms get another rate and no decay from step `HALF` on."""
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if "norm" not in n]
+    groups = [{"params": norms}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    step, steps = optimizer.step, []
+
+    def counted():
+        step()
+        steps.append(1)
+        if len(steps) == HALF:
+            optimizer.param_groups[0].update(weight_decay=0.0, lr_scale=3.0)
+
+    optimizer.step = counted
+    return optimizer
+
+
+@pytest.mark.parametrize("layout", ["one", "data2-zero3"])
+def test_a_resumed_run_goes_on_as_its_own_config_says(layout, tmp_path):
+    place = tmp_path / f"step-{HALF}"
+    run_ranks(1, first_half, replace(Optimizer(), lr=1e-2), place)
+    case = LAYOUTS[layout]
+    found, params = run_ranks(case.world, second_half, case, OPTIONS["adamw"], place)[0]
+    losses, _, expected = twin("llama", "fp64", STEPS, optimizer=changed_halfway)
+    assert found == pytest.approx(losses[HALF:], rel=1e-9)
+    for name, value in expected.items():
+        torch.testing.assert_close(params[name], value, rtol=0, atol=1e-8, msg=name)

@@ -128,8 +128,12 @@ class Session:
         return self.weights.state() | scale
 
     def loaded(self, values: Mapping[str, Any], step: int) -> None:
-        """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`."""
-        self.weights.loaded(values["optimizer.param_groups"])
+        """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`.
+
+        How the optimizer goes on (rates, decay, groups) is said by this run's config, not by the checkpoint.
+        """
+        groups = self.weights.optimizer.param_groups
+        self.weights.loaded([{key: value for key, value in g.items() if key != "params"} for g in groups])
         if self.scale is not None and LOSS_SCALE in values:  # a run in another precision had none
             self.scale.load_state_dict(values[LOSS_SCALE])
         self.steps = step

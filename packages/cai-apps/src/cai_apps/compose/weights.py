@@ -60,7 +60,7 @@ class Weights(Protocol):
         ...
 
     def loaded(self, groups: list) -> None:
-        """Take over what a checkpoint was loaded into, and its `param_groups`."""
+        """Take over what a checkpoint was loaded into; `groups` are the options of the param groups from now on."""
 
     def masters(self) -> dict[str, BoxedTensor] | None:
         """Master weights by name where the model's own parameters are rounded ones."""
