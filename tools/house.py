@@ -6,7 +6,7 @@ with one extra file, `one-torch.pth`, that appends that site-packages directory 
 torch installed there and a constraints file forbids it any other. Where the interpreter that runs nox already
 has a GPU build of torch, that one is used in the same way and nothing is installed.
 
-Sessions may run side by side (tools/side_by_side.py): what they share is made and written under a lock.
+Sessions may run side by side: what they share is made and written under a lock.
 """
 
 from __future__ import annotations

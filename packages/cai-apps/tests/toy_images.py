@@ -20,7 +20,8 @@ from cai_apps.planner.plan import plan_run
 from cai_apps.planner.text import render
 from cai_apps.report.outcome import show_outcome
 from cai_apps.report.training import training_page
-from cai_apps.run.task import Unit, Work
+from cai_apps.run.position import Unit
+from cai_apps.run.task import Work
 from cai_apps.run.train import train
 from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import ConfigError

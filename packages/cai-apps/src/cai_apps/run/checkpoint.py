@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.directory import RunDirectory
-from cai_apps.run.loop import Position
+from cai_apps.run.position import Position
 from cai_mesh import checkpoint
 from cai_mesh.errors import CheckpointError
 

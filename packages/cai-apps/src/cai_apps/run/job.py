@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,10 @@ import torch.distributed as dist
 
 from cai_apps.run import checkpoint
 from cai_apps.run.directory import RunDirectory
-from cai_apps.run.task import Task
+from cai_apps.run.task import Job, Task
 
 PREPARE_TIMEOUT = timedelta(hours=12)
 """How long ranks wait for one of them to prepare data."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything a rank needs to know; decided once, before training starts."""
-
-    task: Task
-    config: Any
-    directory: Path
-    prepared: Any
-    """What `task.prepare` returned."""
-    device: str
-    """"cpu" or "cuda"."""
-
-    @property
-    def run(self) -> RunDirectory:
-        return RunDirectory(self.directory)
 
 
 def make_job(task: Task, config: Any, label: str, device: str) -> Job:

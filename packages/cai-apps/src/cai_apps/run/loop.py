@@ -25,6 +25,7 @@ from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches, Microbatches, Prefetch
 from cai_apps.run.metrics import Metrics, Speed, peak_flops
 from cai_apps.run.peak import peak_memory
+from cai_apps.run.position import Position
 from cai_apps.run.schedule import learning_rate
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, all_reduce, group
@@ -32,17 +33,6 @@ from cai_mesh.errors import DataError
 
 MOST_LEFT_OUT = 40
 """Steps that may overflow in a row: a loss scale that was halved so often is not the cause any more."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run is: the part of its state that is neither weights nor optimizer."""
-
-    step: int = 0
-    samples: int = 0
-    """Samples consumed; where the next global batch starts in the shuffled order."""
-    units: int = 0
-    """The same in the unit of throughput."""
 
 
 class Trainable(Protocol):

@@ -7,15 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from cai_apps.run.position import Position, Unit
 from cai_mesh.errors import DataError
-
-if TYPE_CHECKING:
-    from cai_apps.run.loop import Position
-    from cai_apps.run.task import Unit
 
 
 @dataclass(frozen=True)

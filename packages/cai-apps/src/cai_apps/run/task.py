@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
+from cai_apps.run.directory import RunDirectory
+from cai_apps.run.position import Unit
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
-    from cai_apps.run.job import Job
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What throughput is counted in: "tokens", of which a sample has `per_sample`; "images", of which it is one."""
-
-    name: str
-    per_sample: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,3 +68,20 @@ class Task(Protocol):
 
     def finish(self, job: Job) -> None:
         """Show on the first rank what came out; `cai_apps.report.outcome` has what every run shows."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a rank needs to know; decided once, before training starts."""
+
+    task: Task
+    config: Any
+    directory: Path
+    prepared: Any
+    """What `task.prepare` returned."""
+    device: str
+    """"cpu" or "cuda"."""
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.directory)

@@ -15,8 +15,8 @@ from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import launched, mesh_spec
 from cai_apps.run import launch
 from cai_apps.run.directory import RunDirectory
-from cai_apps.run.job import Job, join_job, make_job, start_rank
-from cai_apps.run.task import Task
+from cai_apps.run.job import join_job, make_job, start_rank
+from cai_apps.run.task import Job, Task
 from cai_apps.run.worker import do_job, run_rank
 from cai_mesh.errors import CaiError
 

@@ -12,11 +12,12 @@ from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
 from cai_apps.run import checkpoint
-from cai_apps.run.job import Job, start_rank
-from cai_apps.run.loop import Loop, Position
+from cai_apps.run.job import start_rank
+from cai_apps.run.loop import Loop
 from cai_apps.run.metrics import Metrics, MetricsFile
+from cai_apps.run.position import Position
 from cai_apps.run.progress import open_progress
-from cai_apps.run.task import Work
+from cai_apps.run.task import Job, Work
 from cai_apps.run.watch import Watch
 from cai_mesh.comm import DATA_AXES, degree, index
 

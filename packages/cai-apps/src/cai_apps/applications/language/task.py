@@ -26,7 +26,8 @@ from cai_apps.data.prepare import Prepared, prepare
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_apps.planner.flops import token_flops
 from cai_apps.report.outcome import show_outcome
-from cai_apps.run.task import Unit, Work
+from cai_apps.run.position import Unit
+from cai_apps.run.task import Work
 from cai_mesh.checkpoint import save_hf
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from cai_apps.compose.session import Session
     from cai_apps.run.directory import RunDirectory
-    from cai_apps.run.job import Job
+    from cai_apps.run.task import Job
 
 
 def tokenizer_directory(run: RunDirectory) -> Path:
