@@ -25,7 +25,7 @@ from cai_mesh.comm import all_reduce, group
 from cai_mesh.errors import CaiError
 from cai_mesh.layout import BoxedTensor
 from sweep.configs import LENGTH, NotBuilt, first_line, tiny
-from sweep.plain import (
+from sweep.plain_loop import (
     BATCH,
     BETAS,
     CLIP,

@@ -25,10 +25,10 @@ import torch
 import transformers
 
 from cai_mesh.testing import RankError, run_ranks
-from sweep import columns, page, plain
+from sweep import columns, page, plain_loop
 from sweep.columns import COLUMNS, Crashed, Refused
 from sweep.configs import NotBuilt, model_types, tiny
-from sweep.plain import Reference, Trained
+from sweep.plain_loop import Reference, Trained
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "proof" / "sweep.json"
@@ -110,7 +110,7 @@ def content(model_type: str) -> Entry:
         asked = tiny(model_type).to_json_string(use_diff=False)
     except NotBuilt as reason:
         asked = str(reason)
-    asked += Path(plain.__file__).read_text()
+    asked += Path(plain_loop.__file__).read_text()
     return {
         "sources": tree,
         "asked": hashlib.sha256(asked.encode()).hexdigest()[:16],
@@ -182,7 +182,7 @@ def differences(got: Trained, expected: Trained) -> dict[str, float]:
         if a is None or b is None or a.shape != b.shape:
             moved[name] = math.inf
         elif a.numel():
-            moved[name] = float((a.double() - b.double()).abs().max()) / plain.LR
+            moved[name] = float((a.double() - b.double()).abs().max()) / plain_loop.LR
     return {"loss": max(losses), "norm": norm, **moved}
 
 
