@@ -63,6 +63,25 @@ def test_a_gradient_that_is_not_finite_is_named_where_backward_met_it(layout):
     assert found[-1][1] == "the gradient of model.layers.2.post_attention_layernorm.weight"
 
 
+def stepped_with_infinity(case):
+    """Whether parameters are still finite after a step that nobody stopped."""
+    session = session_of(case)
+    batches, total = microbatches_of(session, case, 0)
+    for module in session.model.modules():
+        if type(module).__name__ == "LlamaMLP":
+            module.register_forward_hook(lambda module, args, output: output * float("inf"))
+    session.step(batches, total=total)
+    session.update(1e-2, float(session.norm()))
+    return all(bool(torch.isfinite(p).all()) for p in session.model.parameters())
+
+
+@pytest.mark.parametrize("layout", ["one", "data2-zero3"])
+def test_a_step_is_never_left_out_in_silence(layout):
+    assert run_ranks(LAYOUTS[layout].world, stepped_with_infinity, LAYOUTS[layout]) == [
+        False for _ in range(LAYOUTS[layout].world)
+    ]
+
+
 def test_under_offload_too():
     assert run_ranks(1, broken, Case(), "forward", "host")[0][1] == "the output of model.layers.2.mlp"
 

@@ -29,7 +29,7 @@ class Session:
     """A step is `step` (forward and backward of every microbatch), `norm` and `update`.
 
     Gradients are those of the loss summed over the global batch and divided by `total`, so that layouts and masks
-    change nothing. Nothing here waits for the device.
+    change nothing. Only `find_broken`, and `state` with float16, wait for the device.
     """
 
     config: RunConfig
@@ -70,13 +70,17 @@ class Session:
         return self.scale is not None
 
     def update(self, lr: float, norm: float) -> None:
-        """Clip gradients of this norm, step at `lr` times the rate of each group, drop the gradients."""
+        """Clip gradients of this norm, step at `lr` times the scale of each group, drop the gradients.
+
+        With float16 a step whose norm is not finite is left out. Without, it is taken, as torch takes it: look at the
+        norm first.
+        """
         for group in self.weights.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        if math.isfinite(norm):
-            self.weights.step(norm, self.config.optimizer.clip)
-        else:
+        if self.skips and not math.isfinite(norm):
             self.weights.drop()
+        else:
+            self.weights.step(norm, self.config.optimizer.clip)
         if self.scale is not None:
             self.scale.update()
         self.steps += 1

@@ -56,21 +56,15 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
     """
     tensor, pipeline = config.parallel.tensor.size, config.parallel.pipeline.size
     heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
-    if isinstance(heads, int) and heads % tensor:
-        raise ConfigError(
-            f"{heads} attention heads do not divide over parallel.tensor.size = {tensor}",
-            got=f"{heads} / {tensor}",
-            expected=f"a size among {divisors(heads)}",
-            fix="choose one of these sizes or a model with more heads",
-        )
     key_value = getattr(model, "num_key_value_heads", None) or heads
-    if isinstance(key_value, int) and key_value % tensor:
-        raise ConfigError(
-            f"{key_value} key/value heads do not divide over parallel.tensor.size = {tensor}",
-            got=f"{key_value} / {tensor}",
-            expected=f"a size among {divisors(key_value)}",
-            fix="choose one of these sizes or a model with more key/value heads",
-        )
+    for what, count in (("attention", heads), ("key/value", key_value)):
+        if isinstance(count, int) and count % tensor:
+            raise ConfigError(
+                f"{count} {what} heads do not divide over parallel.tensor.size = {tensor}",
+                got=f"{count} / {tensor}",
+                expected=f"a size among {divisors(count)}",
+                fix=f"choose one of these sizes or a model with more {what} heads",
+            )
     if isinstance(layers, int) and layers < pipeline:
         raise ConfigError(
             f"{layers} layers cannot be split over parallel.pipeline.size = {pipeline} stages",
