@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_models import Language, train_plainly
 
+from cai_mesh.comm import peer
 from cai_mesh.gradients import clip_grad_norm_
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.storage import finding
@@ -60,6 +61,7 @@ def work(rank: int, world: int, folder: str, stage: int, copies: bool, compiled:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     finding.ALONE_ELEMENTS = 1024  # embedding and head are units of their own
+    peer.PIECE_BYTES = 100_000  # copy engines reduce in several pieces, the last one shorter
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("dp_shard",))
     model = build(compiled)
     precision = MixedPrecision(compute=torch.bfloat16 if bf16 else None)

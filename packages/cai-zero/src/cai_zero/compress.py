@@ -21,7 +21,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh.comm import Done, Op, PeerGather, all_gather_into, all_to_all_into, reduce_scatter_into
+from cai_mesh.comm import (
+    Done,
+    Op,
+    PeerGather,
+    PeerReduce,
+    all_gather_into,
+    all_to_all_into,
+    reduce_scatter_into,
+)
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import ALIGNMENT
 from cai_mesh.protocols import CommHandle
@@ -246,14 +254,21 @@ def reduce_gradients(
     residual: torch.Tensor | None,
     *,
     op: Op = "sum",
+    peer: PeerReduce | None = None,
 ) -> torch.Tensor:
-    """The sum or mean over the group of this rank's part of `full` [ranks * n]; a new tensor [n]. Overwrites `full`."""
+    """The sum or mean over the group of this rank's part of `full` [ranks * n]; a new tensor [n]. Overwrites `full`.
+
+    With `peer`, copy engines do it, unless gradients are compressed.
+    """
     shard = full.new_empty(full.numel() // group.size())
-    if compression.gradients is None:
+    if compression.gradients is None and peer is None:
         reduce_scatter_into(shard, full, group, op=op)
-    else:
+        return shard
+    if compression.gradients is None and peer is not None:
+        peer(shard, full)
+    elif compression.gradients is not None:
         form, block = compression.gradients, compression.block
         reduce_scatter_compressed(shard, full, group, form, block, residual)
-        if op == "avg":
-            shard.div_(group.size())
+    if op == "avg":
+        shard.div_(group.size())
     return shard

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cai_mesh.comm import AnyMesh, PeerGathers, all_gather_object, check_device
+from cai_mesh.comm import AnyMesh, PeerGather, PeerReduce, Peers, all_gather_object, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
 from cai_mesh.layout import FlatChunk, ReduceSpec, reduce_of, refresh
@@ -99,13 +99,21 @@ class ModuleSharding:
         self._follow_steps()
 
     def _use_copy_engines(self, parts: Sequence[Part]) -> None:
-        def group(part: Part) -> dist.ProcessGroup | None:
-            return self._ranks.of(part.spec).shard
+        def shard_bytes(part: Part, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
+            return self._ranks.of(part.spec).shard, (part.unit.high - part.unit.low) * like.element_size()
 
-        needs = ((group(p), (p.unit.high - p.unit.low) * p.unit.unsharded.element_size()) for p in parts)
-        peers = PeerGathers(needs, self._device, wanted=self._options.gather.copy_engines)
+        wanted = self._options.gather.copy_engines
+        trained = [part for part in parts if part.reducible is not None]
+        gathered = (shard_bytes(p, p.unit.unsharded) for p in parts)
+        reduced = (shard_bytes(p, p.reducible.buffer.tensor) for p in trained)  # type: ignore[union-attr]
+        gathers = Peers(PeerGather, gathered, self._device, wanted=wanted)
+        reduces = Peers(
+            PeerReduce, reduced, self._device, wanted=wanted and self._options.compression.gradients is None
+        )
         for part in parts:
-            part.peer = peers.of(group(part))
+            part.peer = gathers.of(self._ranks.of(part.spec).shard)
+        for part in trained:
+            part.reducible.peer = reduces.of(self._ranks.of(part.spec).shard)  # type: ignore[union-attr]
 
     def _follow_steps(self) -> None:
         """After an optimizer has stepped the shards nothing stays unsharded; hooks gather for the next forward."""

@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGathers, SideStream, check_device
+from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGather, PeerReduce, Peers, SideStream, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_grad_norm_, direct_linears, grad_norm
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, refresh, sites
@@ -66,11 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner, units, self._ranks, precision, self._reducer.make_room, apart=apart
         )
         self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
-        self._peers = PeerGathers(
-            ((c.ranks.shard, c.chunk.shard_numel * c.weights.element_size()) for c in self._chunks),
-            device,
-            wanted=copy_engines,
-        )
+        self._peers = self._use_copy_engines(device, wanted=copy_engines)
         self._unused = Unused([chunk.buffer for chunk in self._chunks], self._ranks.of())
         order = reduction_order(self._chunks, units, model)
         self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
@@ -88,6 +85,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._lifecycle.listen(self)
             direct_linears(model, (p for c in self._chunks for p in c.params))
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
+
+    def _use_copy_engines(self, device: torch.device, *, wanted: bool) -> Peers[PeerGather]:
+        def shard_bytes(chunk: Chunk, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
+            return chunk.ranks.shard, chunk.chunk.shard_numel * like.element_size()
+
+        reduced = (shard_bytes(c, c.buffer.tensor) for c in self._chunks)
+        reduces = Peers(PeerReduce, reduced, device, wanted=wanted and self._compression.gradients is None)
+        for chunk in self._chunks:
+            chunk.reducible.peer = reduces.of(chunk.ranks.shard)
+        gathered = (shard_bytes(c, c.weights) for c in self._chunks)
+        return Peers(PeerGather, gathered, device, wanted=wanted)
 
     # -- while backward runs -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from cai_mesh.comm import SideStream, all_reduce
+from cai_mesh.comm import PeerReduce, SideStream, all_reduce
 from cai_mesh.gradients import GradBuffer
 from cai_mesh.layout import ReduceSpec
 from cai_mesh.protocols import CommHandle
@@ -34,6 +34,7 @@ class Reducible:
         spec, ranks: over whom they are summed.
         keep: takes this rank's shard of the sum, written by the current stream, for good.
         residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
+        peer: sums by copy engines instead of collectives.
     """
 
     buffer: GradBuffer
@@ -41,6 +42,7 @@ class Reducible:
     ranks: DataRanks
     keep: Callable[[torch.Tensor], None]
     residual: torch.Tensor | None = None
+    peer: PeerReduce | None = None
 
     @property
     def tied(self) -> bool:
@@ -54,6 +56,7 @@ def reduce_chunk(
     spec: ReduceSpec,
     compression: Compression,
     residual: torch.Tensor | None,
+    peer: PeerReduce | None,
 ) -> torch.Tensor:
     """Reduce the gradients of an unsharded chunk and return this rank's shard (`full` itself where it is not divided).
 
@@ -68,7 +71,7 @@ def reduce_chunk(
     # NCCL divides on the way; elsewhere, and where quantised, a division after the sum loses least
     average = "avg" if full.is_cuda and ranks.divisor == ranks.count else "sum"
     if ranks.shard is not None:
-        shard = reduce_gradients(compression, full, ranks.shard, residual, op=average)
+        shard = reduce_gradients(compression, full, ranks.shard, residual, op=average, peer=peer)
     all_reduce(shard, ranks.copies, op=average)
     if average == "sum" and ranks.divisor != 1.0:
         shard.div_(ranks.divisor)
@@ -157,7 +160,8 @@ class GradReducer(Generic[Key]):
         with self._stream.after_compute():
             if entry.residual is None and ranks.shard is not None:
                 entry.residual = self._compression.new_residual(full)
-            entry.keep(reduce_chunk(full, ranks, entry.spec, self._compression, entry.residual))
+            shard = reduce_chunk(full, ranks, entry.spec, self._compression, entry.residual, entry.peer)
+            entry.keep(shard)
         if ranks.size > 1:
             self._under_way.append((self._stream.mark(), buffer))
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cai_mesh.comm.handles import Done
     from cai_mesh.comm.mesh import ParallelMesh, axis_names
     from cai_mesh.comm.p2p import receive, send, start_exchange
-    from cai_mesh.comm.peer import PeerGather, PeerGathers, check_device
+    from cai_mesh.comm.peer import PeerGather, PeerReduce, Peers, check_device
     from cai_mesh.comm.spec import MeshSpec
     from cai_mesh.comm.started import Members, Started, gathered, start_sum
     from cai_mesh.comm.streams import SideStream
@@ -61,7 +61,8 @@ __all__ = [
     "Op",
     "ParallelMesh",
     "PeerGather",
-    "PeerGathers",
+    "PeerReduce",
+    "Peers",
     "SideStream",
     "Started",
     "all_gather",
@@ -132,7 +133,7 @@ __getattr__ = lazy(
         "handles": ("Done",),
         "mesh": ("ParallelMesh", "axis_names"),
         "p2p": ("receive", "send", "start_exchange"),
-        "peer": ("PeerGather", "PeerGathers", "check_device"),
+        "peer": ("PeerGather", "PeerReduce", "Peers", "check_device"),
         "spec": ("MeshSpec",),
         "started": ("Members", "Started", "gathered", "start_sum"),
         "streams": ("SideStream",),

@@ -1,13 +1,15 @@
-"""All-gather by the GPUs' copy engines: each rank reads the others' shards out of their memory.
+"""All-gather and reduce-scatter by the GPUs' copy engines, in memory that every rank of a group can address.
 
-A collective kernel holds some of the multiprocessors the model computes on; copies between GPUs of one host need
-none. The shards are put in symmetric memory (which every rank of the group can address), a barrier says that all are
-there, and each rank copies the parts it lacks.
+A collective kernel holds some of the multiprocessors the model computes on; copies between GPUs of one host need none.
+To gather, shards are put in symmetric memory, a barrier says that all are there, and each rank copies the parts it
+lacks. To reduce, each rank copies its contributions into the others' memory, and after the barrier adds what it was
+given: one short kernel instead of one as long as the transfer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,18 +44,7 @@ class PeerGather:
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
         self._rank, self._size, self._turn = group.rank(), group.size(), 0
-        self._slots = symmetric.empty(SLOTS, nbytes, dtype=torch.uint8, device=device)
-        try:
-            self._handle = symmetric.rendezvous(self._slots, group)
-            peers = range(self._size)
-            self._peers = [self._handle.get_buffer(p, (SLOTS, nbytes), torch.uint8) for p in peers]
-        except RuntimeError as error:
-            raise PlanError(
-                "copy engines cannot gather over these ranks",
-                cause=str(error).splitlines()[0],
-                expected="GPUs of one host with peer access",
-                fix="leave copy_engines out",
-            ) from error
+        self._handle, self._slots, self._peers = _meet(group, (SLOTS, nbytes), device)
 
     @torch.no_grad()
     def __call__(self, unsharded: torch.Tensor, shard: torch.Tensor) -> None:
@@ -69,26 +60,98 @@ class PeerGather:
             parts[peer].copy_(self._peers[peer][slot, :nbytes].view(unsharded.dtype), non_blocking=True)
 
 
-class PeerGathers:
-    """A `PeerGather` for every group that gathers, where copy engines are wanted.
+PIECE_BYTES = 2**27
+"""Of the contributions to one rank that travel at once: enough for the links, little memory."""
+
+
+class PeerReduce:
+    """Adds up over the GPUs of one host; a multiprocessor is used only to add.
+
+    Every rank of the group makes the same reductions in the same order, all on one stream. Contributions travel in
+    pieces through two slots: who has passed the barrier of one piece knows that all have added the one before it.
 
     Args:
-        needs: (group, bytes of a rank's shard) of everything that will be gathered, in the same order on all ranks.
+        group: ranks that share a chunk, each with a GPU that can address the others'.
+        nbytes: of the largest shard of what is reduced.
+        device: this rank's GPU.
+
+    Collective. Raises `PlanError` where the GPUs cannot address each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
+        self._rank, self._size, self._turn = group.rank(), group.size(), 0
+        self._nbytes = min(nbytes, PIECE_BYTES)
+        shape = (SLOTS, self._size - 1, self._nbytes)
+        self._handle, self._slots, self._peers = _meet(group, shape, device)
+
+    @torch.no_grad()
+    def __call__(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """Sum this rank's part of `full` [ranks * n] over ranks into `shard` [n], on the current stream."""
+        parts, largest = full.view(self._size, -1), self._nbytes // full.element_size()
+        for start in range(0, parts.shape[1], largest):
+            piece = slice(start, min(start + largest, parts.shape[1]))
+            self._reduce(shard[piece], parts[:, piece])
+
+    def _reduce(self, shard: torch.Tensor, parts: torch.Tensor) -> None:
+        slot, self._turn = self._turn % SLOTS, self._turn + 1
+        nbytes = shard.numel() * shard.element_size()
+        for step in range(1, self._size):
+            peer = (self._rank + step) % self._size
+            place = self._peers[peer][slot, step - 1, :nbytes]
+            place.view(shard.dtype).copy_(parts[peer], non_blocking=True)
+        self._handle.barrier(channel=0)
+        arrived = self._slots[slot, :, :nbytes].view(shard.dtype)
+        torch.add(arrived[0], parts[self._rank], out=shard)
+        for contribution in arrived[1:]:
+            shard.add_(contribution)
+
+
+def _meet(
+    group: dist.ProcessGroup, shape: tuple[int, ...], device: torch.device
+) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+    """Bytes of this shape in symmetric memory: the handle, this rank's, everybody's."""
+    slots = symmetric.empty(*shape, dtype=torch.uint8, device=device)
+    try:
+        handle = symmetric.rendezvous(slots, group)
+        return handle, slots, [handle.get_buffer(peer, shape, torch.uint8) for peer in range(group.size())]
+    except RuntimeError as error:
+        raise PlanError(
+            "copy engines cannot work over these ranks",
+            cause=str(error).splitlines()[0],
+            expected="GPUs of one host with peer access",
+            fix="leave copy_engines out",
+        ) from error
+
+
+P = TypeVar("P", PeerGather, PeerReduce)
+
+
+class Peers(Generic[P]):
+    """A `PeerGather` or a `PeerReduce` for every group that needs one, where copy engines are wanted.
+
+    Args:
+        kind: which of them.
+        needs: (group, bytes of a rank's shard) of everything that will travel, in the same order on all ranks.
         device: this rank's GPU.
         wanted: False makes none.
 
-    Collective. Raises as `PeerGather` does.
+    Collective. Raises as `kind` does.
     """
 
     def __init__(
-        self, needs: Iterable[tuple[dist.ProcessGroup | None, int]], device: torch.device, *, wanted: bool
+        self,
+        kind: type[P],
+        needs: Iterable[tuple[dist.ProcessGroup | None, int]],
+        device: torch.device,
+        *,
+        wanted: bool,
     ):
         largest: dict[dist.ProcessGroup, int] = {}
         for group, nbytes in needs:
             if wanted and group is not None:
                 largest[group] = max(largest.get(group, 0), nbytes)
-        self._of = {group: PeerGather(group, nbytes, device) for group, nbytes in largest.items()}
+        self._of = {group: kind(group, nbytes, device) for group, nbytes in largest.items()}
 
-    def of(self, group: dist.ProcessGroup | None) -> PeerGather | None:
-        """That of a group; None where a collective gathers."""
+    def of(self, group: dist.ProcessGroup | None) -> P | None:
+        """That of a group; None where collectives do it."""
         return None if group is None else self._of.get(group)

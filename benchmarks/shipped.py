@@ -1,0 +1,143 @@
+"""`cai train` itself, as shipped, for some steps: tokens a second and GPU, peak memory, and the gaps of a trace.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/shipped.py --out row.jsonl train llama-8b
+
+Steps are those of metrics.jsonl; after them each rank traces some more and writes a row, and the run is stopped. A gap
+is time in which no kernel and no copy runs on the rank's GPU. Works on any version of cai whose metrics have
+`step_seconds`, with all ranks on one host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--warmup", type=int, default=4, help="steps that are not counted")
+    parser.add_argument("--steps", type=int, default=8, help="steps whose median counts")
+    parser.add_argument("--traced", type=int, default=3, help="steps of the trace; 0: none")
+    parser.add_argument("--form", default="", help="name of this run in the output")
+    parser.add_argument("--out", type=Path, help="file to append to")
+    parser.add_argument("cai", nargs=argparse.REMAINDER, help="train RECIPE [--section.key value]")
+    return parser.parse_args()
+
+
+def records(metrics: Path) -> list[dict]:
+    if not metrics.exists():
+        return []
+    return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for(metrics: Path, steps: int) -> list[dict]:
+    """The records, once there are so many."""
+    while len(found := records(metrics)) < steps:
+        time.sleep(0.02)
+    return found
+
+
+def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same time as disjoint spans, in order."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def is_communication(name: str) -> bool:
+    return any(part in name for part in ("nccl", "barrier_kernel", "PtoP"))
+
+
+def gaps(trace: profile) -> dict:
+    """Of the time from the first kernel's start to the last one's end: idle, and communication alone."""
+    events = trace.profiler.kineto_results.events()
+    on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
+    spans = {e: (e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu}
+    if not spans:
+        return {}
+    busy = union(list(spans.values()))
+    compute = union([span for event, span in spans.items() if not is_communication(event.name())])
+    whole = busy[-1][1] - busy[0][0]
+    names: Counter[str] = Counter()
+    for event in on_gpu:
+        names[event.name()[:60]] += event.duration_ns()
+
+    def length(of: list[tuple[int, int]]) -> int:
+        return sum(end - start for start, end in of)
+
+    exposed = sorted(((after[0] - before[1], after[0]) for before, after in pairwise(compute)), reverse=True)
+    starts = {
+        span[0]: event.name()[:60] for event, span in spans.items() if not is_communication(event.name())
+    }
+    return {
+        "gap_share": round(1 - length(busy) / whole, 5),
+        "longest_gap_ms": round(max((b[0] - a[1] for a, b in pairwise(busy)), default=0) / 1e6, 3),
+        "communication_alone_share": round((length(busy) - length(compute)) / whole, 5),
+        "longest_alone_ms": [[round(ns / 1e6, 2), starts[at]] for ns, at in exposed[:10]],
+        "traced_seconds": round(whole / 1e9, 3),
+        "events": len(spans),
+        "longest_kernels_ms": {name: round(ns / 1e6, 1) for name, ns in names.most_common(25)},
+    }
+
+
+def observe(options: argparse.Namespace, directory: Path) -> None:
+    metrics = directory / "metrics.jsonl"
+    found = wait_for(metrics, options.warmup + options.steps)
+    row = {"form": options.form, "command": " ".join(["cai", *options.cai]), "torch": torch.__version__}
+    ranks = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    timed = found[options.warmup :]
+    seconds = statistics.median(record["step_seconds"] for record in timed)
+    tokens = timed[-1]["tokens"] - timed[-2]["tokens"]
+    row |= {
+        "rank": rank,
+        "ranks": ranks,
+        "tokens_per_second_per_gpu": round(tokens / seconds / ranks, 1),
+        "step_seconds": round(seconds, 4),
+        "peak_gib": round(max(record["memory_bytes"] for record in found) / 2**30, 2),
+        "losses": [round(record["loss"], 4) for record in found],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+    if options.traced and torch.cuda.is_available():
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            wait_for(metrics, len(found) + options.traced)
+        row |= gaps(trace)
+    print(json.dumps(row), flush=True)
+    if options.out:
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    if rank == 0:
+        time.sleep(1)  # the other ranks write theirs
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def main() -> None:
+    options = arguments()
+    shared = Path(tempfile.gettempdir()) / f"shipped-{os.environ['MASTER_PORT']}"
+    if options.traced or os.environ["RANK"] == "0":
+        threading.Thread(target=observe, args=(options, shared), daemon=True).start()
+    from cai_apps.cli import main as cai
+
+    sys.argv = ["cai", *options.cai, "--log.directory", str(shared)]
+    sys.exit(cai())
+
+
+if __name__ == "__main__":
+    main()
