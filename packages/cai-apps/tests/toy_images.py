@@ -16,8 +16,8 @@ from cai_apps.applications import Application
 from cai_apps.compose.workload import Workload
 from cai_apps.config import sections
 from cai_apps.config.validation import ranks_of, resolve
-from cai_apps.planner.plan import plan_run
-from cai_apps.planner.text import render
+from cai_apps.planner.fit import Planner
+from cai_apps.planner.text import show_plan
 from cai_apps.report.outcome import show_outcome
 from cai_apps.report.training import training_page
 from cai_apps.run.position import Unit
@@ -99,6 +99,10 @@ def workload(config: Config) -> Workload:
         inputs=lambda batch: {"pixels": batch["pixels"]},
         target=lambda batch: batch["quarter"],
         loss=lambda model, mesh: cross_entropy,
+        example=lambda samples: {
+            "pixels": torch.zeros(samples, SIDE, SIDE),
+            "quarter": torch.zeros(samples, dtype=torch.int64),
+        },
         initializer=lambda model: initialize,
         trial=Trial(small, lambda: {"pixels": pixels}, lambda scores: scores.square().sum(), "blocks"),
     )
@@ -132,6 +136,9 @@ class Images:
             )
         return resolve(config, ranks)
 
+    def workload(self, config: Config) -> Workload:
+        return workload(config)
+
     def prepare(self, config: Config) -> None:
         return None
 
@@ -160,17 +167,15 @@ class Images:
         print(f"weights        {job.run.export}")
 
 
-def _plan(config: Config, ranks: int | None, label: str) -> str:
-    ranks = ranks or ranks_of(config)
-    config = Images().resolve(config, ranks)
-
-    def batch() -> dict[str, Tensor]:
-        size = config.train.microbatch_size
-        return {"pixels": torch.zeros(size, SIDE, SIDE), "quarter": torch.zeros(size, dtype=torch.int64)}
-
-    width = config.model.width * (SIDE // PATCH) ** 2
-    found = plan_run(config, workload(config), batch, ranks=ranks, width=width)
-    return render(found, f"{label}: pictures", f"{config.train.global_batch} pictures")
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+    return show_plan(
+        Planner(Images().resolve, workload),
+        config,
+        ranks=ranks or ranks_of(config),
+        memory=memory,
+        title=f"{label}: pictures",
+        batch=f"{config.train.global_batch} pictures",
+    )
 
 
 APPLICATION = Application(

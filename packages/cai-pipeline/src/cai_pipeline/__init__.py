@@ -10,6 +10,7 @@ from cai_pipeline.lower import lower
 from cai_pipeline.schedules import SCHEDULES, program
 from cai_pipeline.simulate import simulate
 from cai_pipeline.split import split
+from cai_pipeline.stage import run_stage
 from cai_pipeline.trial import Trial
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "draw",
     "lower",
     "program",
+    "run_stage",
     "simulate",
     "split",
 ]

@@ -33,7 +33,7 @@ class Application:
         name: its key in `TABLE`, and the value of `application` in a config.
         config: the dataclass of its TOML file.
         train: (config, label) -> the run's directory.
-        plan: (config, ranks or None, label) -> what a run will need, as text.
+        plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need, as text.
         report: what the page of a run shows.
         commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
     """
@@ -41,7 +41,7 @@ class Application:
     name: str
     config: type
     train: Callable[[Any, str], RunDirectory]
-    plan: Callable[[Any, int | None, str], str]
+    plan: Callable[[Any, int | None, str, int | None], str]
     report: Callable[[], Page]
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 

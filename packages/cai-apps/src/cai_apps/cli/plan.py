@@ -1,4 +1,4 @@
-"""cai plan RECIPE|FILE.toml [--ranks N] [--section.key value]"""
+"""cai plan RECIPE|FILE.toml [--ranks N] [--gpu-memory 80GiB] [--section.key value]"""
 
 from __future__ import annotations
 
@@ -7,30 +7,49 @@ from cai_apps.cli import config_arguments
 from cai_mesh.errors import ConfigError
 
 DESCRIPTION = (
-    "Print what a run will need per rank, without weights. --ranks N: ranks the run is meant for "
-    "(default: as many as the degrees make)."
+    "Print what a run will need per rank and whether it fits, without weights. --ranks N: ranks the run is meant for "
+    "(default: as many as the degrees make). --gpu-memory SIZE: memory of a rank's device, as 80GB (10^9) or 80GiB "
+    "(default: that of this machine's GPU, if it has one)."
 )
 
 
 def run(arguments: list[str]) -> int:
-    ranks, arguments = _take_ranks(arguments)
+    arguments = [part for argument in arguments for part in _split_flag(argument)]
+    ranks, arguments = _take("--ranks", arguments)
+    memory, arguments = _take("--gpu-memory", arguments)
     config, label = config_arguments.parse(arguments, command="plan", description=DESCRIPTION)
-    print(applications.of(config).plan(config, ranks, label))
+    print(applications.of(config).plan(config, _ranks(ranks), label, _memory(memory)))
     return 0
 
 
-def _take_ranks(arguments: list[str]) -> tuple[int | None, list[str]]:
-    joined = [part for argument in arguments for part in _split_flag(argument)]
-    if "--ranks" not in joined:
+def _split_flag(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith(("--ranks=", "--gpu-memory=")) else [argument]
+
+
+def _take(flag: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of a flag, None without it, and the other arguments."""
+    if flag not in arguments:
         return None, arguments
-    at = joined.index("--ranks")
-    value = joined[at + 1] if at + 1 < len(joined) else ""
+    at = arguments.index(flag)
+    return "".join(arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :]
+
+
+def _ranks(value: str | None) -> int | None:
+    if value is None:
+        return None
     if not value.isdigit() or int(value) < 1:
         raise ConfigError(
             "--ranks is not a number of ranks", got=repr(value), expected="an integer of at least 1"
         )
-    return int(value), joined[:at] + joined[at + 2 :]
+    return int(value)
 
 
-def _split_flag(argument: str) -> list[str]:
-    return argument.split("=", 1) if argument.startswith("--ranks=") else [argument]
+def _memory(value: str | None) -> int | None:
+    from cai_apps.config.memory import check_size
+    from cai_apps.run.launch import device_memory
+    from cai_gemini.budget import parse_bytes
+
+    if value is None:
+        return device_memory()
+    check_size("--gpu-memory", value)
+    return parse_bytes(value)

@@ -58,17 +58,9 @@ def transform(
 ) -> Loss:
     """What is done to a model before it has memory, in place; returns its loss.
 
-    The order is: `split`, linear layers in FP8, `parallelize`, `swap`, recompute, compile.
+    The order is: `rewrite`, recompute, compile.
     """
-    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
-    _check_recompute(config, compiled)
-    split(model, mesh, trial=workload.trial)
-    if config.precision.linear == "fp8":
-        # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
-        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
-    parallelize(model, mesh)
-    loss = workload.loss(model, mesh)
-    swap(model, kinds=_kernels(config, device, compiled))
+    loss, compiled = rewrite(config, workload, model, mesh, device=device), is_compiled(config, device)
     if config.memory.recompute != "none" and config.memory.activations == "device":
         recompute_blocks(model, selective=config.memory.recompute == "selective", compiled=compiled)
     if compiled:
@@ -77,6 +69,30 @@ def transform(
         offload_activations(model)
     for module, name, param in sites(model):
         attach_to(module, name, reduce=replace(reduce_of(param), divisor=1.0))
+    return loss
+
+
+def is_compiled(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled on such a device."""
+    return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+
+
+def rewrite(
+    config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, *, device: torch.device
+) -> Loss:
+    """What changes the operators of a model, in place; returns its loss. The plan runs these too.
+
+    The order is: `split`, linear layers in FP8, `parallelize`, `swap`.
+    """
+    compiled = is_compiled(config, device)
+    _check_recompute(config, compiled)
+    split(model, mesh, trial=workload.trial)
+    if config.precision.linear == "fp8":
+        # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
+        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
+    parallelize(model, mesh)
+    loss = workload.loss(model, mesh)
+    swap(model, kinds=_kernels(config, device, compiled))
     return loss
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ class Workload:
         inputs: keyword arguments of the model's forward, from a microbatch.
         target: what the loss compares with, from a microbatch.
         loss: made once the model is cut over the ranks of a mesh.
+        example: a microbatch of so many samples, of any values, on the device of the context it is called in.
         initializer: of the model: what fills the parameters and buffers of one of its modules, as transformers'
             `_init_weights` does.
         pretrained: directory of safetensors with the model's parameters by name; None: initial values.
+        without_values: a context in which the model runs on tensors without values as it does on others.
         trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
     """
 
@@ -38,8 +41,10 @@ class Workload:
     inputs: Callable[[Batch], Mapping[str, Any]]
     target: Callable[[Batch], Any]
     loss: Callable[[nn.Module, DeviceMesh], Loss]
+    example: Callable[[int], Batch]
     initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
     pretrained: Path | None = None
+    without_values: Callable[[], AbstractContextManager] = nullcontext
     trial: Trial | None = None
 
 

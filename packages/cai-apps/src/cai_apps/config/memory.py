@@ -19,7 +19,7 @@ def offloads(config: RunConfig, ranks: int) -> bool:
 def check_memory(config: RunConfig, ranks: int) -> None:
     """Raises ConfigError for settings of `memory` that no machine could follow."""
     memory = config.memory
-    if memory.activations == "host" and memory.recompute != "full":
+    if memory.activations == "host" and memory.recompute not in ("full", "auto"):
         raise ConfigError(
             'memory.activations = "host" keeps the inputs of blocks that run again in backward',
             got=f'memory.recompute = "{memory.recompute}"',
@@ -57,7 +57,7 @@ def check_memory(config: RunConfig, ranks: int) -> None:
             fix="set checkpoint.background to false: chunks are then written one by one",
         )
     for name in ("device_memory", "host_memory"):
-        _check_size(f"memory.{name}", getattr(memory, name))
+        check_size(f"memory.{name}", getattr(memory, name))
     if ranks > 1 and memory.residency != "device":
         _check_many_ranks(config, ranks)
 
@@ -73,7 +73,8 @@ def _check_many_ranks(config: RunConfig, ranks: int) -> None:
         )
 
 
-def _check_size(key: str, size: int | str | None) -> None:
+def check_size(key: str, size: int | str | None) -> None:
+    """Raises ConfigError for what is not a number of bytes; None is none."""
     if size is None:
         return
     from cai_gemini.budget import parse_bytes

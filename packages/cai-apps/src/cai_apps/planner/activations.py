@@ -1,99 +1,219 @@
-"""Bytes that a forward keeps for backward, found by running it on tensors without storage."""
+"""Bytes that a forward keeps for backward, found by running it on tensors without storage.
+
+What runs is what `cai_apps.compose.apply.rewrite` makes of the model: its kernels, its tensor-parallel layers, its loss.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cai_apps.compose.apply import is_compiled, rewrite
 from cai_apps.compose.blocks import is_product
 from cai_apps.compose.sharding import DTYPES
-from cai_apps.compose.workload import Batch, Workload
+from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config.sections import RunConfig
-from cai_kernels import convert_to_fp8
+from cai_apps.config.validation import mesh_spec
+from cai_apps.planner.graphs import divide
+from cai_apps.planner.world import imaginary_rank
+from cai_mesh.errors import PlanError
 from cai_mesh.storage import blocks
-from cai_tensor_parallel import parallelize
+from cai_pipeline import run_stage
 
 REST = ""
-"""Key of what is kept outside all blocks: final norm, head and loss."""
+"""Name of what lies outside all blocks: embeddings, final norm, head and loss."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward of one microbatch on a tensor-parallel rank leaves, by name of the block that leaves it.
+    """What the forward of one microbatch on a tensor-parallel rank leaves, in bytes by name of the block.
 
     Args:
-        bytes: saved for backward. Parameters and what another block has saved already are not counted.
-        products: bytes of the results of matrix products and attention, which selective recompute keeps.
+        kept: saved for backward without recompute. Parameters and what another block has saved are not counted.
+        products: results of matrix products and attention, which selective recompute keeps.
+        inputs: what recompute starts from.
+        rest: saved outside blocks.
+        loss: what comes and goes outside blocks, at the fullest moment; mostly the loss.
     """
 
-    bytes: dict[str, int]
+    kept: dict[str, int]
     products: dict[str, int]
+    inputs: dict[str, int]
+    rest: int
+    loss: int
 
 
-def saved_bytes(config: RunConfig, workload: Workload, batch: Callable[[], Batch], mesh: DeviceMesh) -> Saved:
-    """What a forward leaves for backward. Nothing is split over stages, swapped or recomputed."""
-    with FakeTensorMode():
-        model = workload.build()
-        for param in model.parameters():
-            param.data = param.data.to(DTYPES[config.precision.compute])
-        if config.precision.linear == "fp8":
-            convert_to_fp8(model, scaling="row", cache_weight=False)
-        parallelize(model, mesh)
-        loss = workload.loss(model, mesh)
-        example = batch()
-        counter = _Counter(model)
-        hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor)
-        with hooks, _Products(counter):
-            found = loss(model(**workload.inputs(example)), workload.target(example))
-        del found  # held until here: the graph keeps what the counter has seen alive
-    return Saved(dict(counter.bytes), dict(counter.products))
+def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
+    """Of a resolved config, with all stages on one rank.
+
+    Args:
+        device: where the run will be; decides on kernels and graphs.
+
+    Raises what the transforms raise, and `PlanError` where sizes depend on values.
+    """
+    pipeline = replace(config.parallel.pipeline, size=1)
+    config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=1))
+    with imaginary_rank(mesh_spec(config), 0) as mesh:
+        model = on_meta(workload)
+        loss = rewrite(config, workload, model, mesh, device=device)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _give_sizes(model, DTYPES[config.precision.compute])
+            batch = workload.example(config.train.microbatch_size)
+            watch = _Watch(model, graphs=is_compiled(config, device))
+            try:
+                with watch.counting(), workload.without_values():
+                    output = run_stage(model.train(), None, workload.inputs(batch))
+                    found = loss(output, workload.target(batch))
+                    saved = watch.saved()
+                del found  # held until here: the graph keeps alive what is counted
+                return saved
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise PlanError(
+                    "what this model keeps for backward cannot be told before it runs",
+                    got=str(error).splitlines()[0],
+                    cause="sizes inside it depend on values, such as how many tokens an expert gets",
+                    fix="train a few steps with --train.steps and read the memory they report",
+                ) from None
 
 
-class _Counter:
-    def __init__(self, model: nn.Module):
-        self.bytes: Counter[str] = Counter()
+def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers on the meta device become ones on the CPU, of the context's fake mode."""
+    made: dict[Tensor, Tensor] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        kind = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            empty.__dict__.update({k: v for k, v in tensor.__dict__.items() if k.startswith("cai_")})
+        return empty
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = made.setdefault(tensor, twin(tensor) if tensor not in made else tensor)
+
+
+class _Watch:
+    """Counts what a forward leaves, block by block.
+
+    Args:
+        graphs: blocks will be compiled: what is kept is what torch's partitioner of graphs keeps.
+    """
+
+    def __init__(self, model: nn.Module, *, graphs: bool):
+        self.kept: Counter[str] = Counter()
         self.products: Counter[str] = Counter()
-        self.block = REST
+        self.inputs: Counter[str] = Counter()
+        self._block = REST
         self._seen = {_storage(parameter) for parameter in model.parameters()}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._operators = _Operators(self)
+        self._alive: dict[StorageWeakRef, int] = {}
+        self._most = 0
+        self._kinds: dict[Any, tuple[str, Any]] = {}
         names = {module: name for name, module in model.named_modules()}
-        for block in blocks(model):
-            if block is not model:
-                block.register_forward_pre_hook(lambda module, _: self._enter(names[module]))
-                block.register_forward_hook(lambda *_: self._enter(REST))
+        within = [block for block in blocks(model) if block is not model]
+        inside = {parameter for block in within for parameter in block.parameters()}
+        self._outside = {p.shape for p in model.parameters() if p.ndim > 1 and p not in inside}
+        for block in within:
+            block.forward = self._watched(block, names[block], graphs)
 
-    def _enter(self, block: str) -> None:
-        self.block = block
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        with self._hooks, self._operators:
+            yield
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def saved(self) -> Saved:
+        alive = sum(size for ref, size in self._alive.items() if not ref.expired())
+        kept = dict(self.kept)
+        return Saved(kept, dict(self.products), dict(self.inputs), kept.pop(REST, 0), self._most - alive)
+
+    def _watched(self, block: nn.Module, name: str, graphs: bool) -> Callable[..., Any]:
+        forward = block.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._block = name
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.inputs[name] += sum(t.numel() * t.element_size() for t in given if t.requires_grad)
+            try:
+                if not graphs:
+                    return forward(*args, **kwargs)
+                self._hooks.__exit__()  # what is traced is not what is saved
+                self._operators.__exit__(None, None, None)
+                try:
+                    return self._divided(block, forward, args, kwargs)
+                finally:
+                    self._operators.__enter__()
+                    self._hooks.__enter__()
+            finally:
+                self._block = REST
+
+        return watched
+
+    def _divided(self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The results of a block's forward and backward graphs; blocks of one kind are traced once."""
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*block.parameters(), *given)]
+        kind = (type(block), tuple(shapes))
+        if kind in self._kinds:
+            like, output = self._kinds[kind]
+            self.kept[self._block], self.products[self._block] = self.kept[like], self.products[like]
+            return tree_map_only(Tensor, lambda t: torch.empty_like(t).requires_grad_(t.requires_grad), output)
+        output, graph = divide(block, forward, args, kwargs)
+        for tensor in graph.inputs:
+            self._pack(tensor)
+        self.kept[self._block] += graph.made
+        self.products[self._block] += graph.products
+        self._kinds[kind] = (self._block, output)
+        return output
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        """Counts what is saved. What a loss saves in the shape of the output layer's weight is its gradient."""
         storage = _storage(tensor)
-        if storage not in self._seen:
+        gradient = self._block == REST and tensor.shape in self._outside
+        if storage not in self._seen and not gradient:
             self._seen.add(storage)
-            self.bytes[self.block] += tensor.untyped_storage().nbytes()
+            self.kept[self._block] += tensor.untyped_storage().nbytes()
         return tensor
 
+    def ran(self, operator: Any, result: Any) -> None:
+        """An operator has run outside graphs."""
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if self._block != REST:
+            if is_product(operator) and made:
+                self.products[self._block] += made[0].untyped_storage().nbytes()
+            return
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self._alive[StorageWeakRef(storage)] = storage.nbytes()
+        self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
+        self._most = max(self._most, sum(self._alive.values()))
 
-class _Products(TorchDispatchMode):
-    """Counts the results of products in the block that runs."""
 
-    def __init__(self, counter: _Counter):
+class _Operators(TorchDispatchMode):
+    """Tells a watch which operators run."""
+
+    def __init__(self, watch: _Watch):
         super().__init__()
-        self._counter = counter
+        self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if is_product(func):
-            first = found[0] if isinstance(found, tuple) else found
-            self._counter.products[self._counter.block] += first.untyped_storage().nbytes()
+        self._watch.ran(func, found)
         return found
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

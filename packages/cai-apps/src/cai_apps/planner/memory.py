@@ -32,16 +32,9 @@ class ModelState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def gathered(config: RunConfig, blocks: list[int], rest: int) -> int:
-    """Bytes of parameters that ZeRO-3 holds unsharded at once: those outside blocks, a block and the one ahead.
-
-    Args:
-        blocks: elements of each block of the stage.
-        rest: elements outside blocks.
-    """
-    if config.parallel.zero < 3 or config.parallel.shard == 1:
-        return 0
-    return (rest + sum(sorted(blocks)[-2:])) * COMPUTE_BYTES[config.precision.compute]
+def accumulates(config: RunConfig) -> bool:
+    """Whether a step has several microbatches, whose gradients add up."""
+    return config.parallel.pipeline.microbatches != 1
 
 
 def moment_bytes(config: RunConfig, model: nn.Module) -> float:
@@ -75,7 +68,7 @@ def model_state(config: RunConfig, parameters: int, moments: float) -> ModelStat
     own = -(-parameters // ranks)
     stepped = own if zero >= 1 else parameters
     masters = master if master != compute else 0
-    unsharded_gradients = zero == 0 or (zero == 1 and config.parallel.pipeline.microbatches != 1)
+    unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config))
     return ModelState(
         parameters=own * master if zero == 3 else parameters * compute,
         gradients=(parameters if unsharded_gradients else own) * master,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from cai_apps.compose.workload import Batch, Workload, on_meta
+import torch
+from torch import nn
+
+from cai_apps.compose.apply import rewrite
+from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
-from cai_apps.planner.activations import REST, Saved, saved_bytes
+from cai_apps.planner.activations import Saved, saved_bytes
 from cai_apps.planner.memory import (
     COMPUTE_BYTES,
+    MASTER_BYTES,
     ModelState,
-    gathered,
+    accumulates,
     model_state,
     moment_bytes,
     most_in_flight,
@@ -20,9 +25,8 @@ from cai_apps.planner.memory import (
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
-from cai_mesh.storage import blocks
-from cai_pipeline import program, split
-from cai_tensor_parallel import parallelize
+from cai_mesh.storage import blocks, units
+from cai_pipeline import program
 
 AWAY = 3
 """Inputs of blocks on the device where they wait on the host: those of the last block, and two on their way."""
@@ -30,7 +34,7 @@ AWAY = 3
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One rank of a pipeline stage; the stage's other ranks hold as much."""
+    """One rank of a pipeline stage; the stage's other ranks hold as much. Bytes, where not said otherwise."""
 
     stage: int
     blocks: tuple[str, ...]
@@ -38,16 +42,28 @@ class StagePlan:
     parameters: int
     """Elements of the stage's tensor shard, before ZeRO."""
     state: ModelState
-    gathered: int
-    """Bytes of parameters that ZeRO-3 holds unsharded at once."""
+    unsharded: int
+    """Parameters that ZeRO-3 holds gathered at once, and gradients on their way to their shards."""
     activations: int
-    """Bytes kept for backward when most microbatches are in flight. An estimate."""
+    """Kept for backward when most microbatches are in flight, and what backward or the loss takes beside."""
+    accumulates: bool
+    """Whether all gradients are there while activations are: from an earlier microbatch of the step."""
+
+    @property
+    def peak(self) -> int:
+        """At the fullest moment. In a step of one microbatch gradients come as activations go."""
+        beside = self.state.gradients + self.activations
+        if not self.accumulates:
+            beside = max(self.state.gradients, self.activations)
+        return self.state.parameters + self.state.optimizer + self.unsharded + beside
 
 
 @dataclass(frozen=True)
 class Plan:
     config: RunConfig
     """With everything worked out."""
+    device: str
+    """What the run is planned for: cuda or cpu."""
     ranks: int
     parameters: int
     """Elements of the whole model."""
@@ -56,66 +72,93 @@ class Plan:
     offload: OffloadNeeds | None
     """What the run takes on one rank with `memory.residency` other than device; None on several ranks."""
 
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank that holds most, where training state stays on the device."""
+        return max(stage.peak for stage in self.stages)
 
-def plan_run(
-    config: RunConfig, workload: Workload, batch: Callable[[], Batch], *, ranks: int, width: int
-) -> Plan:
-    """Works out a run of a resolved config.
+
+def device_of(config: RunConfig) -> torch.device:
+    """The kind of device a run is planned for: a GPU, unless the config says otherwise."""
+    return torch.device("cpu" if config.train.device == "cpu" else "cuda")
+
+
+def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved | None = None) -> Plan:
+    """Works out a run of a resolved config, with the model as `compose` rewrites it.
 
     Args:
         workload: what is trained.
-        batch: a microbatch, made on the device of the context.
         ranks: of the run.
-        width: elements of a sample's hidden states between two layers.
+        saved: what a forward keeps, where that is known already: nothing but recompute, ZeRO, data ranks, pipeline
+            stages and the optimizer differ.
 
     Raises:
         CaiError: what the transforms raise.
     """
-    with imaginary_rank(mesh_spec(config), 0) as mesh:
-        saved = saved_bytes(config, workload, batch, mesh)
-    stages = tuple(
-        _stage(config, workload, stage, saved, width) for stage in range(config.parallel.pipeline.size)
-    )
+    device = device_of(config)
+    saved = saved or saved_bytes(config, workload, device)
+    stages = tuple(_stage(config, workload, stage, saved) for stage in range(config.parallel.pipeline.size))
     unsharded = sum(parameter.numel() for parameter in on_meta(workload).parameters())
     spec = mesh_spec(config)
     needs = offload_needs(config, on_meta(workload), stages[0].activations) if ranks == 1 else None
-    return Plan(config, ranks, unsharded, {axis: spec.sizes()[axis] for axis in AXES}, stages, needs)
+    axes = {axis: spec.sizes()[axis] for axis in AXES}
+    return Plan(config, device.type, ranks, unsharded, axes, stages, needs)
 
 
-def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved, width: int) -> StagePlan:
+def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved) -> StagePlan:
     spec, pipeline = mesh_spec(config), config.parallel.pipeline
     model = on_meta(workload)
     with imaginary_rank(spec, stage * (spec.world_size // spec.pp)) as mesh:
-        split(model, mesh, trial=workload.trial)
-        parallelize(model, mesh)
+        rewrite(config, workload, model, mesh, device=device_of(config))
     names = {module: name for name, module in model.named_modules()}
-    sizes = {block: sum(parameter.numel() for _, parameter in held) for block, held in blocks(model).items()}
-    rest = sizes.pop(model, 0)
-    own = tuple(names[block] for block in sizes)
-    parameters = rest + sum(sizes.values())
+    own = tuple(names[block] for block in blocks(model) if block is not model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     order = program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1)[stage]
     last = stage == pipeline.size - 1
-    activations = _activations(config, width, saved, own, most_in_flight(order), last=last)
-    state = model_state(config, parameters, moment_bytes(config, model))
-    unsharded = gathered(config, list(sizes.values()), rest)
-    return StagePlan(stage, own, parameters, state, unsharded, activations)
+    return StagePlan(
+        stage,
+        own,
+        parameters,
+        model_state(config, parameters, moment_bytes(config, model)),
+        unsharded_bytes(config, model),
+        _activations(config, saved, own, most_in_flight(order), last=last),
+        accumulates(config),
+    )
 
 
-def _activations(
-    config: RunConfig, width: int, saved: Saved, own: tuple[str, ...], in_flight: int, *, last: bool
-) -> int:
-    """Bytes kept when most microbatches are in flight.
+def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Bytes of parameters and gradients that are whole for a while, on ranks that share them.
+
+    Stage 3 gathers a unit and the one ahead of it; stages 2 and 3, and 1 where nothing accumulates, fill the gradients
+    of a unit while those of the one before are reduced.
+    """
+    parallel = config.parallel
+    if parallel.shard == 1:
+        return 0
+    sizes = [sum(parameter.numel() for _, parameter in held) for held in units(model).values()]
+    most = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+    reduces = parallel.zero >= 2 or (parallel.zero == 1 and not accumulates(config))
+    compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
+    return most * ((parallel.zero == 3) * compute + reduces * master)
+
+
+def _activations(config: RunConfig, saved: Saved, own: tuple[str, ...], in_flight: int, *, last: bool) -> int:
+    """Bytes kept when most microbatches are in flight, and what comes and goes then.
 
     With recompute a block keeps its input (and what selective keeps), and one block at a time has all it would keep
     without. Inputs that wait on the host are on the device for the last block, and on their way from and to it.
     """
-    inside = [saved.bytes.get(name, 0) for name in own]
-    rest = saved.bytes.get(REST, 0) if last else 0
-    if config.memory.recompute == "none":
-        return in_flight * (sum(inside) + rest)
-    block_input = config.train.microbatch_size * width * COMPUTE_BYTES[config.precision.compute]
-    products = (
-        sum(saved.products.get(name, 0) for name in own) if config.memory.recompute == "selective" else 0
-    )
-    inputs = min(len(inside), AWAY) if config.memory.activations == "host" else in_flight * len(inside)
-    return inputs * block_input + in_flight * (rest + products) + max(inside)
+
+    def total(of: dict[str, int]) -> int:
+        return sum(of.get(name, 0) for name in own)
+
+    rest, loss = (saved.rest, saved.loss) if last else (0, 0)
+    recompute = config.memory.recompute
+    if recompute == "none":
+        return in_flight * (total(saved.kept) + rest) + loss
+    products = total(saved.products) if recompute == "selective" else 0
+    away = config.memory.activations == "host"
+    largest = max((saved.inputs.get(name, 0) for name in own), default=0)
+    inputs = min(len(own), AWAY) * largest if away else in_flight * total(saved.inputs)
+    again = max((saved.kept.get(name, 0) for name in own), default=0)
+    return inputs + in_flight * (rest + products) + max(loss, again)

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from cai_apps.planner.fit import Planner, advice, needed
 from cai_apps.planner.plan import Plan, StagePlan
 
 
-def render(plan: Plan, title: str, batch: str) -> str:
-    """The plan as text: the mesh, a row per pipeline stage, and what the columns mean.
+def show_plan(
+    planner: Planner, config: Any, *, ranks: int, memory: int | None, title: str, batch: str
+) -> str:
+    """What a run will need, whether it fits, and what to change if it does not.
 
     Args:
+        config: as it was given.
+        memory: bytes of a rank's device; None: not known.
         title: what is trained, the first line.
         batch: what a step takes.
+
+    Raises what `train` would raise before its ranks start.
     """
+    plan = planner.plan(config, ranks=ranks, memory=memory)
+    lines = [render(plan, title, batch)]
+    if plan.config.memory.residency != "device":
+        return lines[0]
+    lines += ["", _recompute(planner, plan), _fits(plan, memory)]
+    if memory is not None and needed(plan.peak) > memory:
+        found = list(advice(planner, config, ranks=ranks, memory=memory))
+        lines += [f"          it fits with {text}: peak {size(peak)}" for text, peak in found]
+        if not found:
+            lines.append("          nothing that was tried makes it fit: take a smaller model, or memory.residency")
+    return "\n".join(lines)
+
+
+def render(plan: Plan, title: str, batch: str) -> str:
+    """The plan as text: the mesh, a row per pipeline stage, and what the columns mean."""
     config = plan.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
     parts = f"{config.parallel.pipeline.microbatches} microbatches of {config.train.microbatch_size}"
@@ -20,18 +44,33 @@ def render(plan: Plan, title: str, batch: str) -> str:
             f"{title}, {plan.parameters:,} parameters",
             f"mesh      {mesh}  ({plan.ranks} ranks)",
             f"training  ZeRO-{config.parallel.zero}, {config.precision.compute},"
-            f" recompute {config.memory.recompute}, {config.parallel.pipeline.schedule}",
+            f" recompute {config.memory.recompute}, {config.parallel.pipeline.schedule}, on {plan.device}",
             f"batch     {batch} a step; {parts} on each data rank",
             "",
             "bytes on each rank of a pipeline stage:",
             *_table(plan.stages),
             "",
-            "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. gathered: what ZeRO-3",
-            "holds unsharded at once. activations: estimate of what is kept for backward at the fullest moment.",
-            "Communication buffers and the allocator's slack come on top.",
+            "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. unsharded: what ZeRO",
+            "holds whole for a while, parameters and gradients. activations: kept for backward at the fullest moment, and",
+            "what backward or the loss takes beside. peak: of all tensors; in a step of one microbatch gradients come as",
+            "activations go.",
             *_offload(plan),
         ]
     )
+
+
+def _recompute(planner: Planner, plan: Plan) -> str:
+    """The peak with each form of recompute."""
+    found = planner.peaks(plan.config, ranks=plan.ranks)
+    return f"recompute peak {', '.join(f'{size(peak)} with {form}' for form, peak in found.items())}"
+
+
+def _fits(plan: Plan, memory: int | None) -> str:
+    least = needed(plan.peak)
+    what = f"device    peak {size(plan.peak)}, {size(least)} with what the allocator and communication take"
+    if memory is None:
+        return f"{what}; --gpu-memory 80GiB says whether that fits"
+    return f"{what}: {'fits' if least <= memory else 'does NOT fit'} {size(memory)}"
 
 
 def _offload(plan: Plan) -> list[str]:
@@ -52,24 +91,17 @@ def _offload(plan: Plan) -> list[str]:
     return ["", f"memory.residency {memory.residency}:", *lines]
 
 
+HEADER = (
+    *("stage", "blocks", "elements", "parameters", "gradients", "optimizer", "unsharded", "activations", "peak"),
+)
+
+
 def _table(stages: tuple[StagePlan, ...]) -> list[str]:
-    header = [
-        "stage",
-        "blocks",
-        "elements",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "activations",
-        "total",
-    ]
-    rows = [header]
+    rows = [list(HEADER)]
     for stage in stages:
         state = stage.state
-        held = [state.parameters, state.gradients, state.optimizer, stage.gathered, stage.activations]
-        counts = [str(stage.stage), str(len(stage.blocks)), f"{stage.parameters:,}"]
-        rows.append([*counts, *map(size, held), size(sum(held))])
+        held = [state.parameters, state.gradients, state.optimizer, stage.unsharded, stage.activations, stage.peak]
+        rows.append([str(stage.stage), str(len(stage.blocks)), f"{stage.parameters:,}", *map(size, held)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 

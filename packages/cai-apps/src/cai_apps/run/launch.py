@@ -43,6 +43,14 @@ def gpus(wanted: str) -> int:
     return torch.cuda.device_count() if wanted != "cpu" else 0
 
 
+def device_memory() -> int | None:
+    """Bytes of the smallest GPU of this machine; None without one."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return min((torch.cuda.get_device_properties(i).total_memory for i in range(count)), default=None)
+
+
 def choose_device(wanted: str, ranks: int | None) -> tuple[str, int]:
     """Device type and number of ranks for a mesh of `ranks`; None: of all the machine's GPUs.
 

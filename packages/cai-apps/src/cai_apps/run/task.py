@@ -48,6 +48,10 @@ class Task(Protocol):
         """The config with everything worked out for so many ranks. Raises `CaiError` for what cannot be."""
         ...
 
+    def workload(self, config: Any) -> Workload:
+        """What a resolved config trains, as far as it is known before data are prepared."""
+        ...
+
     def prepare(self, config: Any) -> Any:
         """Make on this machine what ranks read (tokens, latents), unless it is there; says where. Picklable."""
         ...

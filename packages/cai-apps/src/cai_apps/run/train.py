@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import launched, mesh_spec
+from cai_apps.planner.fit import Planner
 from cai_apps.run import launch
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.job import join_job, make_job, start_rank
@@ -41,6 +43,7 @@ def _train_here(task: Task, config: Any, label: str) -> RunDirectory:
         )
     config = task.resolve(config, ranks)
     check_machine(config, device)
+    config = settle(task, config, ranks, device)
     job = make_job(task, config, label, device)
     _announce(job, ranks)
     launch.launch(run_rank, job, ranks=ranks, device=device)
@@ -52,8 +55,10 @@ def _train_as_rank(task: Task, config: Any, label: str) -> RunDirectory:
     """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
     with _said_by_first_rank():
         device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        config = task.resolve(config, int(os.environ["WORLD_SIZE"]))
+        ranks = int(os.environ["WORLD_SIZE"])
+        config = task.resolve(config, ranks)
         check_machine(config, device)
+        config = settle(task, config, ranks, device)
     place = start_rank(device)
     job = join_job(task, config, label, device)
     first = os.environ["RANK"] == "0"
@@ -64,6 +69,19 @@ def _train_as_rank(task: Task, config: Any, label: str) -> RunDirectory:
         job.task.finish(job)
     torch.distributed.destroy_process_group()
     return job.run
+
+
+def settle(task: Task, config: Any, ranks: int, device: str) -> Any:
+    """The resolved config with what it leaves to the plan, said on the first rank. torch.distributed is not up yet."""
+    if config.memory.recompute != "auto":
+        return config
+    if device == "cpu":
+        return replace(config, memory=replace(config.memory, recompute="none"))
+    planner = Planner(task.resolve, task.workload)
+    choice = planner.choose_recompute(config, ranks=ranks, memory=launch.device_memory())
+    if os.environ.get("RANK", "0") == "0":
+        print(f"recompute {choice.config.memory.recompute}: {choice.reason}", flush=True)
+    return choice.config
 
 
 @contextmanager

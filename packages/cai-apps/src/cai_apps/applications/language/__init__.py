@@ -19,12 +19,20 @@ def _train(config: Config, label: str) -> RunDirectory:
     return train(LANGUAGE, config, label=label)
 
 
-def _plan(config: Config, ranks: int | None, label: str) -> str:
-    from cai_apps.applications.language.plan import plan
-    from cai_apps.planner.text import render
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+    from cai_apps.applications.language.task import LANGUAGE
+    from cai_apps.config.validation import ranks_of
+    from cai_apps.planner.fit import Planner
+    from cai_apps.planner.text import show_plan
 
-    batch = f"{config.train.global_batch} sequences of {config.data.sequence_length}"
-    return render(plan(config, ranks=ranks), f"{label}: {config.model.name}", batch)
+    return show_plan(
+        Planner(LANGUAGE.resolve, LANGUAGE.workload),
+        config,
+        ranks=ranks_of(config) if ranks is None else ranks,
+        memory=memory,
+        title=f"{label}: {config.model.name}",
+        batch=f"{config.train.global_batch} sequences of {config.data.sequence_length}",
+    )
 
 
 def _report() -> Page:

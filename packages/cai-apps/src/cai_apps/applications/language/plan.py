@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.task import LANGUAGE, workload
-from cai_apps.compose.models import load_model_config
+from cai_apps.applications.language.task import LANGUAGE
 from cai_apps.config.validation import ranks_of
-from cai_apps.planner.plan import Plan, plan_run
+from cai_apps.planner.fit import Planner
+from cai_apps.planner.plan import Plan
 
 
-def plan(config: Config, *, ranks: int | None = None) -> Plan:
+def plan(config: Config, *, ranks: int | None = None, memory: int | None = None) -> Plan:
     """Works out a run on `ranks` ranks; None: as many as the degrees make, with an open `shard` taken as 1.
+
+    Args:
+        memory: bytes of a rank's device, for what the config leaves to the plan.
 
     Raises:
         CaiError: what `train` would raise before its ranks start.
     """
-    ranks = ranks_of(config) if ranks is None else ranks
-    model = load_model_config(config.model.name)
-    config = LANGUAGE.resolve(config, ranks)
-    size = (config.train.microbatch_size, config.data.sequence_length)
-
-    def batch() -> dict[str, torch.Tensor]:
-        ids = torch.zeros(size, dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids}
-
-    return plan_run(config, workload(config, model), batch, ranks=ranks, width=model.hidden_size * size[1])
+    planner = Planner(LANGUAGE.resolve, LANGUAGE.workload)
+    return planner.plan(config, ranks=ranks_of(config) if ranks is None else ranks, memory=memory)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import generate
@@ -17,6 +19,7 @@ from cai_apps.compose.models import (
     load_model_config,
     meta_model,
     model_config_for,
+    not_packed,
     pretrained_directory,
 )
 from cai_apps.compose.sharding import DTYPES
@@ -50,9 +53,16 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         inputs=lambda batch: {"input_ids": batch["input_ids"]},
         target=lambda batch: batch["labels"],
         loss=NextTokenLoss.of,
+        example=lambda samples: _example(samples, config.data.sequence_length),
         initializer=initializer,
+        without_values=not_packed,
         pretrained=pretrained_directory(config.model.name) if config.model.weights == "pretrained" else None,
     )
+
+
+def _example(samples: int, length: int) -> dict[str, Tensor]:
+    ids = torch.zeros(samples, length, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
 
 
 class LanguageTask:
@@ -60,6 +70,9 @@ class LanguageTask:
 
     def resolve(self, config: Config, ranks: int) -> Config:
         return resolve(config, load_model_config(config.model.name), ranks)
+
+    def workload(self, config: Config) -> Workload:
+        return workload(config, load_model_config(config.model.name))
 
     def prepare(self, config: Config) -> Prepared:
         prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)

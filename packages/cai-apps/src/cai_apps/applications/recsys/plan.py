@@ -9,7 +9,7 @@ FLOAT = 4
 """Bytes of a value; row-wise Adagrad keeps one more value a row."""
 
 
-def plan(config: RecsysConfig, ranks: int | None, label: str) -> str:
+def plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None) -> str:
     """The tables' bytes on host and device, as text. Raises `ConfigError` for more than one rank."""
     if ranks not in (None, 1):
         raise ConfigError("a recommendation recipe trains in one process", got=f"--ranks {ranks}")

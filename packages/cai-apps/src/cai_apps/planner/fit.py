@@ -1,0 +1,160 @@
+"""Whether a plan fits a device, which recompute fits first, and what to change where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cai_apps.compose.apply import is_compiled
+from cai_apps.compose.workload import Workload
+from cai_apps.config.file import change
+from cai_apps.config.sections import RunConfig
+from cai_apps.planner.activations import Saved, saved_bytes
+from cai_apps.planner.plan import Plan, device_of, plan_run
+from cai_mesh.errors import CaiError, PlanError
+
+OVERHEAD = 2 * 2**30
+"""Bytes of a GPU that no tensor can have: the CUDA context, NCCL's buffers, symmetric memory."""
+SLACK = 1.05
+"""What the allocator takes for a byte of tensors, with pieces too small to be used again, and what plans are off by."""
+RECOMPUTE = ("none", "selective", "full")
+"""From the fastest to the smallest."""
+
+
+def needed(peak: int) -> int:
+    """Bytes a device must have for a plan's peak."""
+    return int(peak * SLACK) + OVERHEAD
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `memory.recompute = "auto"` became.
+
+    Args:
+        config: with recompute chosen.
+        reason: why, in a few words.
+    """
+
+    config: Any
+    reason: str
+
+
+@dataclass
+class Planner:
+    """Plans configs of one application. What a forward keeps is worked out once for all configs that share it.
+
+    Args:
+        resolve: (config, ranks) -> the config with everything worked out.
+        workload: what a resolved config trains.
+    """
+
+    resolve: Callable[[Any, int], Any]
+    workload: Callable[[Any], Workload]
+    _known: dict[str, Saved] = field(default_factory=dict)
+
+    def plan(self, config: Any, *, ranks: int, memory: int | None = None) -> Plan:
+        """The plan of a config as it was given; what is "auto" is chosen for devices of so many bytes.
+
+        Raises what `train` would raise before its ranks start.
+        """
+        config = self.resolve(config, ranks)
+        if config.memory.recompute == "auto":
+            config = self.choose_recompute(config, ranks=ranks, memory=memory).config
+        return self._plan(config, ranks)
+
+    def peaks(self, config: Any, *, ranks: int) -> dict[str, int]:
+        """The peak of a resolved config by form of recompute, from the fastest form to the smallest."""
+        eager = not is_compiled(config, device_of(config))
+        selective = not (eager and config.parallel.tensor.size > 1)
+        forms = [form for form in RECOMPUTE if form != "selective" or selective]
+        return {form: self._plan(_with_recompute(config, form), ranks).peak for form in forms}
+
+    def choose_recompute(self, config: Any, *, ranks: int, memory: int | None) -> Choice:
+        """Settle `memory.recompute = "auto"` of a resolved config: the fastest form that fits.
+
+        Args:
+            memory: bytes of a rank's device; None: there is no limit.
+
+        Training state that is not all on the device, and inputs of blocks that wait on the host, take full recompute.
+        """
+        if config.memory.residency != "device" or config.memory.activations == "host":
+            return Choice(_with_recompute(config, "full"), "the config keeps on the device what it must")
+        if memory is None:
+            return Choice(_with_recompute(config, "none"), "the device's memory is not known")
+        try:
+            found = self.peaks(config, ranks=ranks)
+        except PlanError as error:
+            return Choice(_with_recompute(config, "full"), str(error).splitlines()[0])
+        form = next((form for form, peak in found.items() if needed(peak) <= memory), RECOMPUTE[-1])
+        fits = "fits" if needed(found[form]) <= memory else "may not fit, and nothing takes less:"
+        reason = f"its planned peak of {found[form] / 2**30:.1f} GiB {fits} {memory / 2**30:.1f} GiB"
+        return Choice(_with_recompute(config, form), reason)
+
+    def _plan(self, config: Any, ranks: int) -> Plan:
+        workload = self.workload(config)
+        key = repr(_what_forwards_depend_on(config))
+        if key not in self._known:
+            self._known[key] = saved_bytes(config, workload, device_of(config))
+        return plan_run(config, workload, ranks=ranks, saved=self._known[key])
+
+
+def _with_recompute(config: Any, form: str) -> Any:
+    return replace(config, memory=replace(config.memory, recompute=form))
+
+
+def _what_forwards_depend_on(config: Any) -> Any:
+    """The config without what changes nothing in the forward of a microbatch."""
+    usual, parallel = RunConfig(), config.parallel
+    return replace(
+        config,
+        parallel=replace(usual.parallel, tensor=parallel.tensor),
+        memory=usual.memory,
+        optimizer=usual.optimizer,
+        lr_schedule=usual.lr_schedule,
+        train=replace(config.train, global_batch=1, steps=1),
+    )
+
+
+def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> Iterator[tuple[str, int]]:
+    """Changes with which a config that does not fit would: what to set, and the peak then.
+
+    Args:
+        config: as it was given, not resolved.
+
+    Changes alone come first; where none is enough, all of them together, then with more ranks.
+    """
+    alone = list(_changes(config))
+    found = [tried for changes in alone for tried in _tried(planner, config, changes, ranks, memory)]
+    together = {key: value for changes in alone for key, value in changes.items()}
+    shared = together | {"parallel.shard": -1, "parallel.zero": 3}
+    for changes, count in ((together, ranks), *((shared, ranks * more) for more in (2, 4, 8))):
+        if not found:
+            found = _tried(planner, config, changes, count, memory)
+    return iter(found)
+
+
+def _changes(config: Any) -> Iterator[dict[str, Any]]:
+    memory, train, parallel = config.memory, config.train, config.parallel
+    if memory.recompute in RECOMPUTE[:-1]:
+        yield {"memory.recompute": "full"}
+    if train.microbatch_size > 1:
+        yield {"train.microbatch_size": 1}
+    if config.precision.compute == "fp32":
+        yield {"precision.compute": "bf16"}
+    if parallel.shard != 1 and parallel.zero < 3:
+        yield {"parallel.zero": 3}
+    if config.optimizer.kind == "adamw" and config.optimizer.state == "fp32":
+        yield {"optimizer.state": "int8"}
+
+
+def _tried(
+    planner: Planner, config: Any, changes: dict[str, Any], ranks: int, memory: int
+) -> list[tuple[str, int]]:
+    """The changes and their peak, if they can be made and are enough."""
+    try:
+        peak = planner.plan(change(config, changes), ranks=ranks, memory=memory).peak
+    except CaiError:
+        return []
+    values = ", ".join(f"{key} = {value}" for key, value in changes.items())
+    return [(f"{values} on {ranks} ranks", peak)] if needed(peak) <= memory else []
