@@ -63,7 +63,7 @@ ROOMS_OF_APPS = {
     "data": set(),
     "compose": {"config"},
     "planner": {"config", "compose"},
-    "run": {"config", "compose", "data"},
+    "run": {"config", "compose", "data", "planner"},
     "report": {"config", "run"},
     "recipes": {"config", "applications"},
     "cli": {"config", "applications", "recipes", "report", "run"},

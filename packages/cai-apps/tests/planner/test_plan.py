@@ -3,11 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from cai_apps import recipes
 from cai_apps.applications.language import APPLICATION
 from cai_apps.applications.language.plan import plan
-from cai_apps.planner.memory import gathered, model_state, most_in_flight
+from cai_apps.planner.memory import model_state, most_in_flight
+from cai_apps.planner.plan import unsharded_bytes
 from cai_mesh.errors import ConfigError, MeshError, PlanError
 from cai_pipeline import program
 
@@ -77,10 +79,22 @@ def test_zero_1_holds_unsharded_gradients_only_to_accumulate(tiny):
     assert model_state(one, 100, 8.0).gradients == 200
 
 
-def test_zero_3_gathers_the_rest_and_two_blocks(tiny):
-    sharded = replace(tiny, parallel=replace(tiny.parallel, zero=3))
-    assert gathered(sharded, [10, 30, 20], 5) == 4 * 55
-    assert gathered(tiny, [10, 30, 20], 5) == 0
+def test_what_zero_holds_whole_is_two_units(tiny):
+    """Two blocks of 10 and 20 elements and a root of 5: gathered and, in float32 here, reduced two at a time."""
+    model = nn.Module()
+    model.first = nn.ModuleList([nn.Linear(5, 2, bias=False), nn.Linear(5, 4, bias=False)])
+    model.last = nn.Linear(5, 1, bias=False)
+
+    def found(zero, shard=4, microbatches=2):
+        pipeline = replace(tiny.parallel.pipeline, microbatches=microbatches)
+        return unsharded_bytes(
+            replace(tiny, parallel=replace(tiny.parallel, zero=zero, shard=shard, pipeline=pipeline)), model
+        )
+
+    assert found(zero=3) == (4 + 4) * 30
+    assert found(zero=2) == 4 * 30
+    assert found(zero=1, microbatches=1) == 4 * 30
+    assert found(zero=1) == found(zero=0) == found(zero=3, shard=1) == 0
 
 
 def test_recompute_keeps_less(tiny):
@@ -113,10 +127,10 @@ def test_same_errors_as_training(tiny):
 
 
 def test_rendered_plan_has_the_mesh_and_a_row_per_stage(tiny):
-    text = APPLICATION.plan(tiny, None, "llama-tiny")
+    text = APPLICATION.plan(tiny, None, "llama-tiny", None)
     assert "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2  (8 ranks)" in text
     assert "869,504 parameters" in text
-    assert len([line for line in text.splitlines() if line.endswith("MiB")]) == 2
+    assert len([line for line in text.splitlines() if line.endswith("MiB") and line.startswith("    ")]) == 2
 
 
 def test_activations_on_the_host_leave_three_inputs_on_the_device():
@@ -135,7 +149,7 @@ def test_needs_of_an_8_billion_model_on_one_gpu():
     assert planned.offload.smallest - planned.stages[0].activations == pytest.approx(
         2 * 3 * embedding, rel=1e-3
     )
-    text = APPLICATION.plan(config, None, "llama-8b")
+    text = APPLICATION.plan(config, None, "llama-8b", None)
     assert "20.49 GiB may be used; works from about" in text
     assert "host      at most 119." in text
 
@@ -148,18 +162,18 @@ def test_a_disk_takes_what_the_host_lacks():
     planned = plan(config)
     assert planned.offload.host <= 60e9
     assert planned.offload.host + planned.offload.disk > 16 * planned.parameters
-    assert "GiB in /fast" in APPLICATION.plan(config, None, "llama-8b")
+    assert "GiB in /fast" in APPLICATION.plan(config, None, "llama-8b", None)
 
 
 def test_too_little_device_memory():
     with pytest.raises(PlanError, match="too small for one layer at a time"):
         plan(recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "2GB"}))
     tight = recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "4GB"})
-    assert "likely too small" in APPLICATION.plan(tight, None, "llama-8b")
+    assert "likely too small" in APPLICATION.plan(tight, None, "llama-8b", None)
 
 
 def test_one_rank_is_told_what_offload_would_do(tiny):
     assert plan(tiny).offload is None
     assert "with memory.residency auto: works from about" in APPLICATION.plan(
-        recipes.load("llama-1b"), None, "llama-1b"
+        recipes.load("llama-1b"), None, "llama-1b", None
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -26,7 +26,7 @@ from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
 from cai_apps.planner.world import imaginary_rank
-from cai_mesh.errors import PlanError
+from cai_mesh.errors import CaiError, PlanError
 from cai_mesh.storage import blocks
 from cai_pipeline import run_stage
 
@@ -77,13 +77,15 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
                     saved = watch.saved()
                 del found  # held until here: the graph keeps alive what is counted
                 return saved
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            except CaiError:
+                raise
+            except Exception as error:  # whatever torch or the model raises for want of values
                 raise PlanError(
-                    "what this model keeps for backward cannot be told before it runs",
-                    got=str(error).splitlines()[0],
-                    cause="sizes inside it depend on values, such as how many tokens an expert gets",
+                    "what this model keeps for backward cannot be told without running it",
+                    got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                    cause="sizes inside it depend on values, or an operator cannot do without them",
                     fix="train a few steps with --train.steps and read the memory they report",
-                ) from None
+                ) from error
 
 
 def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
@@ -170,7 +172,9 @@ class _Watch:
         if kind in self._kinds:
             like, output = self._kinds[kind]
             self.kept[self._block], self.products[self._block] = self.kept[like], self.products[like]
-            return tree_map_only(Tensor, lambda t: torch.empty_like(t).requires_grad_(t.requires_grad), output)
+            return tree_map_only(
+                Tensor, lambda t: torch.empty_like(t).requires_grad_(t.requires_grad), output
+            )
         output, graph = divide(block, forward, args, kwargs)
         for tensor in graph.inputs:
             self._pack(tensor)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cai_apps.compose.blocks import is_product
@@ -39,15 +40,15 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     """
     leaves, spec = tree_flatten((args, kwargs))
     at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    names = [name for name, _ in block.named_parameters()]
+    held = dict([*block.named_parameters(), *block.named_buffers()])
     graphs: list[torch.fx.GraphModule] = []
 
     def run(*tensors: Tensor) -> Any:
         given = list(leaves)
-        for index, tensor in zip(at, tensors[len(names) :], strict=True):
+        for index, tensor in zip(at, tensors[len(held) :], strict=True):
             given[index] = tensor
         inner_args, inner_kwargs = tree_unflatten(given, spec)
-        with _Parameters(block, dict(zip(names, tensors, strict=False))):
+        with _Holding(block, dict(zip(held, tensors, strict=False))):
             return forward(*inner_args, **inner_kwargs)
 
     def take(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
@@ -60,14 +61,18 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
         bw_compiler=lambda graph, inputs: graph,
         partition_fn=min_cut_rematerialization_partition,
     )
-    tensors = [*(p for _, p in block.named_parameters()), *(leaves[index] for index in at)]
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):  # layers take the forms they have in graphs
+    tensors = [*held.values(), *(leaves[index] for index in at)]
+    as_in_graphs = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+    with (
+        _disable_current_modes(),
+        as_in_graphs,
+    ):  # constants made inside are then real ones, as graphs have them
         output = traced(*tensors)
     results = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
-    return output, _division(graphs[0], tensors, len(names), results)
+    return output, _division(graphs[0], tensors, len(held), results)
 
 
-def _division(graph: torch.fx.GraphModule, tensors: list[Tensor], parameters: int, results: int) -> Division:
+def _division(graph: torch.fx.GraphModule, tensors: list[Tensor], held: int, results: int) -> Division:
     nodes = list(graph.graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     place = {_storage(node): index for index, node in enumerate(given)}
@@ -80,7 +85,7 @@ def _division(graph: torch.fx.GraphModule, tensors: list[Tensor], parameters: in
         index = place.get(_storage(node))
         if index is None:
             made[_storage(node)] = value.untyped_storage().nbytes()
-        elif index >= parameters:
+        elif index >= held:
             inputs.append(tensors[index])
     products = sum(_bytes(node) for node in nodes if node.op == "call_function" and is_product(node.target))
     return Division(inputs, sum(made.values()), products)
@@ -98,8 +103,8 @@ def _bytes(node: torch.fx.Node) -> int:
     return first.untyped_storage().nbytes() if isinstance(first, Tensor) else 0
 
 
-class _Parameters:
-    """A module with other tensors for parameters, while the context lasts."""
+class _Holding:
+    """A module with other tensors for parameters and buffers, while the context lasts."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]):
         self._module, self._tensors = module, tensors
@@ -108,7 +113,8 @@ class _Parameters:
     def __enter__(self) -> None:
         for name, tensor in self._tensors.items():
             path, _, key = name.rpartition(".")
-            held: Any = self._module.get_submodule(path)._parameters
+            module = self._module.get_submodule(path)
+            held: Any = module._parameters if key in module._parameters else module._buffers
             self._before.append((held, key, held[key]))
             held[key] = tensor
 

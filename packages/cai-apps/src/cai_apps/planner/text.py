@@ -30,7 +30,9 @@ def show_plan(
         found = list(advice(planner, config, ranks=ranks, memory=memory))
         lines += [f"          it fits with {text}: peak {size(peak)}" for text, peak in found]
         if not found:
-            lines.append("          nothing that was tried makes it fit: take a smaller model, or memory.residency")
+            lines.append(
+                "          nothing that was tried makes it fit: take a smaller model, or memory.residency"
+            )
     return "\n".join(lines)
 
 
@@ -92,7 +94,17 @@ def _offload(plan: Plan) -> list[str]:
 
 
 HEADER = (
-    *("stage", "blocks", "elements", "parameters", "gradients", "optimizer", "unsharded", "activations", "peak"),
+    *(
+        "stage",
+        "blocks",
+        "elements",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "unsharded",
+        "activations",
+        "peak",
+    ),
 )
 
 
@@ -100,7 +112,14 @@ def _table(stages: tuple[StagePlan, ...]) -> list[str]:
     rows = [list(HEADER)]
     for stage in stages:
         state = stage.state
-        held = [state.parameters, state.gradients, state.optimizer, stage.unsharded, stage.activations, stage.peak]
+        held = [
+            state.parameters,
+            state.gradients,
+            state.optimizer,
+            stage.unsharded,
+            stage.activations,
+            stage.peak,
+        ]
         rows.append([str(stage.stage), str(len(stage.blocks)), f"{stage.parameters:,}", *map(size, held)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -18,10 +18,10 @@ def _train(config: RecsysConfig, label: str) -> RunDirectory:
     return train(config, label=label)
 
 
-def _plan(config: RecsysConfig, ranks: int | None, label: str) -> str:
+def _plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None) -> str:
     from cai_apps.applications.recsys.plan import plan
 
-    return plan(config, ranks, label)
+    return plan(config, ranks, label, memory)
 
 
 def _report() -> Page:

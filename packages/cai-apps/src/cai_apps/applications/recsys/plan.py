@@ -16,10 +16,15 @@ def plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None
     tables = config.tables
     host = tables.count * tables.rows * (tables.dim + 1) * FLOAT
     device = tables.count * int(tables.rows * tables.cache) * (tables.dim + 1) * FLOAT
+    fits = (
+        ""
+        if memory is None
+        else f": {'fits' if device <= memory else 'does NOT fit'} {memory / 2**20:,.1f} MiB"
+    )
     return "\n".join(
         [
             f"{label}: DLRM, {tables.count} tables of {tables.rows:,} rows of {tables.dim}",
             f"host      {host / 2**20:,.1f} MiB of rows, with their optimizer's state",
-            f"device    {device / 2**20:,.1f} MiB of them cached, {tables.cache:.0%}; the MLPs are small beside it",
+            f"device    {device / 2**20:,.1f} MiB of them cached, {tables.cache:.0%}; the MLPs are small beside it{fits}",
         ]
     )

@@ -1,0 +1,139 @@
+"""Whether a plan fits, what is chosen, and what is advised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cai_apps import recipes
+from cai_apps.applications.language.plan import plan
+from cai_apps.applications.language.task import LANGUAGE
+from cai_apps.cli import main
+from cai_apps.planner.fit import OVERHEAD, Planner, needed
+from cai_apps.run.train import settle
+from cai_mesh.errors import PlanError
+
+GIB = 2**30
+ALONE = {"parallel.shard": 1, "parallel.tensor.size": 1, "parallel.pipeline.size": 1}
+
+
+@pytest.fixture(scope="module")
+def planner():
+    """One for all tests: what a forward keeps is worked out once."""
+    return Planner(LANGUAGE.resolve, LANGUAGE.workload)
+
+
+MEASURED = {
+    "one microbatch": ("llama-8b", 2, {"train.global_batch": 4, "memory.recompute": "none"}, 83.6),
+    "four microbatches": ("llama-8b", 2, {"memory.recompute": "none"}, 98.56),
+    "selective": ("llama-8b", 2, {"memory.recompute": "selective"}, 87.56),
+    "full": ("llama-8b", 2, {"train.global_batch": 4, "memory.recompute": "full"}, 63.64),
+    "long": (
+        "llama-8b",
+        2,
+        {
+            "memory.recompute": "full",
+            "data.sequence_length": 16384,
+            "train.microbatch_size": 1,
+            "train.global_batch": 4,
+        },
+        70.11,
+    ),
+    "FP8": (
+        "llama-8b",
+        2,
+        {"train.global_batch": 4, "memory.recompute": "none", "precision.linear": "fp8"},
+        85.61,
+    ),
+    "tensor": (
+        "llama-8b",
+        2,
+        {
+            "parallel.shard": 1,
+            "parallel.zero": 1,
+            "parallel.tensor.size": 2,
+            "train.global_batch": 2,
+            "memory.recompute": "none",
+        },
+        75.89,
+    ),
+}
+"""Recipe, ranks, values, and the peak in GiB that torch reported on H200s (benchmarks/results)."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_peak_is_within_10_percent_of_what_gpus_reported(planner, name):
+    recipe, ranks, changes, measured = MEASURED[name]
+    config = recipes.load(recipe, {"train.device": "cuda", **changes})
+    assert planner.plan(config, ranks=ranks).peak / GIB == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen"), [(141, "none"), (100, "selective"), (80, "full"), (None, "none")]
+)
+def test_auto_is_the_fastest_form_that_fits(planner, memory, chosen):
+    config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
+    memory = memory and memory * GIB
+    choice = planner.choose_recompute(config, ranks=2, memory=memory)
+    assert choice.config.memory.recompute == chosen
+    if memory:
+        assert needed(planner.plan(choice.config, ranks=2).peak) <= memory
+        assert "fits" in choice.reason
+
+
+def test_auto_says_where_nothing_fits(planner):
+    config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
+    choice = planner.choose_recompute(config, ranks=2, memory=40 * GIB)
+    assert choice.config.memory.recompute == "full"
+    assert "may not fit" in choice.reason
+
+
+def test_auto_with_training_state_on_the_host_is_full():
+    config = recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "22GB"})
+    assert plan(config, memory=1000 * GIB).config.memory.recompute == "full"
+
+
+def test_a_cpu_has_no_limit_to_choose_by():
+    config = LANGUAGE.resolve(recipes.load("llama-tiny", {**ALONE, "memory.recompute": "auto"}), 1)
+    assert settle(LANGUAGE, config, 1, "cpu").memory.recompute == "none"
+
+
+def test_text_says_whether_it_fits_and_what_would(capsys):
+    assert main(["plan", "llama-1b", "--gpu-memory", "40GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "does NOT fit 40.00 GiB" not in text  # auto found one that does
+    assert main(["plan", "llama-1b", "--memory.recompute", "none", "--gpu-memory=40GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "does NOT fit 40.00 GiB" in text
+    for change in ("memory.recompute = full", "train.microbatch_size = 1", "optimizer.state = int8"):
+        assert f"it fits with {change} on 1 ranks" in text
+    assert main(["plan", "llama-1b", "--gpu-memory", "12GiB"]) == 0
+    assert "on 2 ranks: peak" in capsys.readouterr().out
+    assert main(["plan", "llama-8b", "--gpu-memory", "1GiB"]) == 0
+    assert "nothing that was tried makes it fit" in capsys.readouterr().out
+    assert main(["plan", "llama-1b", "--gpu-memory", "much"]) == 2
+    assert "--gpu-memory is not a size" in capsys.readouterr().err
+
+
+def test_needed_leaves_room():
+    assert needed(100 * GIB) > 105 * GIB + OVERHEAD - 2
+
+
+def test_a_plan_is_refused_for_what_ranks_refuse(tmp_path):
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoConfig.for_model("mixtral", **sizes, num_key_value_heads=2, vocab_size=96).save_pretrained(tmp_path)
+    changes = {**ALONE, "model.name": str(tmp_path), "precision.compute": "bf16"}
+    assert plan(recipes.load("llama-tiny", changes)).peak > 0
+    with pytest.raises(PlanError):
+        plan(recipes.load("llama-tiny", {**changes, "parallel.tensor.size": 2}))
+
+
+def test_sizes_that_depend_on_values_are_said_to():
+    config = LANGUAGE.resolve(recipes.load("llama-tiny", ALONE), 1)
+    workload = LANGUAGE.workload(config)
+    wrong = replace(workload, loss=lambda model, mesh: lambda output, labels: labels.nonzero().sum())
+    with pytest.raises(PlanError, match="cannot be told without running it"):
+        Planner(LANGUAGE.resolve, lambda config: wrong).plan(config, ranks=1)
