@@ -40,7 +40,7 @@ from table import line, table  # noqa: E402
 APART = ("run", "case", "measure", "table")
 FIRST = (
     "linear_cross_entropy", "cross_entropy", "fp8_linear", "rms_norm", "gated", "rope", "layer_norm", "add_rms_norm",
-    "softmax", "attention", "experts", "embedding", "dropout_add", "gelu_bias", "global_norm",
+    "softmax", "attention", "experts", "embedding", "dropout_add", "gelu_bias", "global_norm", "adamw",
 )  # fmt: skip
 Row = dict[str, Any]
 

@@ -1,5 +1,6 @@
 """Training kernels as functions on plain tensors: Triton where it runs, plain torch beside it."""
 
+from cai_kernels.adamw import AdamWOptions, FusedAdamW, adamw_step_, adamw_steps_
 from cai_kernels.add_rms_norm import add_rms_norm
 from cai_kernels.attention import (
     AttentionChoice,
@@ -58,16 +59,20 @@ from cai_kernels.token_permute import token_permute, token_unpermute
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamWOptions",
     "AttentionChoice",
     "Backend",
     "CrossEntropyParts",
     "Fp8Linear",
+    "FusedAdamW",
     "GrpoMetrics",
     "KernelError",
     "KtoMetrics",
     "PreferenceMetrics",
     "Swapped",
     "WeightCache",
+    "adamw_step_",
+    "adamw_steps_",
     "add_rms_norm",
     "attention",
     "attention_backward",

@@ -1,0 +1,168 @@
+"""Public entry points: argument checks and the choice of the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cai_kernels.adamw import reference
+from cai_kernels.backend import Backend, choose, require
+from cai_kernels.errors import KernelError
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """The numbers of AdamW, by default those of `torch.optim.AdamW`.
+
+    Args:
+        lr: the learning rate.
+        beta1, beta2: how much of the first and of the second moment a step keeps, in [0, 1).
+        eps: added to the square root of the second moment.
+        weight_decay: `lr * weight_decay` of a parameter is taken off it.
+
+    Raises `KernelError` for a beta outside [0, 1).
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise KernelError(f"{name} is out of range", got=beta, expected="at least 0, below 1")
+
+
+def adamw_step_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    options: AdamWOptions,
+    *,
+    step: int,
+    grad_scale: float | torch.Tensor = 1.0,
+    backend: Backend = "auto",
+) -> None:
+    """A step of AdamW in place (Loshchilov and Hutter, arXiv:1711.05101), in one pass over memory.
+
+    The arithmetic is that of `torch.optim.AdamW`, in float32. The host never waits.
+
+    Args:
+        param, exp_avg, exp_avg_sq: float32 of one shape and device, contiguous; written. A parameter and its moments.
+        grad: float32 or bfloat16, of that shape and device, contiguous; only read.
+        options: the learning rate and the other numbers.
+        step: which step of this parameter it is; the first is 1.
+        grad_scale: a factor of the gradient, applied as it is read: a number, or a tensor of one value of any floating
+            dtype on that device.
+        backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
+
+    Not differentiable. Not for CUDA graphs, which would repeat one `step`. Raises `KernelError` naming the argument
+    that does not fit.
+    """
+    adamw_steps_(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        options,
+        steps=[step],
+        grad_scale=grad_scale,
+        backend=backend,
+    )
+
+
+def adamw_steps_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    options: AdamWOptions,
+    *,
+    steps: Sequence[int],
+    grad_scale: float | torch.Tensor = 1.0,
+    backend: Backend = "auto",
+) -> None:
+    """`adamw_step_` of many parameters with the same options, a launch each.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs, steps: lists of one length, of what `adamw_step_` takes.
+        options, grad_scale, backend: as there, for all of them.
+
+    Nothing is written if an argument does not fit. Raises `KernelError` naming it.
+    """
+    lists = (params, grads, exp_avgs, exp_avg_sqs, steps)
+    if len({len(each) for each in lists}) > 1:
+        raise KernelError(
+            "params, grads, exp_avgs, exp_avg_sqs and steps differ in length",
+            got=[len(each) for each in lists],
+        )
+    forms = [choose(backend, param.device) for param in params]
+    for i, (param, grad, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
+        if step < 1:
+            raise KernelError(f"steps[{i}] is not positive", got=step, expected="1 for the first step")
+        require(f"params[{i}]", param, dtypes=(torch.float32,))
+        _check_like(f"grads[{i}]", grad, param, GRAD_DTYPES)
+        _check_like(f"exp_avgs[{i}]", exp_avg, param, (torch.float32,))
+        _check_like(f"exp_avg_sqs[{i}]", exp_avg_sq, param, (torch.float32,))
+        _check_contiguous(f"params[{i}]", param)
+        _check_scale(grad_scale, param)
+    for form, param, grad, exp_avg, exp_avg_sq, step in zip(forms, *lists, strict=True):
+        tensors = (param.detach(), grad.detach(), exp_avg.detach(), exp_avg_sq.detach())
+        if form == "reference":
+            reference.adamw_step(*tensors, options, step, grad_scale)
+        else:
+            _launch(tensors, options, step, grad_scale)
+
+
+def _launch(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    options: AdamWOptions,
+    step: int,
+    grad_scale: float | torch.Tensor,
+) -> None:
+    from cai_kernels.adamw import triton
+
+    scale = grad_scale.detach() if isinstance(grad_scale, torch.Tensor) else None
+    factor = 1.0 if isinstance(grad_scale, torch.Tensor) else float(grad_scale)
+    numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
+    triton.adamw_step(*tensors, scale, factor, step, *numbers)
+    param, _, *moments = tensors
+    torch.autograd.graph.increment_version([param, *moments])
+
+
+def _check_like(
+    name: str, tensor: torch.Tensor, param: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    require(name, tensor, dtypes=dtypes, like=param)
+    if tensor.shape != param.shape:
+        raise KernelError(
+            f"{name} has another shape than its parameter",
+            got=tuple(tensor.shape),
+            expected=tuple(param.shape),
+        )
+    _check_contiguous(name, tensor)
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise KernelError(f"{name} is not contiguous", got=f"strides {tensor.stride()}", fix="contiguous()")
+
+
+def _check_scale(grad_scale: float | torch.Tensor, param: torch.Tensor) -> None:
+    if not isinstance(grad_scale, torch.Tensor):
+        return
+    if grad_scale.numel() != 1 or not grad_scale.is_floating_point():
+        raise KernelError(
+            "grad_scale is not one number",
+            got=f"{grad_scale.dtype}, shape {tuple(grad_scale.shape)}",
+            expected="a number, or a floating tensor of one value",
+        )
+    if grad_scale.device != param.device:
+        raise KernelError("grad_scale is on another device", got=grad_scale.device, expected=param.device)

@@ -1,0 +1,148 @@
+"""`torch.optim.AdamW` whose steps run the kernel; its state and its checkpoints are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from cai_kernels.adamw.function import GRAD_DTYPES, AdamWOptions, adamw_steps_
+from cai_kernels.backend import Backend, choose
+from cai_kernels.errors import KernelError
+
+_OTHER = ("amsgrad", "maximize", "capturable", "differentiable")
+_OPTIONS = (*_OTHER, "foreach", "fused", "lr", "eps", "weight_decay")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Params = Any
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` in one pass over memory, which scales the gradients too.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as `torch.optim.AdamW`.
+        backend: "auto" (Triton on CUDA, else torch's own step), "triton" (an error where it cannot run) or "reference"
+            (torch's own step).
+
+    Attributes:
+        gradient_factor: what the gradients of the next step are multiplied by as they are read; 1 again after it. The
+            gradients stay as they are. Clipping by a norm needs no pass of its own so.
+
+    The state is that of torch's fused AdamW: `step` (float32, on the parameter's device), `exp_avg`, `exp_avg_sq`. So
+    each loads the other's state dict. Steps are counted on the host as well; it waits for the device only to read a
+    `step` that somebody else has written, once.
+
+    The kernel steps the param groups whose parameters with a gradient are float32 and contiguous, the gradients too
+    (those may be bfloat16). Torch steps any other group, and all while a gradient scaler has set `found_inf`; then the
+    gradients themselves are multiplied by `gradient_factor`. Raises `KernelError` inside a CUDA graph's capture, which
+    would repeat the number of one step.
+    """
+
+    gradient_factor: float = 1.0
+    backend: Backend = "auto"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        backend: Backend = "auto",
+    ):
+        self.backend = backend
+        self._counts: dict[torch.Tensor, tuple[torch.Tensor, int, int]] = {}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._counts = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """A step, with gradients times `gradient_factor`; returns what `closure` does, if there is one."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise KernelError(
+                "FusedAdamW counts steps on the host, which a CUDA graph does not repeat",
+                fix="torch.optim.AdamW(fused=True, capturable=True)",
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor, self.gradient_factor = self.gradient_factor, 1.0
+        for group in self.param_groups:
+            self._step_group(group, factor)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], factor: float) -> None:
+        fresh = {param for param in group["params"] if not self.state.get(param)}
+        lists: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
+        params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
+        has_complex = self._init_group(group, *lists)
+        if not params:
+            return
+        beta1, beta2 = group["betas"]
+        if not self._fits(group, params, grads, exp_avgs, exp_avg_sqs):
+            if factor != 1.0:
+                torch._foreach_mul_(grads, factor)
+            scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+            numbers = {name: group[name] for name in _OPTIONS}
+            adamw(*lists, has_complex=has_complex, beta1=beta1, beta2=beta2, **scaler, **numbers)
+            return
+        counts = [count + 1 for count in self._counted(params, steps, fresh)]
+        torch._foreach_add_(steps, 1)
+        for param, step, count in zip(params, steps, counts, strict=True):
+            self._counts[param] = (step, step._version, count)
+        options = AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        adamw_steps_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            options,
+            steps=counts,
+            grad_scale=factor,
+            backend=self.backend,
+        )
+
+    def _fits(
+        self,
+        group: dict[str, Any],
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        exp_avgs: Sequence[torch.Tensor],
+        exp_avg_sqs: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether the kernel can step these parameters of a group."""
+        if any(choose(self.backend, device) != "triton" for device in {p.device for p in params}):
+            return False
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        tensors = any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"]))
+        if scaled or tensors or any(group[name] for name in _OTHER):
+            return False
+        masters = [*params, *exp_avgs, *exp_avg_sqs]
+        return (
+            all(t.dtype == torch.float32 for t in masters)
+            and all(grad.dtype in GRAD_DTYPES for grad in grads)
+            and all(type(t) in _PLAIN and t.is_contiguous() for t in (*masters, *grads))
+        )
+
+    def _counted(
+        self, params: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], fresh: set[torch.Tensor]
+    ) -> list[int]:
+        """How many steps each parameter has made: none if it is in `fresh`, as on the host, or read from the device."""
+        counts: list[int | None] = []
+        for param, step in zip(params, steps, strict=True):
+            held, version, count = self._counts.get(param, (None, 0, 0))
+            known = held is step and version == step._version
+            counts.append(0 if param in fresh else count if known else None)
+        unknown = [step for step, count in zip(steps, counts, strict=True) if count is None]
+        if unknown:
+            read = iter(torch.stack([step.to(unknown[0].device) for step in unknown]).tolist())
+            counts = [int(next(read)) if count is None else count for count in counts]
+        return [count for count in counts if count is not None]

@@ -1,0 +1,462 @@
+"""AdamW in one pass: as torch's own, in any layout of memory, and an optimizer whose checkpoints are torch's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from kernel_checks import DEVICE
+
+from cai_kernels import AdamWOptions, FusedAdamW, KernelError, adamw_step_, adamw_steps_
+
+SIZES = [(1,), (7,), (0, 3), (), (2048,), (2049,), (3, 5, 401), (4096,)]
+BACKENDS = ["triton", "reference"]
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SLOTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def values(shape, random, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=random).to(DEVICE, dtype)
+
+
+def state_of(shape, random) -> list[torch.Tensor]:
+    """A parameter and its moments."""
+    return [values(shape, random), values(shape, random) / 10, values(shape, random).square() / 10]
+
+
+def exact(held, grad, options: AdamWOptions, step: int, scale: float = 1.0) -> list[torch.Tensor]:
+    """`torch.optim.AdamW` in float64: parameter and moments after step number `step`."""
+    param = torch.nn.Parameter(held[0].double())
+    optimizer = torch.optim.AdamW(
+        [param],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        foreach=False,
+    )
+    moments = {"exp_avg": held[1].double(), "exp_avg_sq": held[2].double()}
+    optimizer.state[param] = {"step": torch.tensor(float(step - 1)), **moments}
+    param.grad = grad.double() * scale
+    optimizer.step()
+    return [param.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
+
+
+def assert_steps(held, grad, options, step, backend, grad_scale=1.0):
+    wanted = exact(held, grad, options, step, float(grad_scale))
+    before = grad.clone()
+    param, exp_avg, exp_avg_sq = held
+    adamw_step_(param, grad, exp_avg, exp_avg_sq, options, step=step, grad_scale=grad_scale, backend=backend)
+    for got, value in zip(held, wanted, strict=True):
+        torch.testing.assert_close(got.double(), value, rtol=1e-6, atol=3e-7)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SIZES)
+def test_a_step(shape, dtype, backend):
+    random = generator()
+    held = state_of(shape, random)
+    assert_steps(held, values(shape, random, dtype), OPTIONS, 3, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        AdamWOptions(lr=1e-2, weight_decay=0.0),
+        AdamWOptions(lr=1e-3, beta1=0.0, beta2=0.5, eps=1e-3, weight_decay=1.0),
+        AdamWOptions(lr=0.0, weight_decay=0.5),
+        AdamWOptions(lr=1, beta1=0.95, beta2=0.99999, eps=1, weight_decay=0),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 10_000_000])
+def test_numbers(options, step, backend):
+    random = generator(1)
+    assert_steps(state_of((2500,), random), values((2500,), random), options, step, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_from_nothing(backend):
+    random = generator(2)
+    held = [values((1111,), random), torch.zeros(1111, device=DEVICE), torch.zeros(1111, device=DEVICE)]
+    wanted = [value.double() for value in held]
+    for step in range(1, 7):
+        grad = values((1111,), random) * 10.0 ** (step - 4)
+        wanted = exact(wanted, grad, OPTIONS, step)
+        adamw_step_(held[0], grad, held[1], held[2], OPTIONS, step=step, backend=backend)
+        for got, value in zip(held, wanted, strict=True):
+            torch.testing.assert_close(got.double(), value, rtol=2e-6, atol=3e-7)
+
+
+def test_a_small_decay_is_not_rounded_away():
+    """1 - lr * weight_decay is 1 in float32 here, but a moved parameter is not."""
+    held = [torch.full((4,), 1.0, device=DEVICE), *(torch.zeros(4, device=DEVICE) for _ in range(2))]
+    held[0] += torch.tensor([0.0, 0.9, 3.0, 2e-7], device=DEVICE)
+    options = AdamWOptions(lr=1e-3, weight_decay=1e-1)
+    assert_steps(held, torch.zeros(4, device=DEVICE), options, 1, "triton")
+    assert held[0][0] < 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ["number", "float32", "bfloat16"])
+def test_gradients_are_scaled_as_they_are_read(form, backend):
+    random = generator(3)
+    scale: float | torch.Tensor = 0.125
+    if form != "number":
+        scale = torch.tensor(scale, dtype=getattr(torch, form), device=DEVICE)
+    assert_steps(state_of((2100,), random), values((2100,), random), OPTIONS, 2, backend, scale)
+
+
+def test_slices_of_flat_storages_and_nothing_beside_them():
+    random = generator(4)
+    flats = state_of((9000,), random)
+    grads = values((9000,), random, torch.bfloat16)
+    for low, high in ((1, 2050), (2050, 2053), (2053, 8999)):
+        before = [flat.clone() for flat in flats]
+        assert_steps([flat[low:high] for flat in flats], grads[low:high], OPTIONS, 5, "triton")
+        for flat, old in zip(flats, before, strict=True):
+            assert torch.equal(flat[:low], old[:low]) and torch.equal(flat[high:], old[high:])
+            assert not torch.equal(flat[low:high], old[low:high])
+
+
+def test_many_parameters_each_at_its_own_step():
+    random = generator(5)
+    held = [state_of(shape, random) for shape in SIZES]
+    grads = [values(shape, random) for shape in SIZES]
+    steps = [i + 1 for i in range(len(SIZES))]
+    wanted = [exact(h, g, OPTIONS, s, 0.5) for h, g, s in zip(held, grads, steps, strict=True)]
+    params, exp_avgs, exp_avg_sqs = (list(each) for each in zip(*held, strict=True))
+    adamw_steps_(params, grads, exp_avgs, exp_avg_sqs, OPTIONS, steps=steps, grad_scale=0.5, backend="triton")
+    for got, values_ in zip(held, wanted, strict=True):
+        for tensor, value in zip(got, values_, strict=True):
+            torch.testing.assert_close(tensor.double(), value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_counts_as_a_write(backend):
+    random = generator(6)
+    param, exp_avg, exp_avg_sq = state_of((5,), random)
+    param.requires_grad_()
+    grad, tensors = values((5,), random), (param, exp_avg, exp_avg_sq)
+    before = [t._version for t in tensors]
+    adamw_step_(param, grad, exp_avg, exp_avg_sq, OPTIONS, step=1, backend=backend)
+    assert all(t._version > version for t, version in zip(tensors, before, strict=True))
+
+
+def test_the_op_is_clean_for_the_compiler():
+    from cai_kernels.adamw import triton
+
+    random = generator(7)
+    param, exp_avg, exp_avg_sq = state_of((70,), random)
+    numbers = (0.5, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1)
+    for scale in (None, torch.ones((), device=DEVICE)):
+        arguments = (param, values((70,), random), exp_avg, exp_avg_sq, scale, *numbers)
+        torch.library.opcheck(triton.adamw_step, arguments)
+
+
+def refused(match: str, *, step: int = 1, options: dict | None = None, **changed):
+    tensors = {name: torch.ones(4, 2, device=DEVICE) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    with pytest.raises(KernelError, match=match):
+        adamw_step_(**(tensors | changed), options=AdamWOptions(**(options or {})), step=step)
+
+
+def test_errors_name_the_argument():
+    ones = torch.ones(4, 2, device=DEVICE)
+    refused(r"params\[0\] has an unsupported dtype", param=ones.bfloat16())
+    refused(r"grads\[0\] has an unsupported dtype", grad=ones.half())
+    refused(r"exp_avgs\[0\] has an unsupported dtype", exp_avg=ones.bfloat16())
+    refused(r"exp_avg_sqs\[0\] has another shape", exp_avg_sq=ones[:3])
+    refused(r"grads\[0\] is on another device", grad=ones.to("meta"))
+    refused(r"params\[0\] is not contiguous", param=torch.ones(2, 4, device=DEVICE).t())
+    refused(r"exp_avgs\[0\] is not contiguous", exp_avg=torch.ones(2, 4, device=DEVICE).t())
+    refused("grad_scale is not one number", grad_scale=ones)
+    refused("grad_scale is not one number", grad_scale=torch.ones(1, dtype=torch.int32, device=DEVICE))
+    refused("grad_scale is on another device", grad_scale=torch.ones((), device="meta"))
+    refused(r"steps\[0\] is not positive", step=0)
+    refused("beta2 is out of range", options={"beta2": 1.0})
+    with pytest.raises(KernelError, match="differ in length"):
+        adamw_steps_([ones], [ones], [], [ones], OPTIONS, steps=[1])
+
+
+def test_nothing_is_written_where_one_of_many_does_not_fit():
+    held = [state_of((4,), generator(i)) for i in range(2)]
+    before = copy.deepcopy(held)
+    params, exp_avgs, exp_avg_sqs = (list(each) for each in zip(*held, strict=True))
+    grads = [torch.ones(4, device=DEVICE), torch.ones(5, device=DEVICE)]
+    with pytest.raises(KernelError, match=r"grads\[1\] has another shape"):
+        adamw_steps_(params, grads, exp_avgs, exp_avg_sqs, OPTIONS, steps=[1, 1], backend="triton")
+    assert all(
+        torch.equal(a, b) for x, y in zip(held, before, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def parameters(dtype=torch.float32) -> list[torch.nn.Parameter]:
+    random = generator(8)
+    return [torch.nn.Parameter(values(shape, random, dtype)) for shape in ((3, 7), (11,), (2100,), (5,))]
+
+
+def groups_of(params) -> list[dict]:
+    return [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "lr": 2e-2}]
+
+
+def made(kind, params, **changed):
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1} | changed
+    if kind is torch.optim.AdamW:
+        return kind(groups_of(params), **{"fused": True} | options)
+    return kind(groups_of(params), **{"backend": "triton"} | options)
+
+
+def give_gradients(step: int, *lists, factor: float = 1.0):
+    """The same for every list; the last parameter has none in even steps."""
+    for params in lists:
+        random = generator(100 + step)
+        for param in params:
+            param.grad = values(param.shape, random, param.dtype) * factor
+        if step % 2 == 0:
+            params[-1].grad = None
+
+
+def assert_same(ours, theirs, one, other):
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        assert set(one.state[p]) == set(other.state[q]) == set(SLOTS)
+        for slot in SLOTS:
+            got, wanted = one.state[p][slot], other.state[q][slot]
+            assert (got.dtype, got.device) == (wanted.dtype, wanted.device)
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Numbers of parameters that the kernel stepped, a group each."""
+    from cai_kernels.adamw import optimizer
+
+    found, run = [], optimizer.adamw_steps_
+
+    def counted(params, *args, **kwargs):
+        found.append(len(params))
+        run(params, *args, **kwargs)
+
+    monkeypatch.setattr(optimizer, "adamw_steps_", counted)
+    return found
+
+
+def test_five_steps_with_groups_and_a_schedule(launches):
+    ours, theirs = parameters(), parameters()
+    one, other = made(FusedAdamW, ours), made(torch.optim.AdamW, theirs)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.3) for each in (one, other)]
+    for step in range(1, 6):
+        give_gradients(step, ours, theirs)
+        for each in (one, other, *schedules):
+            each.step()
+    assert_same(ours, theirs, one, other)
+    assert one.param_groups[1]["lr"] == pytest.approx(2e-2 * 0.09)
+    assert one.state[ours[-1]]["step"] == 3
+    assert launches == [2, 2, 2, 1, 2, 2, 2, 1, 2, 2]
+
+
+def test_a_parameter_that_never_has_a_gradient_stays():
+    ours = parameters()
+    before = ours[-1].detach().clone()
+    one = made(FusedAdamW, ours)
+    give_gradients(2, ours)
+    one.step()
+    assert torch.equal(ours[-1], before)
+    assert ours[-1] not in one.state
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_goes_to_torch_and_back(fused, launches):
+    ours, theirs, again = parameters(), parameters(), parameters()
+    one, other = made(FusedAdamW, ours), made(torch.optim.AdamW, theirs, fused=fused)
+    for step in (1, 2):
+        give_gradients(step, ours, theirs)
+        one.step()
+        other.step()
+    with torch.no_grad():
+        for p, q in zip(again, theirs, strict=True):
+            p.copy_(q)
+    back = made(FusedAdamW, again)
+    back.load_state_dict(copy.deepcopy(other.state_dict()))
+    other.load_state_dict(copy.deepcopy(one.state_dict()))  # fused from now on
+    assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+    for step in (3, 4, 5):
+        give_gradients(step, ours, theirs, again)
+        for each in (one, other, back):
+            each.step()
+    assert_same(ours, theirs, one, other)
+    for p, q in zip(again, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert [int(back.state[p]["step"]) for p in again] == [5, 5, 5, 3]
+    assert sum(launches) == 7 + 2 * 11
+
+
+def test_a_count_that_somebody_writes_is_seen(launches):
+    """As a checkpoint does that is loaded in place, and as `initialize_state` of cai-zero."""
+    ours, theirs = parameters(), parameters()
+    one, other = made(FusedAdamW, ours), made(torch.optim.AdamW, theirs)
+    for step in (1, 3, 5):
+        give_gradients(step, ours, theirs)
+        one.step()
+        other.step()
+        if step == 1:
+            for optimizer, params in ((one, ours), (other, theirs)):
+                optimizer.state[params[0]]["step"].zero_()
+                optimizer.state[params[2]]["step"].detach().copy_(torch.tensor(41.0))
+    assert [int(one.state[p]["step"]) for p in ours] == [2, 3, 43, 3]
+    assert_same(ours, theirs, one, other)
+
+
+def test_counts_are_read_once(monkeypatch):
+    ours = parameters()
+    one = made(FusedAdamW, ours)
+    reads, stack = [], torch.stack
+    monkeypatch.setattr(torch, "stack", lambda tensors: reads.append(len(tensors)) or stack(tensors))
+    for step in (1, 2, 3):
+        give_gradients(step, ours)
+        one.step()
+    assert reads == []
+    one.load_state_dict(one.state_dict())
+    for step in (1, 2, 3):
+        give_gradients(step, ours)
+        one.step()
+    assert reads == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_factor_of_the_gradients_lasts_a_step(backend, dtype, launches):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    one, other = made(FusedAdamW, ours, backend=backend), made(torch.optim.AdamW, theirs)
+    for step, factor in ((1, 0.25), (3, 1.0), (5, 4.0)):
+        give_gradients(step, ours)
+        give_gradients(step, theirs, factor=factor)
+        one.gradient_factor = factor
+        one.step()
+        other.step()
+        assert one.gradient_factor == 1.0
+    assert_same(ours, theirs, one, other)
+    assert bool(launches) == (backend == "triton" and dtype == torch.float32)
+
+
+def test_the_gradients_themselves_stay_as_they_are():
+    ours = parameters()
+    one = made(FusedAdamW, ours)
+    give_gradients(1, ours)
+    before = [p.grad.clone() for p in ours]
+    one.gradient_factor = 0.5
+    one.step()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(ours, before, strict=True))
+
+
+def slanted() -> list[torch.nn.Parameter]:
+    params = parameters()
+    params[0] = torch.nn.Parameter(params[0].detach().t())
+    return params
+
+
+@pytest.mark.parametrize(
+    ("change", "stepped"),
+    [({"amsgrad": True}, 0), ({"maximize": True}, 0), ({"lr": torch.tensor(1e-2)}, 0), ({}, 2)],
+)
+def test_what_the_kernel_does_not_know_is_torchs_step(change, stepped, launches):
+    """A group whose options it lacks, or with a parameter that is not contiguous; the other group is its own."""
+    ours, theirs = (parameters(), parameters()) if change else (slanted(), slanted())
+    one, other = made(FusedAdamW, ours), made(torch.optim.AdamW, theirs)
+    for optimizer in (one, other):
+        for group in optimizer.param_groups:
+            group.update(change)
+    for step in (1, 3):
+        give_gradients(step, ours, theirs)
+        one.step()
+        other.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert launches == [stepped] * (2 if stepped else 0)
+
+
+def test_a_scaler_that_found_infinity_skips_the_step():
+    ours = parameters()
+    before = [p.detach().clone() for p in ours]
+    one = made(FusedAdamW, ours)
+    give_gradients(1, ours)
+    one.found_inf = torch.ones((), device=DEVICE)
+    one.step()
+    assert all(torch.equal(p, old) for p, old in zip(ours, before, strict=True))
+    assert one.state[ours[0]]["step"] == 0
+    del one.found_inf
+    one.step()
+    assert one.state[ours[0]]["step"] == 1
+    assert not torch.equal(ours[0], before[0])
+
+
+def test_closures_hooks_and_copies(launches):
+    ours = parameters()
+    one, hooked = made(FusedAdamW, ours), []
+    made(torch.optim.AdamW, parameters())  # torch then wraps the step of its own class
+    one.register_step_pre_hook(lambda *_: hooked.append("before"))
+    one.register_step_post_hook(lambda *_: hooked.append("after"))
+
+    def closure():
+        for param in ours:
+            param.grad = None
+        loss = sum(p.square().sum() for p in ours)
+        loss.backward()
+        one.gradient_factor = 0.5
+        return loss
+
+    assert one.step(closure).requires_grad
+    assert hooked == ["before", "after"]
+    assert one.gradient_factor == 1.0
+    again = pickle.loads(pickle.dumps(one))
+    assert again.gradient_factor == 1.0
+    for param in (p for group in again.param_groups for p in group["params"]):
+        param.grad = torch.ones_like(param)
+    again.step()
+    assert {int(state["step"]) for state in again.state.values()} == {2}
+
+
+def test_a_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(KernelError, match="a CUDA graph does not repeat"):
+        made(FusedAdamW, parameters()).step()
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_as_torchs_and_without_a_wait(launches):
+    ours, theirs = parameters(), parameters()
+    one, other = made(FusedAdamW, ours, backend="auto"), made(torch.optim.AdamW, theirs)
+    for step in range(1, 7):
+        give_gradients(step, ours, theirs)
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            one.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        other.step()
+    assert_same(ours, theirs, one, other)
+    assert len(launches) == 12
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count():
+    count = 2**31 + 5
+    held = [torch.ones(count, device="cuda"), *(torch.zeros(count, device="cuda") for _ in range(2))]
+    grad = torch.ones(count, dtype=torch.bfloat16, device="cuda")
+    grad[-1] = -3.0
+    adamw_step_(held[0], grad, held[1], held[2], AdamWOptions(lr=0.5, weight_decay=0.0), step=1)
+    wanted = torch.tensor([0.5, 0.5, 1.5], device="cuda")
+    torch.testing.assert_close(held[0][torch.tensor([0, count - 2, count - 1], device="cuda")], wanted)
+    assert held[0][:-1].eq(held[0][0]).all()
