@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Optimizer, OptimizerGroup
 from cai_apps.config.validation import resolve
+from cai_gemini.chunk_step import has_two_moments
+from cai_kernels import adamw_steps_
+from cai_kernels.adamw import optimizer as fused
 from cai_mesh import checkpoint
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import RankError, run_ranks
@@ -134,6 +138,66 @@ def test_every_kind_trains_as_a_plain_loop_does(kind, layout):
     for name, value in expected.items():
         torch.testing.assert_close(params[name], value, rtol=0, atol=1e-8, msg=name)
     assert groups == {"adamw": 2, "muon": 4}.get(kind, 1)
+
+
+def in_one_pass(case: Case, options: Optimizer):
+    """Losses, parameters, and how many parameters were stepped as the kernel steps them, in its plain form.
+
+    Gradients must not be scaled in a pass of their own, and checkpoints hold what torch's AdamW has.
+    """
+    stepped = []
+
+    def run(params, *args, backend, **kwargs):
+        stepped.append(len(params))
+        adamw_steps_(params, *args, backend="reference", **kwargs)
+
+    def refused(*_):
+        raise AssertionError("gradients are scaled in a pass of their own")
+
+    config = config_of(case, "fp32", options)
+    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    with (
+        patch.object(fused, "choose", lambda *_: "triton"),
+        patch.object(fused, "adamw_steps_", run),
+        patch.object(torch, "_foreach_mul_", refused),
+    ):
+        losses, _ = train_steps(session, case, 0, STEPS)
+    slots = {n.rsplit(".", 1)[-1] for n in session.weights.state() if n.startswith("optimizer.")}
+    return losses, full(parameters_of(session)), sum(stepped), slots
+
+
+def by_torch(case: Case, options: Optimizer):
+    """The same by torch's fused AdamW, with gradients scaled in a pass of their own."""
+    with patch.object(optimizers, "FusedAdamW", functools.partial(torch.optim.AdamW, fused=True)):
+        return trained(case, "fp32", options)
+
+
+@pytest.mark.parametrize("layout", ["one", "data2-zero0", "data2-zero2", "data2-zero3"])
+def test_adamw_clips_and_steps_in_one_pass(layout):
+    """A low limit makes the gradients of every step smaller, and a large eps lets that be seen."""
+    case, options = LAYOUTS[layout], replace(OPTIONS["adamw"], clip=0.1, eps=1e-2)
+    losses, params, stepped, slots = run_ranks(case.world, in_one_pass, case, options)[0]
+    wanted, expected, _ = run_ranks(case.world, by_torch, case, options)[0]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(params[name], value, rtol=0, atol=2e-5, msg=name)
+    assert stepped > 0 and stepped % STEPS == 0
+    assert slots == {"param_groups", "step", "exp_avg", "exp_avg_sq"}
+
+
+def class_on_the_host(case: Case):
+    config = config_of(case, "fp32", OPTIONS["adamw"])
+    config = replace(config, memory=replace(config.memory, residency="host"))
+    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    inner = session.weights.offloaded.inner
+    return type(inner), has_two_moments(inner)
+
+
+@pytest.mark.parametrize("layout", ["one", "data2-zero3"])
+def test_offloaded_weights_are_stepped_by_torchs_own_class(layout):
+    """It is what steps chunks in the blocks of torch's fused kernels."""
+    case = LAYOUTS[layout]
+    assert run_ranks(case.world, class_on_the_host, case)[0] == (torch.optim.AdamW, True)
 
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])

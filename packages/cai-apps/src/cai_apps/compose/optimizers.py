@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.config.sections import Optimizer, OptimizerGroup, RunConfig
+from cai_kernels import FusedAdamW
 from cai_mesh.errors import ConfigError
 from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_mesh.storage import blocks
@@ -21,16 +22,23 @@ REST = ""
 """Name of the group of parameters that no group of the config matches."""
 
 
-def make_optimizer(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: RunConfig, model: nn.Module, mesh: DeviceMesh, *, offloaded: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer over what trains.
 
     Its groups are those of the config and one for the rest, on every rank alike, empty ones too; `lr_scale` of a group
     is its peak rate over `optimizer.lr`.
+
+    Args:
+        offloaded: whether `cai_gemini` will step its parameters chunk by chunk, which knows AdamW as torch's own class.
     """
     options = config.optimizer
     groups = parameter_groups(options, model)
     if options.kind == "adamw" and options.state == "fp32":
-        return torch.optim.AdamW(groups, **_adam(options), fused=True)  # type: ignore[arg-type]
+        if offloaded:
+            return torch.optim.AdamW(groups, **_adam(options), fused=True)  # type: ignore[arg-type]
+        return FusedAdamW(groups, **_adam(options))
     return MAKERS[options.kind](groups, options, config.train.seed, mesh)
 
 

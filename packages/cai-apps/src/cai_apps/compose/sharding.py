@@ -81,7 +81,7 @@ def _offload(
     memory = config.memory
     _, offloaded = offload(
         model,
-        make_optimizer(config, model, mesh),
+        make_optimizer(config, model, mesh, offloaded=True),
         residency=memory.residency,
         device=device,
         device_memory=memory.device_memory,
@@ -103,7 +103,8 @@ def _shard_module(
     shard_module(
         model, mesh, precision=precision, residency=residency, gather=gather, compression=compression
     )
-    optimizer, sharding = make_optimizer(config, model, mesh), sharding_of(model)
+    optimizer = make_optimizer(config, model, mesh, offloaded=residency is not None)
+    sharding = sharding_of(model)
     if residency is not None:
         return Offloaded(model, residency.optimizer(optimizer), sync=sharding)
     return Sharded(model, optimizer, sharding, mesh)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_gemini import OffloadedOptimizer
+from cai_kernels import FusedAdamW
 from cai_mesh.gradients import clip_factor, grad_norm
 from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_mesh.protocols import GradSync
@@ -93,7 +94,7 @@ class Replicated:
         return self.optimizer.grad_norm()
 
     def step(self, norm: float, clip: float) -> None:
-        if norm > clip:
+        if norm > clip and not _scales_itself(self.optimizer.inner, norm, clip):
             self.optimizer.scale_gradients(_factor(norm, clip))
         self.optimizer.step()
 
@@ -140,7 +141,7 @@ class Sharded:
         return grad_norm(self._model.parameters(), self._mesh)
 
     def step(self, norm: float, clip: float) -> None:
-        if norm > clip:
+        if norm > clip and not _scales_itself(self.optimizer, norm, clip):
             grads = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(grads, _factor(norm, clip))
         self.optimizer.step()
@@ -200,6 +201,14 @@ class Offloaded:
 
     def masters(self) -> dict[str, BoxedTensor] | None:
         return None
+
+
+def _scales_itself(optimizer: torch.optim.Optimizer, norm: float, clip: float) -> bool:
+    """Whether an optimizer multiplies the gradients of its coming step itself; it then knows by what."""
+    if not isinstance(optimizer, FusedAdamW):
+        return False
+    optimizer.gradient_factor = _factor(norm, clip)
+    return True
 
 
 def _factor(norm: float, clip: float) -> float:
