@@ -134,7 +134,7 @@ def not_packed() -> Iterator[None]:
     if not hasattr(masking_utils, name):
         yield
         return
-    with mock.patch.object(masking_utils, name, lambda position_ids: None):
+    with mock.patch.object(masking_utils, name, return_value=None):
         yield
 
 

@@ -60,8 +60,9 @@ class Memory:
     nvme: str | None = None
     """Directory on a disk for optimizer state and weights that have no room in host memory."""
     recompute: Literal["auto", "none", "selective", "full"] = "none"
-    """What backward runs again. auto: the first of the others whose plan fits the device; none on CPUs. full: all of a block, of which only the input is kept. selective: what costs little for
-    its bytes; results of matrix products and of attention are kept."""
+    """What backward runs again. auto: the first of the others whose plan fits the device; none on CPUs. full: all of a
+    block, of which only the input is kept. selective: what costs little for its bytes; results of matrix products and
+    of attention are kept."""
     activations: Literal["device", "host"] = "device"
     """Where what full recompute keeps, the inputs of blocks, waits for backward."""
 

@@ -1,11 +1,12 @@
 """Bytes that a forward keeps for backward, found by running it on tensors without storage.
 
-What runs is what `cai_apps.compose.apply.rewrite` makes of the model: its kernels, its tensor-parallel layers, its loss.
+What runs is what `cai_apps.compose.apply.rewrite` makes of the model: its kernels, tensor-parallel layers and loss.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -52,9 +54,20 @@ class Saved:
     rest: int
     loss: int
 
+    def times(self, factor: int) -> Saved:
+        """As many bytes more."""
+        kept, products, inputs = (
+            {name: size * factor for name, size in of.items()}
+            for of in (self.kept, self.products, self.inputs)
+        )
+        return Saved(kept, products, inputs, self.rest * factor, self.loss * factor)
+
 
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
     """Of a resolved config, with all stages on one rank.
+
+    Where operators have no form without values in the run's dtype (experts multiply in bfloat16 alone), sizes are those
+    of bfloat16, scaled.
 
     Args:
         device: where the run will be; decides on kernels and graphs.
@@ -63,29 +76,56 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
     """
     pipeline = replace(config.parallel.pipeline, size=1)
     config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=1))
-    with imaginary_rank(mesh_spec(config), 0) as mesh:
-        model = on_meta(workload)
-        loss = rewrite(config, workload, model, mesh, device=device)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            _give_sizes(model, DTYPES[config.precision.compute])
-            batch = workload.example(config.train.microbatch_size)
-            watch = _Watch(model, graphs=is_compiled(config, device))
-            try:
-                with watch.counting(), workload.without_values():
-                    output = run_stage(model.train(), None, workload.inputs(batch))
-                    found = loss(output, workload.target(batch))
-                    saved = watch.saved()
-                del found  # held until here: the graph keeps alive what is counted
-                return saved
-            except CaiError:
-                raise
-            except Exception as error:  # whatever torch or the model raises for want of values
-                raise PlanError(
-                    "what this model keeps for backward cannot be told without running it",
-                    got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                    cause="sizes inside it depend on values, or an operator cannot do without them",
-                    fix="train a few steps with --train.steps and read the memory they report",
-                ) from error
+    compute = DTYPES[config.precision.compute]
+    with imaginary_rank(mesh_spec(config), 0) as mesh, _silence():
+        try:
+            return _forward(config, workload, mesh, device, compute)
+        except CaiError:
+            raise
+        except Exception as error:  # whatever torch or the model raises for want of values
+            if compute == torch.bfloat16:
+                raise _untold(error) from error
+        try:
+            return _forward(config, workload, mesh, device, torch.bfloat16).times(compute.itemsize // 2)
+        except Exception as error:
+            raise _untold(error) from error
+
+
+def _untold(error: Exception) -> PlanError:
+    return PlanError(
+        "what this model keeps for backward cannot be told without running it",
+        got=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+        cause="sizes inside it depend on values, or an operator cannot do without them",
+        fix="train a few steps and read the memory they report",
+    )
+
+
+def _forward(
+    config: RunConfig, workload: Workload, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
+) -> Saved:
+    model = on_meta(workload)
+    loss = rewrite(config, workload, model, mesh, device=device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _give_sizes(model, dtype)
+        batch = workload.example(config.train.microbatch_size)
+        watch = _Watch(model, graphs=is_compiled(config, device))
+        with watch.counting(), workload.without_values():
+            output = run_stage(model.train(), None, workload.inputs(batch))
+            found = loss(output, workload.target(batch))
+            saved = watch.saved()
+        del found  # held until here: the graph keeps alive what is counted
+        return saved
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, torch does not print what operators raise on tensors without values; it is raised all the same."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:

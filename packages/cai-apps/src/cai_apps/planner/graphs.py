@@ -62,7 +62,7 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
         partition_fn=min_cut_rematerialization_partition,
     )
     tensors = [*held.values(), *(leaves[index] for index in at)]
-    as_in_graphs = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+    as_in_graphs = mock.patch.object(torch.compiler, "is_compiling", return_value=True)
     with (
         _disable_current_modes(),
         as_in_graphs,

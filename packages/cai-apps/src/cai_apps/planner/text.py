@@ -53,9 +53,9 @@ def render(plan: Plan, title: str, batch: str) -> str:
             *_table(plan.stages),
             "",
             "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. unsharded: what ZeRO",
-            "holds whole for a while, parameters and gradients. activations: kept for backward at the fullest moment, and",
-            "what backward or the loss takes beside. peak: of all tensors; in a step of one microbatch gradients come as",
-            "activations go.",
+            "holds whole for a while, parameters and gradients. activations: kept for backward at the fullest moment,",
+            "and what backward or the loss takes beside. peak: of all tensors; in a step of one microbatch gradients",
+            "come as activations go.",
             *_offload(plan),
         ]
     )

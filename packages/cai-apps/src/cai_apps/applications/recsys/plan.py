@@ -25,6 +25,6 @@ def plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None
         [
             f"{label}: DLRM, {tables.count} tables of {tables.rows:,} rows of {tables.dim}",
             f"host      {host / 2**20:,.1f} MiB of rows, with their optimizer's state",
-            f"device    {device / 2**20:,.1f} MiB of them cached, {tables.cache:.0%}; the MLPs are small beside it{fits}",
+            f"device    {device / 2**20:,.1f} MiB of them cached, {tables.cache:.0%}; MLPs are small{fits}",
         ]
     )
