@@ -6,12 +6,10 @@ A preset is an HF config.json under `presets/`. Only shapes are read; weights ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from cai_mesh.errors import ConfigError, did_you_mean
 
@@ -119,23 +117,6 @@ def causal_model(config: PretrainedConfig) -> PreTrainedModel:
                         param.detach().to("meta"), param.requires_grad
                     )
     return model
-
-
-@contextmanager
-def not_packed() -> Iterator[None]:
-    """Inside, models of transformers take no batch for a packed one.
-
-    They look at the values of positions for that, and where there are none (`FakeTensorMode`) they are prepared for
-    both, with masks that no run has.
-    """
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    if not hasattr(masking_utils, name):
-        yield
-        return
-    with mock.patch.object(masking_utils, name, return_value=None):
-        yield
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:

@@ -55,7 +55,8 @@ class Session:
         differing = {a: i for a, i in coordinate(self.mesh).items() if a != "tp"}
         rng.seed_torch(self.config.train.seed, self.steps, differing)
         self.model.train()
-        return self._unscaled(self.runner.step(*self._split(microbatches, total)))
+        with self.workload.running():
+            return self._unscaled(self.runner.step(*self._split(microbatches, total)))
 
     def norm(self) -> Tensor:
         """The norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
@@ -88,7 +89,8 @@ class Session:
     def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
         """The loss of `step`, forward only, in evaluation mode."""
         self.model.eval()
-        return self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
+        with self.workload.running():
+            return self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
 
     def _unscaled(self, loss: Tensor) -> Tensor:
         return loss if self.scale is None else self.scale.unscaled(loss)

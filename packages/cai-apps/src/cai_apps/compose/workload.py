@@ -33,7 +33,7 @@ class Workload:
         initializer: of the model: what fills the parameters and buffers of one of its modules, as transformers'
             `_init_weights` does.
         pretrained: directory of safetensors with the model's parameters by name; None: initial values.
-        without_values: a context in which the model runs on tensors without values as it does on others.
+        running: a context of the model's forwards, those on tensors without values too.
         trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
     """
 
@@ -44,7 +44,7 @@ class Workload:
     example: Callable[[int], Batch]
     initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
     pretrained: Path | None = None
-    without_values: Callable[[], AbstractContextManager] = nullcontext
+    running: Callable[[], AbstractContextManager] = nullcontext
     trial: Trial | None = None
 
 

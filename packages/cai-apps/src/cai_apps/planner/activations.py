@@ -109,7 +109,7 @@ def _forward(
         _give_sizes(model, dtype)
         batch = workload.example(config.train.microbatch_size)
         watch = _Watch(model, graphs=is_compiled(config, device))
-        with watch.counting(), workload.without_values():
+        with watch.counting(), workload.running():
             output = run_stage(model.train(), None, workload.inputs(batch))
             found = loss(output, workload.target(batch))
             saved = watch.saved()

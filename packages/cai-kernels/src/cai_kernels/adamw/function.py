@@ -118,23 +118,30 @@ def adamw_steps_(
         if form == "reference":
             reference.adamw_step(*tensors, options, step, grad_scale)
         else:
-            _launch(tensors, options, step, grad_scale)
+            launch([tensors], options, [step], grad_scale)
 
 
-def _launch(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    options: AdamWOptions,
-    step: int,
-    grad_scale: float | torch.Tensor,
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""A parameter, its gradient, its first and its second moment."""
+
+
+def launch(
+    entries: Sequence[Tensors], options: AdamWOptions, steps: Sequence[int], grad_scale: float | torch.Tensor
 ) -> None:
+    """Run the kernel for each entry, unchecked: for who has checked what `adamw_steps_` would, and has many.
+
+    A thousand parameters must not keep the device waiting for the host.
+    """
     from cai_kernels.adamw import triton
 
     scale = grad_scale.detach() if isinstance(grad_scale, torch.Tensor) else None
     factor = 1.0 if isinstance(grad_scale, torch.Tensor) else float(grad_scale)
     numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
-    triton.adamw_step(*tensors, scale, factor, step, *numbers)
-    param, _, *moments = tensors
-    torch.autograd.graph.increment_version([param, *moments])
+    run = triton.adamw_step if torch.compiler.is_compiling() else triton.run
+    for tensors, step in zip(entries, steps, strict=True):
+        run(*tensors, scale, factor, step, *numbers)
+    written = [tensor for param, _, *moments in entries for tensor in (param, *moments)]
+    torch.autograd.graph.increment_version(written)
 
 
 def _check_like(

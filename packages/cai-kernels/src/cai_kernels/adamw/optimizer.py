@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from cai_kernels.adamw.function import GRAD_DTYPES, AdamWOptions, adamw_steps_
+from cai_kernels.adamw.function import GRAD_DTYPES, AdamWOptions, launch
 from cai_kernels.backend import Backend, choose
 from cai_kernels.errors import KernelError
 
@@ -99,16 +99,7 @@ class FusedAdamW(torch.optim.AdamW):
         for param, step, count in zip(params, steps, counts, strict=True):
             self._counts[param] = (step, step._version, count)
         options = AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        adamw_steps_(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            options,
-            steps=counts,
-            grad_scale=factor,
-            backend=self.backend,
-        )
+        launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)), options, counts, factor)
 
     def _fits(
         self,

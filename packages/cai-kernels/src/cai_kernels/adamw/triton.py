@@ -73,7 +73,7 @@ def _adamw(
         _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, at < size - start)
 
 
-def _adamw_step(
+def run(
     param: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -113,4 +113,4 @@ def _adamw_step(
         )
 
 
-adamw_step = define(_adamw_step, mutates=("param", "exp_avg", "exp_avg_sq"))
+adamw_step = define(run, name="adamw_step", mutates=("param", "exp_avg", "exp_avg_sq"))

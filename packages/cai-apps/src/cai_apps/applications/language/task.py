@@ -19,9 +19,9 @@ from cai_apps.compose.models import (
     load_model_config,
     meta_model,
     model_config_for,
-    not_packed,
     pretrained_directory,
 )
+from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.packed import count_targets, split
@@ -55,7 +55,7 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         loss=NextTokenLoss.of,
         example=lambda samples: _example(samples, config.data.sequence_length),
         initializer=initializer,
-        without_values=not_packed,
+        running=PositionsKnown(),
         pretrained=pretrained_directory(config.model.name) if config.model.weights == "pretrained" else None,
     )
 
