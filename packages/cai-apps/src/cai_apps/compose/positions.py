@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 class PositionsKnown:
     """A context in which models of transformers look at the values of positions once, not in every forward.
 
-    For batches that bring no positions of their own. They look for several sequences packed into one, and the host waits for the device each time. Positions that are
-    the same for the whole batch are made of its length alone: what was found once for a length holds. Where there are
-    no values (`FakeTensorMode`), they are taken for those of a sequence, as they are in a run.
+    For batches that bring no positions of their own. Models look for several sequences packed into one, and the host
+    waits for the device each time. Positions that are the same for the whole batch are made of its length alone: what
+    was found once for a length holds. Where there are no values (`FakeTensorMode`), they are taken for those of a
+    sequence, as they are in a run.
     """
 
     NAME = "find_packed_sequence_indices"
