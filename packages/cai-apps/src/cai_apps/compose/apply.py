@@ -98,6 +98,12 @@ def rewrite(
 
 def _check_recompute(config: RunConfig, compiled: bool) -> None:
     """Outside graphs a product's result is summed over ranks in place: what is kept would be summed again."""
+    if config.memory.recompute == "auto":
+        raise ConfigError(
+            'memory.recompute = "auto" is still to be settled',
+            expected='"none", "selective" or "full"',
+            fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
+        )
     if config.memory.recompute == "selective" and config.parallel.tensor.size > 1 and not compiled:
         raise ConfigError(
             'memory.recompute = "selective" with tensor parallelism needs compiled blocks',

@@ -38,7 +38,7 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
     copy_engines: Literal["auto", "on", "off"] = "auto"
-    """Gather by copies between the GPUs of one host instead of NCCL; auto: where all ranks are on one host."""
+    """Gather and reduce by copies between the GPUs of one host, not by NCCL; auto: where all ranks are on one host."""
     wire_weights: Literal["full", "int8", "fp8"] = "full"
     """What weights are gathered as (ZeRO++, arXiv:2306.10209): full precision, or a byte an element and a scale a
     block. For ranks that share chunks (shard > 1), stages 1 to 3."""
