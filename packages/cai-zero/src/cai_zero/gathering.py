@@ -32,7 +32,7 @@ class Gather:
         reshard_after_forward: False keeps parameters unsharded until their backward: one gather less, the memory of
             an unsharded model in compute dtype more.
         prefetch_bytes: parameters gathered ahead of their use, in bytes; the next unit always is.
-        copy_engines: gather and reduce by copies between the GPUs of one host, which leave the multiprocessors to the model.
+        copy_engines: gather and reduce by copies between the GPUs of one host, not by kernels on multiprocessors.
 
     Raises `PlanError` for a negative budget.
     """

@@ -355,7 +355,7 @@ def shard_optimizer(
             What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
         compression: what travels in one byte an element, in stages 1 and 2. With compressed weights the model's
             parameters are the rounded ones from the beginning, and the optimizer steps master weights apart from them.
-        copy_engines: gather and reduce by copies between the GPUs of one host, which leave the multiprocessors to the model.
+        copy_engines: gather and reduce by copies between the GPUs of one host, not by kernels on multiprocessors.
 
     Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded.
     """
