@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from overlap import length, union
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -50,17 +51,6 @@ def wait_for(metrics: Path, steps: int) -> list[dict]:
     return found
 
 
-def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time as disjoint spans, in order."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def is_communication(name: str) -> bool:
     return any(part in name for part in ("nccl", "barrier_kernel", "PtoP"))
 
@@ -78,9 +68,6 @@ def gaps(trace: profile) -> dict:
     names: Counter[str] = Counter()
     for event in on_gpu:
         names[event.name()[:60]] += event.duration_ns()
-
-    def length(of: list[tuple[int, int]]) -> int:
-        return sum(end - start for start, end in of)
 
     exposed = sorted(((after[0] - before[1], after[0]) for before, after in pairwise(compute)), reverse=True)
     starts = {
