@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cai_apps import recipes
 from cai_apps.applications.language.plan import plan
 from cai_apps.applications.language.task import LANGUAGE
 from cai_apps.cli import main
 from cai_apps.planner.fit import OVERHEAD, Planner, needed
-from cai_apps.run.train import settle
+from cai_apps.run import launch
+from cai_apps.run.train import agree, settle
 from cai_mesh.errors import PlanError
+from cai_mesh.testing import run_ranks
 
 GIB = 2**30
 ALONE = {"parallel.shard": 1, "parallel.tensor.size": 1, "parallel.pipeline.size": 1}
@@ -58,6 +61,7 @@ MEASURED = {
         },
         75.89,
     ),
+    "1B": ("llama-1b", 1, {"memory.recompute": "none"}, 45.57),
 }
 """Recipe, ranks, values, and the peak in GiB that torch reported on H200s (benchmarks/results)."""
 
@@ -99,6 +103,24 @@ def test_a_cpu_has_no_limit_to_choose_by():
     assert settle(LANGUAGE, config, 1, "cpu").memory.recompute == "none"
 
 
+def test_ranks_settle_by_the_memory_of_their_gpus(monkeypatch, capsys):
+    config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
+    monkeypatch.setattr(launch, "device_memory", lambda: 100 * GIB)
+    assert settle(LANGUAGE, config, 2, "cuda").memory.recompute == "selective"
+    assert capsys.readouterr().out.startswith("recompute selective: its planned peak of 90.")
+
+
+def agreed(config, forms):
+    form = forms[torch.distributed.get_rank()]
+    return agree(replace(config, memory=replace(config.memory, recompute=form))).memory.recompute
+
+
+def test_ranks_of_different_machines_agree():
+    config = recipes.load("llama-tiny")
+    assert run_ranks(2, agreed, config, ["none", "selective"]) == ["selective"] * 2
+    assert run_ranks(2, agreed, config, ["full", "selective"]) == ["full"] * 2
+
+
 def test_text_says_whether_it_fits_and_what_would(capsys):
     assert main(["plan", "llama-1b", "--gpu-memory", "40GiB"]) == 0
     text = capsys.readouterr().out
@@ -107,7 +129,7 @@ def test_text_says_whether_it_fits_and_what_would(capsys):
     text = capsys.readouterr().out
     assert "does NOT fit 40.00 GiB" in text
     for change in ("memory.recompute = full", "train.microbatch_size = 1", "optimizer.state = int8"):
-        assert f"it fits with {change} on 1 ranks" in text
+        assert f"it fits with {change} on 1 rank:" in text
     assert main(["plan", "llama-1b", "--gpu-memory", "12GiB"]) == 0
     assert "on 2 ranks: peak" in capsys.readouterr().out
     assert main(["plan", "llama-8b", "--gpu-memory", "1GiB"]) == 0

@@ -116,7 +116,7 @@ def _what_forwards_depend_on(config: Any) -> Any:
     )
 
 
-def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> Iterator[tuple[str, int]]:
+def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> list[tuple[str, int]]:
     """Changes with which a config that does not fit would: what to set, and the peak then.
 
     Args:
@@ -131,7 +131,7 @@ def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> Iterato
     for changes, count in ((together, ranks), *((shared, ranks * more) for more in (2, 4, 8))):
         if not found:
             found = _tried(planner, config, changes, count, memory)
-    return iter(found)
+    return found
 
 
 def _changes(config: Any) -> Iterator[dict[str, Any]]:
@@ -157,4 +157,4 @@ def _tried(
     except CaiError:
         return []
     values = ", ".join(f"{key} = {value}" for key, value in changes.items())
-    return [(f"{values} on {ranks} ranks", peak)] if needed(peak) <= memory else []
+    return [(f"{values} on {ranks} rank{'s' * (ranks > 1)}", peak)] if needed(peak) <= memory else []

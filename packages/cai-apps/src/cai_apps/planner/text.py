@@ -27,7 +27,7 @@ def show_plan(
         return lines[0]
     lines += ["", _recompute(planner, plan), _fits(plan, memory)]
     if memory is not None and needed(plan.peak) > memory:
-        found = list(advice(planner, config, ranks=ranks, memory=memory))
+        found = advice(planner, config, ranks=ranks, memory=memory)
         lines += [f"          it fits with {text}: peak {size(peak)}" for text, peak in found]
         if not found:
             lines.append(

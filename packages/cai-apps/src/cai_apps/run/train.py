@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import launched, mesh_spec
-from cai_apps.planner.fit import Planner
+from cai_apps.planner.fit import RECOMPUTE, Planner
 from cai_apps.run import launch
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.job import join_job, make_job, start_rank
@@ -58,8 +59,9 @@ def _train_as_rank(task: Task, config: Any, label: str) -> RunDirectory:
         ranks = int(os.environ["WORLD_SIZE"])
         config = task.resolve(config, ranks)
         check_machine(config, device)
-        config = settle(task, config, ranks, device)
+        settled = settle(task, config, ranks, device)
     place = start_rank(device)
+    config = settled if settled is config else agree(settled)
     job = join_job(task, config, label, device)
     first = os.environ["RANK"] == "0"
     if first:
@@ -82,6 +84,16 @@ def settle(task: Task, config: Any, ranks: int, device: str) -> Any:
     if os.environ.get("RANK", "0") == "0":
         print(f"recompute {choice.config.memory.recompute}: {choice.reason}", flush=True)
     return choice.config
+
+
+def agree(config: Any) -> Any:
+    """The config with the recompute that takes least of what ranks have settled on: GPUs of machines may differ.
+
+    Collective.
+    """
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, config.memory.recompute)
+    return replace(config, memory=replace(config.memory, recompute=max(found, key=RECOMPUTE.index)))
 
 
 @contextmanager

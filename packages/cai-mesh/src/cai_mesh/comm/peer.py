@@ -61,7 +61,9 @@ class PeerGather:
 
 
 PIECE_BYTES = 2**27
-"""Of the contributions to one rank that travel at once: enough for the links, little memory."""
+"""Of all contributions to a rank that travel at once: enough for the links, little memory however many ranks."""
+ALIGNMENT = 512
+"""Bytes at which a contribution begins, a multiple of every element's size."""
 
 
 class PeerReduce:
@@ -80,7 +82,8 @@ class PeerReduce:
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
         self._rank, self._size, self._turn = group.rank(), group.size(), 0
-        self._nbytes = min(nbytes, PIECE_BYTES)
+        piece = PIECE_BYTES // (self._size - 1) // ALIGNMENT * ALIGNMENT
+        self._nbytes = -(-min(nbytes, piece) // ALIGNMENT) * ALIGNMENT
         shape = (SLOTS, self._size - 1, self._nbytes)
         self._handle, self._slots, self._peers = _meet(group, shape, device)
 

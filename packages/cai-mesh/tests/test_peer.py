@@ -1,0 +1,47 @@
+"""What copy engines add up, on the CPU: ranks are threads, and all memory can be addressed by all."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cai_mesh.comm import peer
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("elements", [128, 1000, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reduce_is_the_sum_in_pieces_of_any_size(monkeypatch, ranks, elements, dtype):
+    memory: dict[int, torch.Tensor] = {}
+    everybody = threading.Barrier(ranks)
+
+    def meet(group, shape, device):
+        own = memory[group.rank()] = torch.full(shape, 255, dtype=torch.uint8)
+        everybody.wait()
+        handle = SimpleNamespace(barrier=lambda channel: everybody.wait())
+        return handle, own, [memory[rank] for rank in range(ranks)]
+
+    monkeypatch.setattr(peer, "_meet", meet)
+    monkeypatch.setattr(peer, "PIECE_BYTES", 5000)
+    gen = torch.Generator().manual_seed(0)
+    rounds = [torch.randn(ranks, ranks * elements, generator=gen, dtype=dtype) for _ in range(3)]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+        reduce = peer.PeerReduce(group, elements * dtype.itemsize, torch.device("cpu"))
+        assert reduce._slots.numel() <= peer.SLOTS * max(5000, 512 * (ranks - 1))
+        found = []
+        for full in rounds:
+            found.append(torch.empty(elements, dtype=dtype))
+            reduce(found[-1], full[rank])
+        return found
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(work, range(ranks)))
+    for index, full in enumerate(rounds):
+        for rank, own in enumerate(full.sum(0).chunk(ranks)):
+            torch.testing.assert_close(found[rank][index], own)
