@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from cai_mesh import checkpoint
-from cai_mesh.checkpoint.planner import read_metadata
+from cai_mesh.checkpoint.manifest import MANIFEST, METADATA, Manifest, seal
 from cai_mesh.comm import coordinate
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import BoxedTensor, FlatChunk, Layout, Shard, attach
@@ -141,6 +142,14 @@ def test_damage_is_named_and_the_older_one_is_found(file, damage, tmp_path):
     assert (tmp_path / "step-2.damaged-0").is_dir()
 
 
+def forge(path, metadata):
+    """Replace the metadata of a checkpoint, and its manifest so that it vouches for it."""
+    manifest = Manifest.read(path)
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    files = {**manifest.files, METADATA: seal(path / METADATA, manifest.save)}
+    (path / MANIFEST).write_text(replace(manifest, files=files).dump())
+
+
 class Bomb:
     def __reduce__(self):
         return os.system, ("touch " + str(Path.cwd() / "exploded"),)
@@ -149,11 +158,10 @@ class Bomb:
 def test_a_pickle_in_metadata_is_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint.save(tmp_path, simple(), step=1)
-    (tmp_path / "step-1" / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError, match="was not run"):
-        read_metadata(tmp_path / "step-1")
-    with pytest.raises(CheckpointError, match="was not run"):
-        checkpoint.load(tmp_path / "step-1", simple(), verify=False)
+    forge(tmp_path / "step-1", Bomb())
+    for read in (checkpoint.contents, lambda path: checkpoint.load(path, simple(), verify=False)):
+        with pytest.raises(CheckpointError, match="was not run"):
+            read(tmp_path / "step-1")
     assert not (tmp_path / "exploded").exists()
     pickle.loads((tmp_path / "step-1" / ".metadata").read_bytes())
     assert (tmp_path / "exploded").exists(), "the bomb of this test does not work"
@@ -184,9 +192,9 @@ def test_metadata_of_an_older_python_is_read(tmp_path, monkeypatch):
 )
 def test_no_other_attribute_is_read(tmp_path, of):
     checkpoint.save(tmp_path, simple(), step=1)
-    (tmp_path / "step-1" / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
+    forge(tmp_path / "step-1", Attribute(*of))
     with pytest.raises(CheckpointError, match="was not read"):
-        read_metadata(tmp_path / "step-1")
+        checkpoint.contents(tmp_path / "step-1")
 
 
 def test_another_model_is_refused_with_a_table(tmp_path):

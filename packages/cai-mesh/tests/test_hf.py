@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from processes import ended, start
 from torch import nn
 
 from cai_mesh import checkpoint
+from cai_mesh.checkpoint import hf
+from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import BoxedTensor, Layout, Shard, attach
 from cai_mesh.testing import run_ranks
@@ -89,3 +92,33 @@ def test_errors(tmp_path):
         checkpoint.load_hf(llama(), tmp_path)
     with pytest.raises(CheckpointError, match="not empty"):
         checkpoint.save_hf(llama(), tmp_path / "in")
+
+
+def test_an_export_keeps_others_out_and_removes_what_killed_ones_left(tmp_path):
+    """One process is killed while it exports; another may not export at once with a third."""
+    left = tmp_path / f"out.{'0' * 32}.tmp"
+    left.mkdir()
+    alive = Lock(tmp_path / "out.lock", "1" * 32)
+    assert ended(start(lambda: checkpoint.save_hf(llama(), tmp_path / "out"))) == 1, "another job was let in"
+    alive.release()
+    checkpoint.save_hf(llama(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def failing(directory):
+    write = hf._write_boxes
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    hf._write_boxes = full if dist.get_rank() == 1 else write
+    try:
+        with pytest.raises(CheckpointError, match="rank 1 could not write"):
+            checkpoint.save_hf(llama(), directory)
+    finally:
+        hf._write_boxes = write
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    run_ranks(2, failing, str(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())

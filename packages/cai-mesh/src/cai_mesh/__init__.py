@@ -13,7 +13,7 @@ from cai_mesh.comm.spec import MeshSpec
 from cai_mesh.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from cai_mesh import checkpoint, gradients, rng, storage, testing
+    from cai_mesh import checkpoint, gradients, rng, storage, testing, trial
     from cai_mesh.comm.build import build_mesh
     from cai_mesh.comm.mesh import ParallelMesh
     from cai_mesh.gradients.norm import clip_grad_norm_
@@ -33,7 +33,7 @@ _HOMES = {
     "build_mesh": "comm",
     "clip_grad_norm_": "gradients",
 }
-_ROOMS = ("checkpoint", "gradients", "rng", "storage", "testing")
+_ROOMS = ("checkpoint", "gradients", "rng", "storage", "testing", "trial")
 
 __all__ = [
     "BoxedTensor",
@@ -54,6 +54,7 @@ __all__ = [
     "rng",
     "storage",
     "testing",
+    "trial",
 ]
 
 

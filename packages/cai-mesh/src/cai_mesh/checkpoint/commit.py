@@ -1,119 +1,145 @@
-"""The commit protocol on one file system: temporary directory, digests, fsync, rename. No tensors, no ranks."""
+"""The commit protocol on one file system: lock, temporary directory, manifest, fsync, rename. No tensors, no ranks."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from cai_mesh.checkpoint import lock as locks
+from cai_mesh.checkpoint.lock import Lock
+from cai_mesh.checkpoint.manifest import MANIFEST, STEP, Manifest, fsync, problems, save_of
 from cai_mesh.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-VALUES = "values.json"
-_STEP = re.compile(r"step-(\d+)")
+LOCK = "save.lock"
+_LEFT = re.compile(r"step-\d+(?:\.([0-9a-f]{32}))?\.(tmp|deleting)")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a committed checkpoint consists of: file name to (bytes, sha256)."""
+class Draft:
+    """A checkpoint that is being written. All ranks know its names; one of them begins, commits and closes it.
 
-    step: int
-    files: Mapping[str, tuple[int, str]]
-
-    def dump(self) -> str:
-        """JSON with a digest over its own contents."""
-        body = {"format": 1, "step": self.step, "files": {n: list(v) for n, v in sorted(self.files.items())}}
-        return json.dumps({**body, "sha256": _digest_of(body)}, indent=1) + "\n"
-
-    @staticmethod
-    def read(directory: Path) -> Manifest:
-        """The manifest of a checkpoint directory. Raises `CheckpointError` when it is missing or damaged."""
-        path = directory / MANIFEST
-        try:
-            body = json.loads(path.read_text())
-            digest = body.pop("sha256")
-            manifest = Manifest(
-                int(body["step"]), {n: (int(size), str(sha)) for n, (size, sha) in body["files"].items()}
-            )
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} is not a complete checkpoint",
-                got="no manifest.json",
-                cause="the save was interrupted, or this is another kind of directory",
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{path} is damaged", cause="its JSON does not parse") from None
-        if digest != _digest_of(body):
-            raise CheckpointError(f"{path} is damaged", cause="its digest does not match its contents")
-        return manifest
-
-
-def _digest_of(body: Mapping) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def digest(path: Path) -> tuple[int, str]:
-    """Size and sha256 of a file."""
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Force a file's or directory's contents to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def name_of(step: int) -> str:
-    """Directory name of a step."""
-    return f"step-{step}"
-
-
-def begin(directory: Path, step: int) -> Path:
-    """Make the temporary directory of a step. Raises `CheckpointError` when a good checkpoint of it exists.
-
-    A damaged one of the same step is moved aside, not deleted.
+    Args:
+        directory: of checkpoints.
+        step: the step to be saved.
+        save: id of the save, 32 hexadecimal digits, the same on all ranks. It is in the name of the temporary
+            directory, so that no two saves ever write into one.
     """
-    final = directory / name_of(step)
-    if final.exists():
-        if not problems(final):
-            raise CheckpointError(
-                f"checkpoint {final} exists", fix="resume from it, or train into another directory"
-            )
-        aside = next(
-            p for i in range(1 << 16) if not (p := final.with_name(f"{final.name}.damaged-{i}")).exists()
+
+    def __init__(self, directory: Path, step: int, save: str):
+        self.step, self.save = step, save
+        self.final = directory / f"step-{step}"
+        self.temporary = directory / f"step-{step}.{save}.tmp"
+        self._lock: Lock | None = None
+
+    def begin(self) -> None:
+        """Take the directory's lock, remove what killed saves have left, and make the temporary directory.
+
+        A damaged checkpoint of the step is moved aside, not deleted. Raises `CheckpointError` when a good one exists
+        or another job holds the lock.
+        """
+        directory = self.final.parent
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(directory / LOCK, self.save)
+        _sweep(directory, self._lock)
+        if self.final.exists():
+            if not problems(self.final):
+                raise _exists(self.final)
+            _set_aside(self.final)
+        self.temporary.mkdir()
+
+    def commit(self, files: Mapping[str, tuple[int, str]], keep_last: int | None) -> Path:
+        """Write the manifest, force everything to disk and rename; then drop the oldest beyond `keep_last`; close.
+
+        Raises `CheckpointError` when a file is not there or not this save's, the lock was lost, or the step was
+        committed meanwhile.
+        """
+        assert self._lock is not None
+        for name, (size, _) in files.items():
+            _check_part(self.temporary / name, size, self.save)
+        manifest = self.temporary / MANIFEST
+        manifest.write_text(Manifest(self.step, self.save, locks.job_name(), files).dump())
+        fsync(manifest)
+        fsync(self.temporary)
+        self._lock.check()
+        try:
+            self.temporary.rename(self.final)
+        except OSError:
+            if self.final.exists():
+                raise _exists(self.final) from None
+            raise
+        fsync(self.final.parent)
+        if keep_last is not None:
+            _prune(self.final, keep_last, self.save)
+        self.close()
+        return self.final
+
+    def close(self) -> None:
+        """Remove the temporary directory, if it was not committed, and let go of the lock, if this process has it."""
+        if self._lock is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self._lock.release()
+            self._lock = None
+
+
+def _exists(final: Path) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {final} exists", fix="resume from it, or train into another directory"
+    )
+
+
+def _set_aside(final: Path) -> None:
+    free = (final.with_name(f"{final.name}.damaged-{i}") for i in range(1 << 16))
+    final.rename(next(path for path in free if not path.exists()))
+
+
+def _check_part(path: Path, size: int, save: str) -> None:
+    """Raise unless a file that a rank says it wrote is there, whole, and of this save."""
+    got = f"{path.stat().st_size} bytes of save {save_of(path)}" if path.is_file() else "no file"
+    if got != f"{size} bytes of save {save}":
+        raise CheckpointError(
+            f"{path} is not what a rank wrote",
+            got=got,
+            expected=f"{size} bytes of save {save}",
+            cause="the ranks do not see one directory, or something else changed the file",
+            fix="save into a directory on a file system that all ranks share",
         )
-        final.rename(aside)
-    temporary = directory / f"{name_of(step)}.tmp"
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    return temporary
 
 
-def commit(temporary: Path, step: int, files: Mapping[str, tuple[int, str]], keep_last: int | None) -> Path:
-    """Write the manifest, force everything to disk and rename; then drop the oldest beyond `keep_last`."""
-    manifest = temporary / MANIFEST
-    manifest.write_text(Manifest(step, files).dump())
-    fsync(manifest)
-    fsync(temporary)
-    final = temporary.with_name(name_of(step))
-    temporary.rename(final)
-    fsync(final.parent)
-    if keep_last is not None:
-        for old in steps(final.parent)[:-keep_last]:
-            doomed = old.with_name(f"{old.name}.deleting")
+def _prune(kept: Path, keep_last: int, save: str) -> None:
+    """Delete the oldest checkpoints beyond `keep_last`, never `kept`. What cannot be deleted is told, not raised."""
+    for old in steps(kept.parent)[:-keep_last]:
+        if old == kept:
+            continue
+        doomed = old.with_name(f"{old.name}.{save}.deleting")
+        try:
             old.rename(doomed)
-            shutil.rmtree(doomed)
-    return final
+        except FileNotFoundError:  # somebody else has deleted it
+            continue
+        except OSError as error:
+            warnings.warn(f"{old} could not be deleted for keep_last: {error}", stacklevel=2)
+            continue
+        _remove(doomed)
+
+
+def _sweep(directory: Path, lock: Lock) -> None:
+    """Remove what saves and deletions that were killed have left behind."""
+    left = [(path, match) for path in directory.iterdir() if (match := _LEFT.fullmatch(path.name))]
+    under_way = lock.saves
+    for path, match in left:
+        if match[2] == "deleting" or match[1] not in under_way:
+            _remove(path)
+    locks.sweep(lock.path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory as far as it goes; of a link, the link. What stays is tried again by the next save."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def steps(directory: str | os.PathLike) -> list[Path]:
@@ -124,7 +150,7 @@ def steps(directory: str | os.PathLike) -> list[Path]:
     found = [
         (int(m[1]), path)
         for path in directory.iterdir()
-        if (m := _STEP.fullmatch(path.name)) and path.is_dir()
+        if (m := STEP.fullmatch(path.name)) and path.is_dir()
     ]
     return [path for _, path in sorted(found)]
 
@@ -133,46 +159,3 @@ def latest(directory: str | os.PathLike) -> Path | None:
     """The newest committed checkpoint below a directory, not verified; None when there is none."""
     found = steps(directory)
     return found[-1] if found else None
-
-
-def problems(checkpoint: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, a line each; empty when every file has its size and digest.
-
-    With `parts`, only every `parts`-th file from `part` on is read, so that ranks can share the work.
-    """
-    try:
-        manifest = Manifest.read(checkpoint)
-    except CheckpointError as error:
-        return [error.what]
-    found = []
-    for name, (size, sha) in sorted(manifest.files.items())[part::parts]:
-        path = checkpoint / name
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif path.stat().st_size != size:
-            found.append(f"{path} is truncated or grown: {path.stat().st_size} bytes, expected {size}")
-        elif digest(path)[1] != sha:
-            found.append(f"{path} is corrupt: its sha256 is not the one recorded when it was written")
-    return found
-
-
-def verify(checkpoint: str | os.PathLike) -> Manifest:
-    """Check every file of a checkpoint directory; returns its manifest.
-
-    Raises `CheckpointError` that names each missing, truncated or corrupt file.
-    """
-    checkpoint = Path(checkpoint)
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"there is no checkpoint {checkpoint}")
-    raise_for(problems(checkpoint), checkpoint)
-    return Manifest.read(checkpoint)
-
-
-def raise_for(found: list[str], checkpoint: Path) -> None:
-    """Raise the `CheckpointError` of a list of problems, if there are any."""
-    if found:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is damaged",
-            got="\n             ".join(found),
-            fix="load an older one, or restore the files from a copy",
-        )

@@ -6,9 +6,12 @@ boxes into them at their place, so no tensor is gathered anywhere.
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
+import shutil
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.checkpoint.commit import fsync
+from cai_mesh.checkpoint.agree import agreed, control_group
 from cai_mesh.checkpoint.loading import SHOWN
-from cai_mesh.checkpoint.saving import _agreed, control_group
+from cai_mesh.checkpoint.lock import Lock
+from cai_mesh.checkpoint.manifest import fsync
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
@@ -132,26 +136,52 @@ def save_hf(
     boxes = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     boxes |= dict(weights or {})
     entries = _lay_out(_everyones(boxes, group), dtype, max_file_bytes)
-    temporary = final.with_name(final.name + ".tmp")
+    export = _Export(final, agreed(lambda: uuid.uuid4().hex, group)[0])
+    try:
+        agreed(lambda: export.begin(entries) if rank == 0 else None, group)
+        agreed(lambda: _write_boxes(export.temporary, entries, _unshared(boxes, group)), group)
+        agreed(lambda: export.finish(model, entries) if rank == 0 else None, group)
+    finally:
+        export.close()
 
-    def begin() -> None:
-        if rank == 0:
-            if final.exists() and any(final.iterdir()):
-                raise CheckpointError(f"{final} is not empty", fix="export into a new directory")
-            temporary.mkdir(parents=True, exist_ok=True)
-            _write_headers(temporary, entries)
 
-    def finish() -> None:
-        if rank == 0:
-            _write_beside(model, temporary, entries)
-            if final.exists():
-                final.rmdir()
-            temporary.rename(final)
-            fsync(final.parent)
+class _Export:
+    """A directory that is being written. All ranks know its names; one of them begins, finishes and closes it."""
 
-    _agreed(begin, group)
-    _agreed(lambda: _write_boxes(temporary, entries, _unshared(boxes, group)), group)
-    _agreed(finish, group)
+    def __init__(self, final: Path, save: str):
+        self._final, self._save = final, save
+        self.temporary = final.with_name(f"{final.name}.{save}.tmp")
+        self._lock: Lock | None = None
+
+    def begin(self, entries: Mapping[str, _Entry]) -> None:
+        """Keep other jobs out, remove what killed ones have left, and lay out the files."""
+        self._final.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self._final.with_name(f"{self._final.name}.lock"), self._save)
+        if self._final.exists() and any(self._final.iterdir()):
+            raise CheckpointError(f"{self._final} is not empty", fix="export into a new directory")
+        for left in self._final.parent.glob(f"{glob.escape(self._final.name)}.{'[0-9a-f]' * 32}.tmp"):
+            if left != self.temporary:
+                shutil.rmtree(left, ignore_errors=True)
+        self.temporary.mkdir()
+        _write_headers(self.temporary, entries)
+
+    def finish(self, model: nn.Module, entries: Mapping[str, _Entry]) -> None:
+        """Write what stands beside the weights, and rename."""
+        assert self._lock is not None
+        _write_beside(model, self.temporary, entries)
+        self._lock.check()
+        if self._final.exists():
+            self._final.rmdir()
+        self.temporary.rename(self._final)
+        fsync(self._final.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Remove what was not finished, and let other jobs in."""
+        if self._lock is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self._lock.release()
+            self._lock = None
 
 
 def _everyones(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):

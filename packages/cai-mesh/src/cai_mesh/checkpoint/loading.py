@@ -12,11 +12,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from cai_mesh.checkpoint import commit
-from cai_mesh.checkpoint.planner import BoxLoadPlanner, SafeReader, read_metadata
-from cai_mesh.checkpoint.saving import as_boxes, control_group
+from cai_mesh.checkpoint.agree import agreed, control_group, together
+from cai_mesh.checkpoint.manifest import (
+    MANIFEST,
+    STEP,
+    VALUES,
+    Manifest,
+    problems,
+    raise_for,
+    raise_unless_done,
+)
+from cai_mesh.checkpoint.planner import BoxLoadPlanner, read_metadata
+from cai_mesh.checkpoint.saving import as_boxes
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
@@ -29,19 +40,20 @@ SHOWN = 8
 def newest_good(directory: str | os.PathLike) -> tuple[Path | None, list[str]]:
     """The newest checkpoint below `directory` whose files all verify, and what is wrong with newer ones. Collective."""
     skipped: list[str] = []
-    for checkpoint in reversed(commit.steps(directory)):
-        found = _problems(checkpoint)
-        if not found:
+    found = agreed(lambda: commit.steps(directory), control_group(), doing=f"look into {directory}")[0]
+    for checkpoint in reversed(found):
+        wrong = _problems(checkpoint)
+        if not wrong:
             return checkpoint, skipped
-        skipped += found
+        skipped += wrong
     return None, skipped
 
 
-def _problems(checkpoint: Path) -> list[str]:
-    """Every rank verifies its part of the files."""
+def _problems(checkpoint: Path, *, digests: bool = True) -> list[str]:
+    """What is wrong with a checkpoint; every rank looks at its part of the files."""
     group = control_group()
     rank, world = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    found = all_gather_object(commit.problems(checkpoint, part=rank, parts=world), group)
+    found = all_gather_object(problems(checkpoint, part=rank, parts=world, digests=digests), group)
     return list(dict.fromkeys(line for lines in found for line in lines))
 
 
@@ -52,22 +64,38 @@ def load(checkpoint: str | os.PathLike, state: Mapping[str, Any], *, verify: boo
         checkpoint: a `step-N` directory, or a directory of them (the newest is taken).
         state: as for `save`, on any layout and any number of ranks. Tensors may have another dtype; values are
             converted. Plain values in it are ignored.
-        verify: check sizes and digests first, the ranks sharing the files.
+        verify: check the digests of the tensors' files first, the ranks sharing them. Without it those files must
+            still be there, have their size and be of one save, and the metadata and plain values must be as written.
 
-    Raises `CheckpointError` when there is no checkpoint, a file is damaged, or names or shapes differ (with a table
-    of the first differences); nothing has been written into `state` then.
+    Raises `CheckpointError` on every rank when there is no checkpoint, a file is damaged or of another save, or names
+    or shapes differ (with a table of the first differences): nothing has been written into `state` then. A file that
+    cannot be read after that raises it as well.
     """
-    path = _resolve(Path(checkpoint))
-    if verify:
-        commit.raise_for(_problems(path), path)
-    metadata = read_metadata(path)
-    boxes, _ = as_boxes(state)
+    group, doing = control_group(), f"read the checkpoint {checkpoint}"
+    path = agreed(lambda: _resolve(Path(checkpoint)), group, doing=doing)[0]
+    manifest, metadata, values = together(lambda: _about(path), group, doing=doing)
+    if len(set(agreed(lambda: manifest.save, group))) > 1:
+        raise CheckpointError(f"{path} was replaced by another save while it was read", fix="load it again")
+    raise_for(_problems(path, digests=verify), path)
+    boxes, _ = together(lambda: as_boxes(state), group, doing=doing)
     _compare(path, metadata, boxes)
-    reader, planner = SafeReader(path), BoxLoadPlanner()
+    together(lambda: _fill(path, metadata, boxes), group, doing=doing)
+    return values
+
+
+def _about(path: Path) -> tuple[Manifest, Metadata, dict[str, Any]]:
+    """All of a checkpoint but its tensors' values, each part as the manifest has it."""
+    manifest = Manifest.read(path)
+    values = json.loads(manifest.bytes_of(path, VALUES))["values"]
+    return manifest, read_metadata(path, manifest), values
+
+
+def _fill(path: Path, metadata: Metadata, boxes: Mapping[str, BoxedTensor]) -> None:
+    """Read what this rank's boxes need."""
+    reader, planner = FileSystemReader(path), BoxLoadPlanner()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(boxes, metadata)
     reader.read_data(planner.create_local_plan(), planner).wait()
-    return json.loads((path / commit.VALUES).read_text())
 
 
 @dataclass(frozen=True)
@@ -86,22 +114,21 @@ class Contents:
 def contents(checkpoint: str | os.PathLike) -> Contents:
     """What a checkpoint, or the newest of a directory, holds, without its tensors' values.
 
-    Raises `CheckpointError` when there is none or its metadata is damaged.
+    Raises `CheckpointError` when there is none, or what it says of itself is not as it was written.
     """
     path = _resolve(Path(checkpoint))
-    found = read_metadata(path).state_dict_metadata
+    _, metadata, values = _about(path)
     tensors = {
         name: (tuple(saved.size), saved.properties.dtype)
-        for name, saved in found.items()
+        for name, saved in metadata.state_dict_metadata.items()
         if isinstance(saved, TensorStorageMetadata)
     }
-    return Contents(tensors, json.loads((path / commit.VALUES).read_text()))
+    return Contents(tensors, values)
 
 
 def _resolve(path: Path) -> Path:
-    if (path / commit.MANIFEST).is_file() or commit._STEP.fullmatch(path.name):
-        if not path.is_dir():
-            raise CheckpointError(f"there is no checkpoint {path}")
+    if (path / MANIFEST).is_file() or STEP.fullmatch(path.name):
+        raise_unless_done(path)
         return path
     newest = commit.latest(path)
     if newest is None:

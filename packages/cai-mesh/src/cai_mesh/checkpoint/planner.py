@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from cai_mesh.checkpoint.manifest import METADATA, Manifest
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
@@ -194,23 +194,19 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class SafeReader(FileSystemReader):
-    """DCP's file reader with metadata read by an allow-list. Tensors are read with `weights_only`, as DCP does."""
+def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:
+    """The DCP metadata of a checkpoint, which its manifest vouches for, by an allow-list of classes.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
-
-
-def read_metadata(checkpoint: Path) -> Metadata:
-    """The DCP metadata of a checkpoint. Raises `CheckpointError` for a damaged or malicious file."""
-    path = checkpoint / ".metadata"
+    Raises `CheckpointError` for a missing, damaged or malicious file.
+    """
+    path = checkpoint / METADATA
+    raw = manifest.bytes_of(checkpoint, METADATA)
     try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged", cause=str(error)) from None
+        metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a pickle of something else raises is anybody's guess
+        raise CheckpointError(f"{path} is damaged", cause=f"{type(error).__name__}: {error}") from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} does not hold checkpoint metadata", got=type(metadata).__name__)
     return metadata

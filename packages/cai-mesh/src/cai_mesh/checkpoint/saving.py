@@ -1,10 +1,11 @@
-"""Saving: plan together, copy or refer, write apart, commit together."""
+"""Saving: plan together, copy or refer, write apart, commit together. Rank 0 holds the lock for the others."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from cai_mesh.checkpoint import commit
+from cai_mesh.checkpoint.agree import agreed, control_group, together
+from cai_mesh.checkpoint.manifest import METADATA, VALUES, seal, write_values
 from cai_mesh.checkpoint.planner import BoxSavePlanner
-from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
+
+Written = tuple[list[WriteResult], dict[str, tuple[int, str]]]
+"""What one rank wrote: where DCP put each item, and size and sha256 of each file."""
 
 
 class Saving:
@@ -54,13 +61,6 @@ class Saving:
             raise self._error
         assert self._result is not None
         return self._result
-
-
-def control_group() -> dist.ProcessGroup | None:
-    """The group of all ranks for control data; None in a job of one process."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.group.WORLD
 
 
 def as_boxes(state: Mapping[str, Any]) -> tuple[dict[str, BoxedTensor], dict[str, Any]]:
@@ -99,80 +99,95 @@ def save(
         state: flat names to tensors (full, with an attached `Layout`, DTensors), `BoxedTensor`s, or values JSON can
             hold (rank 0's are written). Every box is written once, whoever holds copies.
         step: a step is never overwritten; a damaged checkpoint of it is moved aside.
-        keep_last: committed checkpoints to keep, this one included; None keeps all.
+        keep_last: committed checkpoints to keep, always this one among them; None keeps all.
         async_: copy what this rank writes to host memory, return, and write in a thread. Values changed after the
-            call are not seen. Wait for the last `Saving` before the next save, so there is one copy at most.
+            call are not seen. Wait for the last `Saving` before the next save, so there is one copy at most; saves
+            of one job that overlap all the same are all committed.
         group: gloo group of all ranks for the thread's own coordination; None makes one when `async_` needs it.
 
-    Raises `CheckpointError` (from `Saving.wait` when async) when the step exists, a value cannot be saved, or a rank
-    failed to write: the temporary directory then stays behind and earlier checkpoints are untouched.
+    Raises `CheckpointError` on every rank (from `Saving.wait` when async) when another job is saving into the
+    directory, the step exists, a value cannot be saved, or a rank failed to write: what was written is removed then,
+    and earlier checkpoints are untouched.
     """
-    directory, boxes_values = Path(directory), as_boxes(state)
-    boxes, values = boxes_values
     if keep_last is not None and keep_last < 1:
         raise CheckpointError("keep_last must leave at least one checkpoint", got=keep_last)
     control = control_group()
     if async_ and control is not None and group is None:
         group = dist.new_group(backend="gloo")  # type: ignore[assignment]
     rank = dist.get_rank() if control is not None else 0
-    temporary = _agreed(lambda: commit.begin(directory, step) if rank == 0 else None, control)[0]
+    boxes, values = together(lambda: as_boxes(state), control)
     planner = BoxSavePlanner()
     planner.set_up_planner(boxes)
-    plans, metadata = planner.create_global_plan(all_gather_object(planner.create_local_plan(), control))
-    plan = plans[rank]
+    draft, plans, metadata = _planned(planner, Path(directory).absolute(), step, control)
     if async_:
-        planner.set_up_planner(_staged(boxes, plan))
+        together(lambda: planner.set_up_planner(_staged(boxes, plans[rank])), control)
+    try:
+        agreed(lambda: draft.begin() if rank == 0 else None, control)
+    except BaseException:
+        draft.close()
+        raise
 
     def write() -> Path:
         channel = group if async_ else control
-        writer = FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
-        written = _agreed(lambda: _write(writer, plan, planner, rank), channel)
-        results = [result for results, _ in written for result in results]
-        files = {name: entry for _, entries in written for name, entry in entries.items()}
-
-        def finish() -> Path | None:
-            if rank:
-                return None
-            writer.finish(metadata, [results])
-            (temporary / commit.VALUES).write_text(json.dumps(values, indent=1))
-            for name in (".metadata", commit.VALUES):
-                commit.fsync(temporary / name)
-                files[name] = commit.digest(temporary / name)
-            return commit.commit(temporary, step, files, keep_last)
-
-        return _agreed(finish, channel)[0]
+        try:
+            written = agreed(lambda: _write(draft, plans[rank], planner, rank), channel)
+            finish = lambda: _finish(draft, written, metadata, values, keep_last)  # noqa: E731
+            return agreed(lambda: finish() if rank == 0 else None, channel)[0]
+        finally:
+            draft.close()
 
     return Saving(write, background=async_)
 
 
-def _agreed(action: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's result of `action`; if any rank failed, all raise that `CheckpointError`."""
-    result, failure = None, None
-    try:
-        result = action()
-    except CheckpointError as error:
-        failure = error
-    except Exception as error:  # a full disk, a missing mount
-        rank = dist.get_rank() if group is not None else 0
-        failure = CheckpointError(
-            f"rank {rank} could not write the checkpoint", cause=f"{type(error).__name__}: {error}"
+def _planned(
+    planner: BoxSavePlanner, directory: Path, step: int, control: dist.ProcessGroup | None
+) -> tuple[commit.Draft, list[SavePlan], Metadata]:
+    """Names, id and plan of a save, the same on all ranks. Raises `CheckpointError` when ranks save other steps."""
+    ranks = agreed(
+        lambda: (commit.Draft(directory, step, uuid.uuid4().hex), planner.create_local_plan()), control
+    )
+    wanted = [draft.step for draft, _ in ranks]
+    if len(set(wanted)) > 1:
+        raise CheckpointError(
+            "the ranks are not saving the same step",
+            got=f"steps {wanted} of ranks 0 to {len(wanted) - 1}",
+            fix="save at the same point of the run on all ranks",
         )
-    outcomes = all_gather_object((result, failure), group)
-    for _, failed in outcomes:
-        if failed is not None:
-            raise failed
-    return [value for value, _ in outcomes]
+    return ranks[0][0], *planner.create_global_plan([plan for _, plan in ranks])
 
 
-def _write(writer: FileSystemWriter, plan: SavePlan, planner: BoxSavePlanner, rank: int):
-    """Write this rank's items; returns DCP's results and the size and digest of each file."""
+def _write(draft: commit.Draft, plan: SavePlan, planner: BoxSavePlanner, rank: int) -> Written:
+    """Write this rank's items, each file sealed with the save's id."""
+    writer = _writer(draft)
     writer.set_up_storage_writer(is_coordinator=rank == 0)
     prefixed = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
     future = writer.write_data(prefixed, planner)
     future.wait()
     results = list(future.value())
     names = {result.storage_data.relative_path for result in results}
-    return results, {name: commit.digest(Path(writer.path) / name) for name in sorted(names)}
+    return results, {name: seal(draft.temporary / name, draft.save) for name in sorted(names)}
+
+
+def _finish(
+    draft: commit.Draft,
+    written: list[Written],
+    metadata: Metadata,
+    values: Mapping[str, Any],
+    keep_last: int | None,
+) -> Path:
+    """Write what is said of all ranks' files, and commit them; returns the checkpoint."""
+    _writer(draft).finish(metadata, [results for results, _ in written])
+    files = {name: entry for _, entries in written for name, entry in entries.items()}
+    files[METADATA] = seal(draft.temporary / METADATA, draft.save)
+    files[VALUES] = write_values(draft.temporary / VALUES, values, draft.save)
+    return draft.commit(files, keep_last)
+
+
+def _writer(draft: commit.Draft) -> FileSystemWriter:
+    """DCP's writer into a draft. It need not force files to disk: sealing them does."""
+    writer = FileSystemWriter(draft.temporary, sync_files=False, per_thread_copy_ahead=0)
+    writer.save_id = draft.save
+    return writer
 
 
 def _staged(boxes: Mapping[str, BoxedTensor], plan: SavePlan) -> dict[str, BoxedTensor]:

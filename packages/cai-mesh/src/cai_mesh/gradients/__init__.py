@@ -14,7 +14,21 @@ from cai_mesh.gradients.linear import (
     routed,
 )
 from cai_mesh.gradients.norm import clip_factor, clip_grad_norm_, grad_norm, norm_of_squares
+from cai_mesh.gradients.place import Place
 from cai_mesh.gradients.products import PLAIN, TRANSPOSED, PlainProducts
+from cai_mesh.gradients.shard import ShardGradient, shown
+from cai_mesh.gradients.shown import (
+    GradientKeeper,
+    ShardParameter,
+    ShownParameter,
+    hide,
+    in_backward,
+    local_gradient,
+    plain,
+    raw_grad,
+    set_raw_grad,
+    show,
+)
 
 __all__ = [
     "LOCAL",
@@ -22,9 +36,14 @@ __all__ = [
     "TRANSPOSED",
     "Deferred",
     "GradBuffer",
+    "GradientKeeper",
     "Local",
+    "Place",
     "PlainProducts",
     "Ready",
+    "ShardGradient",
+    "ShardParameter",
+    "ShownParameter",
     "accumulate_node",
     "check_no_gradients",
     "clip_factor",
@@ -32,9 +51,17 @@ __all__ = [
     "defer",
     "direct_linears",
     "grad_norm",
+    "hide",
+    "in_backward",
+    "local_gradient",
     "norm_of_squares",
     "own_products",
+    "plain",
+    "raw_grad",
     "register",
     "route",
     "routed",
+    "set_raw_grad",
+    "show",
+    "shown",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients.shown import raw_grad, set_raw_grad
 from cai_mesh.layout.chunk import FlatChunk
 from cai_mesh.protocols import LinearRule
 
@@ -33,6 +34,19 @@ def accumulate_node(param: torch.Tensor) -> torch.autograd.graph.Node:
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+def has_hooks(weight: torch.Tensor) -> bool:
+    """Whether somebody wants to see the weight's gradient as autograd hands it over."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def accumulates(node: torch.autograd.graph.Node) -> bool | None:
+    """Whether the backward under way accumulates into a leaf; None in `torch.autograd.grad`, which returns them."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch answers there
+        return None
+
+
 class GradBuffer:
     """The gradients of one chunk: memory that comes with a backward and goes with its reduction.
 
@@ -40,7 +54,7 @@ class GradBuffer:
 
     Attributes:
         deferred: who keeps the weight gradients that arrive now (None: they are made at once).
-        used: which parameters have ever had a gradient, by their place in the chunk.
+        arrived: which parameters have had a gradient since their owner last cleared this, by place in the chunk.
 
     Args:
         chunk: what lies where.
@@ -62,7 +76,7 @@ class GradBuffer:
         self.chunk, self.params = chunk, list(params)
         self.is_open = False
         self.deferred: Deferred | None = None
-        self.used: set[int] = set()
+        self.arrived: set[int] = set()
         self._kept: list[_Kept] = []
         self._before_open = before_open
         self._unwritten: set[int] = set()
@@ -105,7 +119,7 @@ class GradBuffer:
         """
         index = self._index[offset]
         node = self._nodes[index]
-        if node is None or not torch._C._will_engine_execute_node(node):
+        if node is None or not self.takes(offset):
             return
         if self.deferred is None:
             self.write(index, rule, operands)
@@ -115,13 +129,18 @@ class GradBuffer:
         self._kept.append(kept)
         self.deferred.keep(kept)
 
+    def takes(self, offset: int) -> bool | None:
+        """Whether a weight gradient at `offset` is for this buffer in the backward under way; None: for the caller."""
+        node = self._nodes[self._index[offset]]
+        return False if node is None else accumulates(node)
+
     @torch.no_grad()
     def write(self, index: int, rule: LinearRule, operands: tuple[torch.Tensor, ...]) -> None:
         """Make a weight gradient in the chunk: over what is there where it is the first, else added to it."""
         self.open()
         fresh = index in self._unwritten
         self._unwritten.discard(index)
-        self.used.add(index)
+        self.arrived.add(index)
         rule.write_weight_grad(operands, self.views[index], fresh=fresh)
 
     def _flush(self) -> None:
@@ -134,12 +153,12 @@ class GradBuffer:
     @property
     def has_gradients(self) -> bool:
         """Whether anything has arrived that `take` would return."""
-        return self.is_open or bool(self._waiting()) or any(p.grad is not None for p in self.params)
+        return self.is_open or bool(self._waiting()) or bool(self._late())
 
     @property
     def written(self) -> set[int]:
         """Which parameters have a gradient that `take` would return, by their place in the chunk."""
-        late = {i for i, p in enumerate(self.params) if p.grad is not None} | self._waiting()
+        late = set(self._late()) | self._waiting()
         return late | (set(range(len(self.params))) - self._unwritten if self.is_open else set())
 
     @torch.no_grad()
@@ -147,8 +166,8 @@ class GradBuffer:
         """The gradients, [chunk.numel]: what was written here plus every `.grad`, which are dropped; zero elsewhere."""
         self.open()
         self._flush()
-        late = [i for i, p in enumerate(self.params) if p.grad is not None]
-        self.used.update(late)
+        late = self._late()
+        self.arrived.update(late)
         fresh = [i for i in late if i in self._unwritten]
         empty = [self.views[i] for i in sorted(self._unwritten.difference(late))]
         if empty:
@@ -161,13 +180,27 @@ class GradBuffer:
             torch._foreach_add_([self.views[i] for i in again], grads)
         self._unwritten = set()
         for i in late:
-            self.params[i].grad = None
+            set_raw_grad(self.params[i], None)
         return self.tensor
 
     def _grad(self, index: int) -> torch.Tensor:
-        grad = self.params[index].grad
+        grad = raw_grad(self.params[index])
         assert grad is not None
         return grad.to_dense() if grad.is_sparse else grad
+
+    def _late(self) -> list[int]:
+        """The parameters whose gradients autograd has accumulated itself."""
+        return [i for i, p in enumerate(self.params) if raw_grad(p) is not None]
+
+    def drop(self, index: int) -> None:
+        """Forget what has arrived of one gradient and was not taken by a reduction yet."""
+        set_raw_grad(self.params[index], None)
+        for kept in self._kept:
+            if kept.index == index:
+                kept.operands = None
+        self.arrived.discard(index)
+        if self.is_open:
+            self._unwritten.add(index)
 
     def close(self) -> None:
         """Free the memory, and drop what still waits. The caller has seen to it that nothing still reads it."""
@@ -250,5 +283,5 @@ def defer(params: Iterable[nn.Parameter]) -> Iterator[Deferred]:
 
 def check_no_gradients(params: Iterable[nn.Parameter]) -> None:
     """Raise `PlanError` where a gradient is already waiting: it would be lost or counted twice."""
-    if any(p.grad is not None for p in params):
+    if any(raw_grad(p) is not None for p in params):
         raise PlanError("a parameter already has a gradient", fix="call zero_grad() before sharding")

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients.buffer import buffer_of
+from cai_mesh.gradients.buffer import buffer_of, has_hooks
+from cai_mesh.gradients.embedding import route_embedding
 from cai_mesh.gradients.products import PLAIN, TRANSPOSED
 from cai_mesh.protocols import LinearProducts, LinearRule, TensorHandle
 
@@ -101,6 +101,11 @@ def _weight_gradient(token: torch.Tensor, grad: torch.Tensor, operands: list[tor
     buffer = buffer_of(grad)
     if buffer is None:
         raise RuntimeError("a weight gradient was to be written to a copy of its chunk; please report this")
+    if buffer.takes(grad.storage_offset()) is None:
+        raise PlanError(
+            "torch.autograd.grad was asked through compiled blocks whose weight gradients go into chunks",
+            fix="do not compile the blocks, or call backward()",
+        )
     buffer.add(grad.storage_offset(), _RULES[key], tuple(operands), borrowed=True)
 
 
@@ -109,13 +114,19 @@ def _(token: torch.Tensor, grad: torch.Tensor, operands: list[torch.Tensor], key
     return None
 
 
-def _deliver(grad: torch.Tensor, token: torch.Tensor, rule: LinearRule, operands: Tensors) -> None:
+def _deliver(
+    grad: torch.Tensor, token: torch.Tensor, rule: LinearRule, operands: Tensors
+) -> torch.Tensor | None:
+    """Write a weight's gradient to its chunk; or return it, where `torch.autograd.grad` wants to have it."""
     if torch.compiler.is_compiling():
         _weight_gradient(token, grad, list(operands), rule.key)
-        return
+        return None
     buffer = buffer_of(grad)
     assert buffer is not None
+    if buffer.takes(grad.storage_offset()) is None:
+        return rule.weight_grad(operands)
     buffer.add(grad.storage_offset(), rule, operands)
+    return None
 
 
 # -- the layer ---------------------------------------------------------------------------------------------------
@@ -137,8 +148,9 @@ class _Linear(torch.autograd.Function):
         return _own(y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _Linear.differentiable(ctx, dy)
         weight, *saved = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx, operands, db = ctx.rule.backward(
@@ -153,12 +165,33 @@ class _Linear(torch.autograd.Function):
         if needs_weight and ctx.grad is None:
             dw = ctx.rule.weight_grad(operands)  # autograd casts it to the dtype the weight asks for
         elif needs_weight:
-            _deliver(ctx.grad, ctx.token, ctx.rule, operands)
+            dw = _deliver(ctx.grad, ctx.token, ctx.rule, operands)
         return dx.wait(), dw, db, None, None, None
 
-
-def _has_hooks(weight: torch.Tensor) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    @staticmethod
+    def differentiable(ctx, dy):
+        """The same with `create_graph`: by operators that autograd can differentiate again, nothing into a chunk."""
+        if type(ctx.rule) is not Local or ctx.rule.products not in (PLAIN, TRANSPOSED):
+            raise PlanError(
+                "a linear layer of this kind has no second derivatives",
+                got=ctx.rule.key,
+                fix="leave out create_graph=True, or build the model without kernels and tensor parallelism",
+            )
+        weight, x = ctx.saved_tensors
+        transposed = ctx.rule.products is TRANSPOSED
+        rows = dy.reshape(-1, dy.shape[-1])
+        inputs = x.reshape(-1, x.shape[-1])
+        dx = dy @ (weight.t() if transposed else weight)
+        dw = inputs.t() @ rows if transposed else rows.t() @ inputs
+        needs = ctx.needs_input_grad
+        return (
+            dx if needs[0] else None,
+            dw if needs[1] else None,
+            rows.sum(0) if needs[2] else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _under_autocast(t: torch.Tensor, device: str) -> torch.Tensor:
@@ -171,12 +204,13 @@ def linear(
 ) -> torch.Tensor:
     """A linear layer of x [..., in] by its rule; the gradient of weight [out, in] goes into its `GradBuffer`, if any.
 
-    Differentiable once. Under autocast x, weight and bias are cast first, and then, or where the weight has no buffer
-    or carries gradient hooks, autograd gets its gradient. What is left of torch's own layer takes torch's own path.
+    Differentiable twice where its products are torch's own. Under autocast x, weight and bias are cast first, and then,
+    or where the weight has no buffer or carries gradient hooks, autograd gets its gradient. What is left of torch's
+    own layer takes torch's own path.
     """
     grad, token = getattr(weight, "cai_grad", None), getattr(weight, "cai_token", None)
     autocast = torch.is_autocast_enabled(x.device.type)
-    if autocast or not torch.is_grad_enabled() or _has_hooks(weight):
+    if autocast or not torch.is_grad_enabled() or has_hooks(weight):
         grad = token = None
     if rule is LOCAL and (grad is None or x.dim() < 2):
         return F.linear(x, weight, bias)
@@ -271,12 +305,12 @@ def route(module: nn.Module, rule: LinearRule | None = None) -> bool:
 
 
 def direct_linears(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Let every linear layer below `model` whose weight is among `params` write its gradient into its chunk.
+    """Let linear layers and embeddings below `model` whose weights are among `params` write gradients to chunks.
 
     Layers with a forward of their own, and weights that carry gradient hooks, stay as they are.
     """
     wanted = {id(p) for p in params}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and id(weight) in wanted and not _has_hooks(weight):
-            route(module)
+        if weight is not None and id(weight) in wanted and not has_hooks(weight) and not route(module):
+            route_embedding(module)

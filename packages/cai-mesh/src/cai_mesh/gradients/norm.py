@@ -14,14 +14,17 @@ from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.comm.groups import AnyMesh
 from cai_mesh.comm.mesh import ParallelMesh, axis_names
 from cai_mesh.errors import CaiError, MeshError
+from cai_mesh.gradients.shown import ShownParameter, local_gradient
 from cai_mesh.layout.record import NOTHING, layout_of, parts_by_axes, record_of, reduce_of, refresh
 
 
 def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
-    grad = param.grad
-    assert grad is not None
-    if hasattr(grad, "to_local"):
-        grad = grad.to_local()
+    if isinstance(param, ShownParameter) and param.cai_keeper is not None:
+        found = param.cai_keeper.held(param.cai_index)
+        return [(found[0], found[1].axes)] if found is not None and found[1].owner else []
+    grad = local_gradient(param)
+    if grad is None:
+        return []
     if record_of(param).slices is not None:
         return [(grad[start:stop], axes) for start, stop, axes in parts_by_axes(param)]
     return [(grad, layout_of(param).sharded_axes)] if reduce_of(param).owner else []
@@ -43,12 +46,11 @@ def grad_norm(
     mesh = ParallelMesh.of(mesh) if mesh is not None else None
     parts: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for param in parameters:
-        if param.grad is not None:
+        for grad, axes in _parts(param):
             _check_known(param, mesh)
-            for grad, axes in _parts(param):
-                dims = _dims(axes, mesh)
-                if grad.numel():
-                    parts[dims].append(grad)
+            dims = _dims(axes, mesh)
+            if grad.numel():
+                parts[dims].append(grad)
     device = _device((g for grads in parts.values() for g in grads), mesh)
     double = any(g.dtype == torch.float64 for grads in parts.values() for g in grads)
     dtype = torch.float64 if double else torch.float32
@@ -213,8 +215,8 @@ def clip_grad_norm_(
     scale = clip_factor(norm, max_norm)
     grads: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for p in params:
-        if p.grad is not None:
-            grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+        grad = local_gradient(p)
+        if grad is not None:
             grads[grad.device].append(grad)
     for device, held in grads.items():
         torch._foreach_mul_(held, scale.to(device))

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from cai_mesh.storage.finding import blocks, check_parameters, units
+from cai_mesh.storage.guards import (
+    check_alone,
+    check_arguments,
+    check_elementwise,
+    check_there,
+    guard_saving,
+    reduces_itself,
+)
 from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle
 from cai_mesh.storage.residency import OnDevice, StoredShard
 from cai_mesh.storage.unit import FlatUnit, Share
@@ -15,6 +23,12 @@ __all__ = [
     "Share",
     "StoredShard",
     "blocks",
+    "check_alone",
+    "check_arguments",
+    "check_elementwise",
     "check_parameters",
+    "check_there",
+    "guard_saving",
+    "reduces_itself",
     "units",
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from cai_mesh.gradients.buffer import accumulate_node
+from cai_mesh.gradients.buffer import accumulate_node, accumulates
 
 
 class LifecycleListener(Protocol):
@@ -32,6 +32,9 @@ class LifecycleListener(Protocol):
 
     def backward_done(self) -> None:
         """The whole backward pass is over. Every unit used in it has had `grads_ready`."""
+
+    def before_graph(self, unit: nn.Module) -> None:
+        """A graph of the unit's backward is being built (`create_graph`): its parameters will be used after it."""
 
     def before_copy(self) -> None:
         """The model is being copied: its parameters must hold their values now, or this raises."""
@@ -131,11 +134,14 @@ class ModuleLifecycle:
     def _backward_starts(self, module: nn.Module, use: int | None) -> None:
         self._enter_pass()
         if module not in self._waiting:
-            used = torch._C._will_engine_execute_node
-            self._waiting[module] = {p for p in self._trainable[module] if used(self._accumulators[p])}
+            used = {p for p in self._trainable[module] if accumulates(self._accumulators[p])}
+            # none: a backward of its own, within this one, uses them (reentrant checkpoints), or nobody does
+            self._waiting[module] = used or set(self._trainable[module])
         if use is not None:
             self._waiting[module].add(use)
         for listener in self._listeners:
+            if torch.is_grad_enabled():
+                listener.before_graph(module)
             listener.before_use(module, backward=True)
 
     def _open(self, module: nn.Module) -> None:

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients.shown import raw_grad, set_raw_grad
 from cai_mesh.layout.chunk import FlatChunk, moved
 from cai_mesh.layout.record import Slice, attach, record_of, reduce_of
+from cai_mesh.storage.guards import mark_moved
 
 
 @dataclass
@@ -99,6 +101,7 @@ class FlatUnit:
         self.free_storage()
         for param in originals:
             param.data = param.data.new_empty(0)
+            mark_moved(param)
 
     def _shard_parameters(
         self, originals: Sequence[nn.Parameter], shard_axes: frozenset[str]
@@ -166,7 +169,7 @@ class FlatUnit:
         """Point every kept parameter's `grad` at its part of a shard-shaped tensor, which lives as long as they do."""
         for (start, stop), param in zip(self.ranges, self.kept, strict=True):
             if param.requires_grad:
-                param.grad = grad[start:stop]
+                set_raw_grad(param, grad[start:stop])
 
     @property
     def shard_gradient(self) -> torch.Tensor | None:
@@ -176,7 +179,7 @@ class FlatUnit:
         gradients of its own in their place, those are taken over.
         """
         trained = [p for p in self.kept if p.requires_grad]
-        grads = [(p, p.grad) for p in trained if p.grad is not None]
+        grads = [(p, grad) for p in trained if (grad := raw_grad(p)) is not None]
         if not grads:
             return None
         base = grads[0][1]._base
@@ -185,7 +188,7 @@ class FlatUnit:
         base = torch.zeros_like(self.shard, dtype=grads[0][1].dtype)
         self.set_shard_gradient(base)
         for param, grad in grads:
-            param.grad.copy_(grad)  # type: ignore[union-attr]
+            raw_grad(param).copy_(grad)  # type: ignore[union-attr]
         return base
 
 

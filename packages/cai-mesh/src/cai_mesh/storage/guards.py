@@ -1,0 +1,179 @@
+"""What a model and an optimizer must be before their parameters move, and what must not step them afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from cai_mesh.errors import CheckpointError, PlanError
+from cai_mesh.gradients.shown import ShownParameter
+
+
+def check_arguments(model: Any, optimizer: Any = None, *, what: str) -> None:
+    """Raise `PlanError` for arguments of other kinds, in the other order, or that have been given before.
+
+    Args:
+        model, optimizer: None where the function takes none, or may go without.
+        what: the function's name.
+    """
+    for value, kind, name in ((model, nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
+        if value is not None and not isinstance(value, kind):
+            raise PlanError(
+                f"{what} was given something else as its {name}",
+                got=type(value).__name__,
+                expected=f"a torch {kind.__name__}",
+                fix="see its signature for the order of arguments",
+            )
+    if getattr(optimizer, "inner", None) is not None:
+        raise PlanError(f"{what} was given an optimizer that is sharded or offloaded already")
+    params = () if model is None else model.parameters()
+    if any(isinstance(p, ShownParameter) or hasattr(p, "cai_keeper") for p in params):
+        raise PlanError(
+            f"{what} was given a model whose parameters are sharded or offloaded already",
+            fix="do it once; to change it, build the model anew and load its weights",
+        )
+
+
+def check_alone(what: str, fix: str) -> None:
+    """Raise `PlanError` where there are several ranks, and nothing says how they share the work: they would diverge."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise PlanError(
+            f"{what} among {dist.get_world_size()} ranks has no mesh",
+            cause="every rank would train a model of its own, on its own data",
+            fix=fix,
+        )
+
+
+def check_there(device: torch.device) -> None:
+    """Raise `PlanError` for a device that this process does not have."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(
+            "there is no CUDA device in this process",
+            got=str(device),
+            cause="no GPU, a torch without CUDA, or CUDA_VISIBLE_DEVICES",
+            fix='device="cpu", or a machine with a GPU',
+        )
+
+
+class _NotForDDP:
+    """What DistributedDataParallel asks a module for before it does anything else."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise PlanError(
+            "DistributedDataParallel was given a model whose gradients are reduced already",
+            cause="accelerator.prepare(model), Trainer and Fabric wrap the model they are given",
+            fix="hand model and optimizer over through cai_zero.integrations (accelerate.prepare, "
+            "transformers.ZeroTrainer, fabric.ZeroStrategy)",
+        )
+
+
+def reduces_itself(model: nn.Module) -> None:
+    """Let torch's DistributedDataParallel refuse the model from now on: it would reduce its gradients again."""
+    model._ddp_params_and_buffers_to_ignore = _NotForDDP()  # type: ignore[assignment]
+
+
+def guard_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` of a model with flat parameters raise `CheckpointError`, unless given a state dict."""
+    save = getattr(model, "save_pretrained", None)
+    if save is not None:
+        model.save_pretrained = functools.partial(_save_pretrained, save)  # type: ignore[assignment]
+
+
+def _save_pretrained(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise CheckpointError(
+            "save_pretrained would write flat parameters under the names of whole ones",
+            cause="the model is sharded or offloaded: each parameter is a flat part of itself",
+            fix="cai_mesh.checkpoint.save_hf(model, directory), or "
+            "save_pretrained(directory, state_dict=cai_zero.full_state_dict(model))",
+        )
+    return save(*args, **kwargs)
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `PlanError` for an optimizer that steps a part of a parameter otherwise than the whole.
+
+    It is tried: one of its kind steps a small matrix, another the matrix in flat pieces. What cannot be built from its
+    own defaults, or cannot step the matrix either, is taken as it is.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            "this optimizer runs forward and backward itself, several times a step",
+            got=type(optimizer).__name__,
+            fix="use one whose step() takes no closure",
+        )
+    rows = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(4, 6, generator=rows), torch.randn(3, 4, 6, generator=rows)
+    whole = _stepped(optimizer, [start.clone()], [[grad.clone()] for grad in grads])
+    if whole is None:
+        return
+    cuts = (slice(0, 7), slice(7, 24))
+    parts = _stepped(
+        optimizer,
+        [start.flatten()[cut].clone() for cut in cuts],
+        [[grad.flatten()[cut].clone() for cut in cuts] for grad in grads],
+    )
+    if parts is None or not torch.allclose(torch.cat(parts), whole[0].flatten(), atol=1e-5):
+        raise PlanError(
+            "this optimizer does not treat elements independently, so it cannot step parts of parameters",
+            got=type(optimizer).__name__,
+            expected="an elementwise one (SGD, Adam, AdamW, RMSprop ...)",
+            fix="cai_zero.optimizers has LAMB, LARS, Adafactor, CAME and Muon for divided parameters",
+        )
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]]
+) -> list[torch.Tensor] | None:
+    """The values after some steps of an optimizer of the same kind; None where that fails."""
+    takes = inspect.signature(type(optimizer).__init__).parameters
+    options = {k: copy.deepcopy(v) for k, v in optimizer.defaults.items() if k in takes}
+    options |= {key: False for key in ("capturable", "fused") if options.get(key)}
+    params = [nn.Parameter(value) for value in values]
+    try:
+        with torch.enable_grad():
+            tried = type(optimizer)(params, **options)
+            for each in grads:
+                for param, grad in zip(params, each, strict=True):
+                    param.grad = grad
+                tried.step()
+    except Exception:
+        return None
+    return [param.detach() for param in params]
+
+
+def mark_moved(param: torch.Tensor) -> None:
+    """Remember of a parameter that another one is trained in its place."""
+    param.cai_moved = True  # type: ignore[attr-defined]
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before every step: an optimizer of parameters that others step would train nothing, or ranks apart."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(getattr(p, "cai_moved", False) for p in params):
+        raise PlanError(
+            "the optimizer holds parameters that have been sharded since it was built",
+            cause="shard_module puts others in their place; these would never change",
+            fix="build the optimizer on model.parameters() after shard_module",
+        )
+    if getattr(optimizer, "inner", None) is None and any(type(p) is ShownParameter for p in params):
+        raise PlanError(
+            "an optimizer steps parameters that a sharded optimizer has",
+            cause="the ranks would not share its step",
+            fix="call step() of what shard_optimizer returned; leave other optimizers out",
+        )
+
+
+register_optimizer_step_pre_hook(_check_step)

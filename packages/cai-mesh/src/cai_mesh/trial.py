@@ -1,0 +1,226 @@
+"""What transforms try themselves on before they change a model: a small model of the same kind.
+
+`Trial` is brought by the caller. `shrunk` makes one of a transformers model: values of its config that only set the
+size become small; those that set what it computes, the number of layers among them, stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cai_mesh.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A small model for `split(..., trial=)` and `parallelize(..., trial=)`, for models that are not of transformers.
+
+    Its modules must have the names of the large model's; sizes and the number of layers may be small. It is run in
+    float64 on the CPU.
+
+    Args:
+        build: a small instance, with the same values at every call.
+        inputs: keyword arguments of its forward, floating-point tensors in float64; the same at every call.
+        loss: of what the forward returns: a scalar that depends on all parameters.
+        layers: name of the `nn.ModuleList` of layers between which the model is split. A layer gets the hidden states
+            as its first argument or as `hidden_states`, and returns them, alone or first in a tuple. Only `split`
+            needs it.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Mapping[str, Any]]
+    loss: Callable[[Any], torch.Tensor]
+    layers: str = ""
+
+
+LAYERS = 8
+"""Of a model that cannot be made narrow; others keep all of theirs."""
+HEADS = 4
+HIDDEN = 32
+VOCABULARY = 64
+PARAMETER_LIMIT = 20_000_000
+
+_SMALL = {
+    "intermediate_size": 24,
+    "ffn_dim": 24,
+    "n_inner": 24,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "rotary_dim": 4,
+    "vocab_size": VOCABULARY,
+}
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A `Trial` made of a model class and a small config. Two are equal when class and all config values are equal."""
+
+    model_class: type[nn.Module]
+    values: str
+    attention: str
+    layers: str
+    config: Any = field(compare=False, repr=False)
+    labelled: bool = True
+
+    def build(self) -> nn.Module:
+        """A new instance: float64, on the CPU, in evaluation mode, every parameter random (norm weights too)."""
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model = self.model_class(copy.deepcopy(self.config)).double().eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.2, generator=generator).requires_grad_(True)
+        return model
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """The loss that the model computes from its labels; without labels one that depends on all it returns."""
+        if self.labelled:
+            return output.loss
+        flat = torch.cat([t.flatten() for t in tensors_of(output).values()])
+        return (flat * torch.linspace(-1.0, 1.0, flat.numel(), dtype=flat.dtype)).sum()
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Token ids, attention mask and labels, all [2, 12]; the first row ends with two padding tokens."""
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(4, VOCABULARY, (2, 12), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return inputs | {"labels": ids} if self.labelled else inputs
+
+
+def tensors_of(output: Any, name: str = "output") -> dict[str, torch.Tensor]:
+    """The floating-point tensors in what a model returns, by where they are: in mappings, tuples and lists."""
+    if isinstance(output, torch.Tensor):
+        return {name: output} if output.is_floating_point() else {}
+    found: dict[str, torch.Tensor] = {}
+    pairs = (
+        output.items()
+        if isinstance(output, Mapping)
+        else enumerate(output)
+        if isinstance(output, tuple | list)
+        else ()
+    )
+    for key, value in pairs:
+        found |= tensors_of(value, f"{name}.{key}")
+    return found
+
+
+def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a forward is called with: the inputs, and no cache unless they ask for one."""
+    cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+    return cache | dict(inputs)
+
+
+def shrunk(model: nn.Module, layers: str = "", *, labelled: bool = True) -> SmallModel:
+    """A small version of a model of transformers.
+
+    A narrow config is tried first. If the class refuses it, one that only has a smaller vocabulary, and then one with
+    fewer layers too.
+
+    Args:
+        layers: name of its list of layers.
+        labelled: whether it is given labels, and its loss is its own.
+
+    Raises PlanError when `model` has no config, or no small instance can be built.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
+        raise PlanError(
+            f"there is no small {type(model).__name__} to try",
+            got="a module without a transformers config",
+            expected="a model of transformers >= 5, or trial=Trial(...)",
+        )
+    failure: Exception | None = None
+    for shrink in (_narrower, _smaller_vocabulary, _fewer_layers):
+        try:
+            small = _small(model, _shrink(config, shrink), layers, labelled)
+            if _parameter_count(small) <= PARAMETER_LIMIT:
+                return _tried(small)
+        except Exception as error:
+            failure = failure or error
+    raise PlanError(
+        f"there is no small {type(model).__name__} to try",
+        got=f"{type(failure).__name__}: {failure}" if failure else f"over {PARAMETER_LIMIT:,} parameters",
+        cause="its config ties sizes together in a way that is not known here",
+        fix="pass trial=Trial(...)",
+    ) from failure
+
+
+def _small(model: nn.Module, config: Any, layers: str, labelled: bool) -> SmallModel:
+    values = config.to_json_string(use_diff=False)
+    return SmallModel(type(model), values, config._attn_implementation, layers, config, labelled)
+
+
+def _tried(small: SmallModel) -> SmallModel:
+    """`small`, once its forward and its loss have run."""
+    model = small.build()
+    with torch.no_grad(), torch.device("cpu"):
+        small.loss(model(**arguments_of(model, small.inputs())))
+    return small
+
+
+def _parameter_count(small: SmallModel) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in small.model_class(copy.deepcopy(small.config)).parameters())
+
+
+def _shrink(config: Any, shrink: Callable[[Any], None]) -> Any:
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    shrink(text)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(text, name, None)
+        if not isinstance(value, int) or value >= VOCABULARY:
+            setattr(text, name, None)
+    if getattr(small, "_experts_implementation", None) is not None:
+        small._experts_implementation = "eager"
+    if small._attn_implementation not in ("eager", "sdpa"):
+        small._attn_implementation = "sdpa"
+    return small
+
+
+def _smaller_vocabulary(text: Any) -> None:
+    text.vocab_size = min(text.vocab_size, VOCABULARY)
+
+
+def _fewer_layers(text: Any) -> None:
+    _smaller_vocabulary(text)
+    before = text.num_hidden_layers
+    after = min(before, LAYERS)
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:after])
+    text.num_hidden_layers = after
+
+
+def _narrower(text: Any) -> None:
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if getattr(text, "word_embed_proj_dim", None) is not None:
+        text.word_embed_proj_dim = HIDDEN if text.word_embed_proj_dim == hidden else HIDDEN // 2
+    if getattr(text, "num_key_value_heads", None) is not None:
+        text.num_key_value_heads = HEADS if kv_heads == heads else min(kv_heads, HEADS // 2)
+    latent_attention = hasattr(text, "qk_rope_head_dim")
+    if vars(text).get("head_dim") is not None and not latent_attention:
+        text.head_dim = HIDDEN // HEADS
+    text.hidden_size, text.num_attention_heads = HIDDEN, HEADS
+    for name, value in _SMALL.items():
+        now = getattr(text, name, None)
+        if isinstance(now, int):
+            setattr(text, name, min(now, value))
