@@ -367,7 +367,7 @@ def test_verify_undoes_what_differs(monkeypatch):
     other = build()
     from cai_kernels.swap import norms
 
-    monkeypatch.setattr(norms, "TOLERANCE", 1e9)  # anything passes for a norm
+    monkeypatch.setattr(norms, "_alike", lambda *_, **__: True)  # anything passes for a norm
     other.norm = ScaledNorm(WIDTH)
     other.eval()
     other.mlp.train()
@@ -453,7 +453,7 @@ def test_logits_say_what_they_are():
     assert len(logits) == 3 and logits.ndim == 3 and logits.numel() == 3 * 7 * VOCAB and logits.formed is None
     with torch.no_grad():
         assert logits.argmax(-1).shape == (3, 7)
-    assert not logits.formed.requires_grad
+    assert logits.formed.requires_grad  # what is written into them counts for a loss too
     logits.sum().backward()
     assert model.head.weight.grad is not None
 

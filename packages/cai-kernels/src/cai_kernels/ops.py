@@ -21,6 +21,7 @@ def define(
     mutates: Sequence[str] = (),
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    twice: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register `run` as the operator `cai_kernels::name` and return that.
 
@@ -35,11 +36,57 @@ def define(
             arguments; keeps what backward needs.
         backward: `(ctx, *gradients)`, returns a gradient or None for every positional argument. Calls operators, not
             kernels.
+        twice: as `backward`, of operators that can be differentiated; runs under `create_graph=True`. Without, what
+            `backward` returns raises when it is differentiated.
     """
     name = name or run.__name__.lstrip("_")
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=mutates))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cai_kernels::{name}", fake or (lambda *_, **__: None), lib=_LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(f"cai_kernels::{name}", backward, setup_context=save, lib=_LIBRARY)
+        differentiate = _differentiable(name, backward, twice)
+        torch.library.register_autograd(
+            f"cai_kernels::{name}", differentiate, setup_context=save, lib=_LIBRARY
+        )
     return getattr(torch.ops.cai_kernels, name).default
+
+
+def _differentiable(
+    name: str, backward: Callable[..., Any], twice: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """`backward`, whose results raise when they are differentiated, or `twice`, whose results need not."""
+    error = (
+        f"the gradient of cai_kernels::{name} cannot be differentiated again: take backend='reference' for it, or swap "
+        "the model without its kind"
+    )
+
+    def differentiate(ctx, *gradients):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        if twice is not None:
+            return twice(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        there = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
+        raising = torch._C._functions.DelayedError(error.encode(), len(there))(*there) if there else ()  # type: ignore[attr-defined]
+        left = iter(raising if isinstance(raising, (tuple, list)) else (raising,))
+        return tuple(next(left) if isinstance(r, torch.Tensor) else r for r in results)
+
+    return differentiate
+
+
+def gradients_of(
+    function: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+    dy: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `function(*inputs)`, a plain form, that can be differentiated again; None where not needed."""
+    with torch.enable_grad():
+        # views, so that the gradient of one input has no part that goes through another
+        inputs = [t if t is None else t.view_as(t) for t in inputs]
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
+        given = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+    return tuple(
+        next(given) if need and t is not None else None for t, need in zip(inputs, needed, strict=True)
+    )

@@ -90,8 +90,8 @@ def _differentiate_again(ctx, dy):
     return dropout(dy, ctx.p, *ctx.saved_tensors), None, None
 
 
-dropout = define(_dropout, _empty, save=_save_seed, backward=_differentiate_again)
-dropout_add = define(_dropout_add, _empty_sum, save=_save, backward=_differentiate)
+dropout = define(_dropout, _empty, save=_save_seed, backward=_differentiate_again, twice=_differentiate_again)
+dropout_add = define(_dropout_add, _empty_sum, save=_save, backward=_differentiate, twice=_differentiate)
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: int, device: torch.device) -> torch.Tensor:

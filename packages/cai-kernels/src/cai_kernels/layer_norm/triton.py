@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from cai_kernels import row_norm
-from cai_kernels.ops import define
+from cai_kernels.layer_norm import reference
+from cai_kernels.ops import define, gradients_of
 
 
 def _layer_norm(
@@ -52,7 +53,7 @@ def _empty_gradients(
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, bias, _ = inputs
+    x, weight, bias, ctx.eps = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -69,5 +70,19 @@ def _differentiate(ctx, dy, _mean, _rstd):
     return dx if need_x else None, dw if need_weight else None, db if need_bias else None, None
 
 
+def _differentiate_again(ctx, dy, _mean, _rstd):
+    if dy is None:
+        return None, None, None, None
+    x, weight, _, _ = ctx.saved_tensors
+    bias = None  # no gradient depends on its values
+    if ctx.bias_dtype is not None:
+        bias = torch.zeros(x.shape[-1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
+
+    def plain(x, weight, bias):
+        return reference.layer_norm(x, weight, bias, ctx.eps)
+
+    return *gradients_of(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
+
+
 layer_norm_backward = define(_layer_norm_backward, _empty_gradients)
-layer_norm = define(_layer_norm, _empty, save=_save, backward=_differentiate)
+layer_norm = define(_layer_norm, _empty, save=_save, backward=_differentiate, twice=_differentiate_again)

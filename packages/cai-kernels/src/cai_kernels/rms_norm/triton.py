@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from cai_kernels import row_norm
-from cai_kernels.ops import define
+from cai_kernels.ops import define, gradients_of
+from cai_kernels.rms_norm import reference
 
 
 def _rms_norm(
@@ -52,7 +53,7 @@ def _empty_gradients(
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, _, ctx.casting = inputs
+    x, weight, ctx.eps, ctx.casting = inputs
     _, rstd = output
     ctx.save_for_backward(x, weight, rstd)
     ctx.mark_non_differentiable(rstd)
@@ -70,5 +71,16 @@ def _differentiate(ctx, dy, _rstd):
     return dx if need_x else None, dw if need_weight else None, None, None
 
 
+def _differentiate_again(ctx, dy, _rstd):
+    if dy is None:
+        return None, None, None, None
+    x, weight, _ = ctx.saved_tensors
+
+    def plain(x, weight):
+        return reference.rms_norm(x, weight, ctx.eps, ctx.casting)
+
+    return *gradients_of(plain, (x, weight), ctx.needs_input_grad[:2], dy), None, None
+
+
 rms_norm_backward = define(_rms_norm_backward, _empty_gradients)
-rms_norm = define(_rms_norm, _empty, save=_save, backward=_differentiate)
+rms_norm = define(_rms_norm, _empty, save=_save, backward=_differentiate, twice=_differentiate_again)

@@ -243,4 +243,4 @@ def _differentiate(ctx, dq, dk):
     return *(t if d is not None else None for t, d in zip(turned, given, strict=True)), *(None,) * 6
 
 
-rope = define(_rope, _empty, save=_save, backward=_differentiate)
+rope = define(_rope, _empty, save=_save, backward=_differentiate, twice=_differentiate)

@@ -52,7 +52,7 @@ def swap(
         raise KernelError("unknown kind of module", got=", ".join(unknown), expected=", ".join(KINDS))
     from cai_kernels.swap.activations import swap_activations
     from cai_kernels.swap.attention import swap_attention
-    from cai_kernels.swap.logits import swap_loss
+    from cai_kernels.swap.head import swap_loss
     from cai_kernels.swap.norms import swap_norms
     from cai_kernels.swap.rotary import swap_rotary
 

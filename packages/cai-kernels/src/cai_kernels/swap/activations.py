@@ -1,15 +1,17 @@
 """Gated activations, found in the traced graph of an MLP: `act(gate) * up` becomes one kernel.
 
 A module is traced with its children as leaves, so they are still called, hooks and all. What the activation child
-computes is found by trying it.
+computes is found by its code and by trying it. A trace takes what the code reads from the module as it is then, so the
+traced forward runs while that is the same, and the old one else.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 from collections.abc import Callable
-from functools import partial
-from operator import mul
+from dataclasses import dataclass
 
 import torch
 import torch.fx
@@ -19,8 +21,35 @@ from torch.nn import functional as F
 from cai_kernels.backend import Backend
 from cai_kernels.gated import geglu, swiglu
 from cai_kernels.swap.record import Swapped, taken
+from cai_kernels.swap.structure import Guard, Watch, hooked, read, transformed
 
 Gated = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# a trace does not see what these are asked about, or answers for itself
+BLIND = {
+    *("isinstance", "hasattr", "getattr", "callable", "vars", "globals", "is_tensor", "no_grad", "set_grad_enabled"),
+    *("is_grad_enabled", "is_autocast_enabled", "is_compiling", "is_tracing", "is_scripting", "checkpoint", "item"),
+}  # fmt: skip
+ACTIVATION_WORDS = {
+    *("torch", "nn", "F", "functional", "math", "silu", "gelu", "sigmoid", "tanh", "erf", "pow", "sqrt", "pi", "mul"),
+}  # fmt: skip
+PLACES = {getattr(operator, n) for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n}__")}
+PLACES -= {operator.index, operator.inv, operator.invert}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation child: what it computes, what it has to stay to compute it, and why it cannot be relied on."""
+
+    kind: str
+    cls: type[nn.Module]
+    guard: Guard
+    trouble: str | None
+
+    def holds(self, child: nn.Module | None) -> bool:
+        if type(child) is not self.cls or hooked(child):
+            return False
+        return "forward" not in child.__dict__ and self.guard.holds(child)
 
 
 class _Shallow(torch.fx.Tracer):
@@ -33,27 +62,46 @@ class _Shallow(torch.fx.Tracer):
 def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> None:
     """Rewrite the forward of every module that multiplies a child's activation with another tensor."""
     for name, module in list(model.named_modules()):
-        gates = {n: kind for n, child in module.named_children() if (kind := _activation(child)) is not None}
+        gates = {n: seen for n, child in module.named_children() if (seen := _activation(child)) is not None}
         if not gates:
             continue
-        reason = taken(module) or _branches(module)
-        if reason is None:
-            try:
-                graph = _Shallow().trace(module)
-            except Exception as error:
-                reason = f"its forward cannot be traced: {str(error).splitlines()[0]}"
+        code = read(type(module).forward, module)
+        reason = (
+            taken(module) or _branches(module) or code.trouble
+        )  # with trouble nothing runs: it may keep state
+        traced: dict[bool, Callable] = {}
+        kinds: list[str] = []
+        for training in (True, False) if reason is None else ():
+            graph, untraced = _trace(module, training)
+            reason = reason or untraced
+            kinds = _rewrite(graph, {n: seen.kind for n, seen in gates.items()}, backend)
+            traced[training] = type(torch.fx.GraphModule(module, graph)).forward
+        if kinds:
+            of_gates = (seen.trouble for seen in gates.values() if seen.trouble)
+            reason = reason or _blind(code.words) or next(of_gates, None)
         if reason is not None:
             record.leave(name, "activation", reason)
-            continue
-        kinds = _rewrite(graph, gates, backend)
-        if kinds:
-            record.put(
-                name,
-                module,
-                type(torch.fx.GraphModule(module, graph)).forward,
-                "activation",
-                " and ".join(kinds),
-            )
+        elif kinds:
+            if not code.training:
+                traced[False] = traced[True]
+            forward = _guarded(traced, code.guard(set(gates)), gates)
+            record.put(name, module, forward, "activation", " and ".join(kinds))
+
+
+def _guarded(traced: dict[bool, Callable], guard: Guard, gates: dict[str, Activation]) -> Callable:
+    """The traced forward of the mode, while the module and its activations are as they were traced."""
+    children = tuple(gates.items())
+    in_training, in_evaluation = traced[True], traced[False]
+
+    def forward(self, *args, **kwargs):
+        for name, activation in children:
+            if not activation.holds(self._modules.get(name)):
+                return type(self).forward(self, *args, **kwargs)
+        if not guard.holds(self):
+            return type(self).forward(self, *args, **kwargs)
+        return (in_training if self.training else in_evaluation)(self, *args, **kwargs)
+
+    return forward
 
 
 def _branches(module: nn.Module) -> str | None:
@@ -64,34 +112,126 @@ def _branches(module: nn.Module) -> str | None:
     return f"its forward may do without {', '.join(optional)}" if optional else None
 
 
-def _activation(module: nn.Module) -> str | None:
-    """silu, gelu or gelu-tanh, when a module without parameters or children computes it."""
+def _blind(words: set[str]) -> str | None:
+    asked = sorted(words & BLIND)
+    return f"its forward uses {', '.join(asked)}, which a trace answers for itself" if asked else None
+
+
+def _trace(module: nn.Module, training: bool) -> tuple[torch.fx.Graph, str | None]:
+    """The graph of a module's own forward in a mode, and why it does not stand for that."""
+    empty, was = torch.fx.Graph(), module.training
+    module.training = training
+    try:
+        with Watch() as watch:
+            graph = _Shallow().trace(module)
+    except Exception as error:
+        return empty, f"its forward cannot be traced: {str(error).splitlines()[0]}"
+    finally:
+        module.training = was
+    if watch.trouble is not None:
+        return empty, f"traced, {watch.trouble}"
+    for node in graph.nodes:
+        method = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        called = node.op in ("call_method", "call_function")
+        if called and (node.target in PLACES or (method.endswith("_") and not method.endswith("__"))):
+            return empty, f"its forward writes into a tensor: {method}"
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
+            return empty, "its forward makes a tensor that a trace would keep"
+    return graph, None
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    """What a module without parameters or children computes, if it seems to be silu or gelu."""
     if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
         return None
-    x = torch.linspace(-6, 6, 25)
+    module = copy.deepcopy(module)  # it may keep state
+    kind = _tried(module, torch.linspace(-6, 6, 25))
+    if kind is None:
+        return None
+    code = read(type(module).forward, module)
+    strange = sorted(code.words - set(code.attributes) - ACTIVATION_WORDS - _methods(module))
+    reason = code.mode or code.trouble
+    if strange or code.decides:
+        reason = reason or f"its code {'uses ' + ', '.join(strange) if strange else 'decides something'}"
+    reason = reason or _differs(module, kind)
+    trouble = None if reason is None else f"{type(module).__name__} is no plain {kind}: {reason}"
+    return Activation(kind, type(module), code.guard(), trouble)
+
+
+def _differs(module: nn.Module, kind: str) -> str | None:
+    """Whether a module computes something else in other ranges, shapes or modes."""
+    trials = (
+        torch.linspace(-1e4, 1e4, 401),
+        torch.linspace(-1e-3, 1e-3, 12).view(3, 1, 4),
+        torch.empty(0, 4),
+    )
+    for module.training in (True, False):
+        if any(_tried(module, x, kind) != kind for x in trials):
+            return "it computes something else for large values, other shapes or in another mode"
+    return None
+
+
+def _methods(module: nn.Module) -> set[str]:
+    return {n for c in type(module).__mro__[:-2] for n in vars(c)}
+
+
+def _tried(module: nn.Module, x: torch.Tensor, kind: str | None = None) -> str | None:
+    """Which activation (or whether `kind`) a module computes for `x`, with its gradient, leaving `x` as it is."""
+    leaf = x.clone().requires_grad_()
+    x = leaf * 1
+    before = x._version
     try:
-        with torch.no_grad(), torch.device("cpu"):
-            got = module(x)
+        with torch.enable_grad(), torch.device("cpu"):
+            got = type(module).forward(module, x)
     except Exception:
         return None
-    if not isinstance(got, torch.Tensor) or got.shape != x.shape:
+    if not isinstance(got, torch.Tensor) or got.shape != x.shape or x._version != before:
         return None
-    known = {"silu": F.silu(x), "gelu-tanh": F.gelu(x, approximate="tanh"), "gelu": F.gelu(x)}
-    return next((k for k, v in known.items() if torch.allclose(got, v, rtol=1e-6, atol=1e-6)), None)
+    if not got.requires_grad:
+        return None
+    slope = torch.autograd.grad(got.sum(), leaf)[0]
+    for name, function in PLAIN.items():
+        y = leaf.detach().requires_grad_()
+        want = function(y)
+        close = torch.allclose(got, want, rtol=1e-6, atol=1e-6) and kind in (None, name)
+        if close and torch.allclose(slope, torch.autograd.grad(want.sum(), y)[0], rtol=1e-4, atol=1e-4):
+            return name
+    return None
+
+
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 def _kernel(kind: str, backend: Backend) -> tuple[str, Gated]:
+    """A name for the record, and the kernel: for what it takes, else the product in plain torch."""
     if kind == "silu":
-        return "swiglu", partial(swiglu, backend=backend)
-    approximate = "tanh" if kind == "gelu-tanh" else "none"
-    return f'geglu(approximate="{approximate}")', partial(geglu, approximate=approximate, backend=backend)
+        described = "swiglu"
+    else:
+        described = f'geglu(approximate="{"tanh" if kind == "gelu-tanh" else "none"}")'
+
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        fits = isinstance(up, torch.Tensor) and gate.shape == up.shape and gate.dim() > 0
+        if not fits or gate.dtype != up.dtype or gate.dtype not in DTYPES or transformed():
+            return PLAIN[kind](gate) * up
+        if kind == "silu":
+            return swiglu(gate, up, backend=backend)
+        return geglu(gate, up, approximate="tanh" if kind == "gelu-tanh" else "none", backend=backend)
+
+    gated.__name__ = gated.__qualname__ = described.split("(")[
+        0
+    ]  # the code of the graph calls it by this name
+    return described, gated
 
 
 def _rewrite(graph: torch.fx.Graph, gates: dict[str, str], backend: Backend) -> list[str]:
     """Replace products with an activation by kernels; returns their names."""
     put = []
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (torch.mul, torch.Tensor.mul, mul):
+        if node.op != "call_function" or node.target not in (torch.mul, torch.Tensor.mul, operator.mul):
             continue
         gate = next((a for a in node.args if _is_gate(a, gates)), None)
         if gate is None or len(node.args) != 2:
@@ -101,7 +241,7 @@ def _rewrite(graph: torch.fx.Graph, gates: dict[str, str], backend: Backend) -> 
             continue
         described, kernel = _kernel(gates[str(gate.target)], backend)
         with graph.inserting_before(node):
-            fused = graph.call_function(_named(kernel, described), (gate.args[0], up))
+            fused = graph.call_function(kernel, (gate.args[0], up))
         node.replace_all_uses_with(fused)
         graph.erase_node(node)
         graph.erase_node(gate)
@@ -118,13 +258,3 @@ def _is_gate(value: object, gates: dict[str, str]) -> bool:
         and len(value.args) == 1
         and not value.kwargs
     )
-
-
-def _named(kernel: Gated, described: str) -> Gated:
-    """A named function, which the code of the graph can call."""
-
-    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return kernel(gate, up)
-
-    gated.__name__ = gated.__qualname__ = described.split("(")[0]
-    return gated

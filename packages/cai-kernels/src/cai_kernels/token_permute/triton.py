@@ -287,6 +287,10 @@ expert_order = define(_expert_order, _empty_order)
 token_collect_backward = define(_token_collect_backward, _empty_collect_gradients)
 token_spread_weighted = define(_token_spread_weighted, _empty_spread)
 token_spread = define(
-    _token_spread, lambda x, index: _empty_spread(x, index), save=_save_spread, backward=_spread_backward
+    _token_spread,
+    lambda x, index: _empty_spread(x, index),
+    save=_save_spread,
+    backward=_spread_backward,
+    twice=_spread_backward,
 )
 token_collect = define(_token_collect, _empty_collect, save=_save_collect, backward=_collect_backward)

@@ -1,0 +1,52 @@
+"""Gradients of gradients: right where a plain form has them, an error where only the first is known; never zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cai_kernels import geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu
+
+ROWS, WIDTH = 3, 8
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+ANGLES = values(1, ROWS, WIDTH // 2).detach()
+FUNCTIONS = {
+    "rms_norm": lambda x, w, backend: rms_norm(x, w, backend=backend),
+    "rms_norm, gemma": lambda x, w, backend: rms_norm(x, w, casting="gemma", backend=backend),
+    "layer_norm": lambda x, w, backend: layer_norm(x, w, w * 2, backend=backend),
+    "swiglu": lambda x, w, backend: swiglu(x, w * x, backend=backend),
+    "geglu": lambda x, w, backend: geglu(x, x + w, backend=backend),
+    "rope": lambda x, w, backend: rope(
+        (x * x * w)[None, None], x[None, None], ANGLES.cos(), ANGLES.sin(), backend=backend
+    )[0],
+}
+
+
+def penalty(function, backend: str) -> list[torch.Tensor]:
+    """Gradients of a loss and of the size of its gradients."""
+    x, w = values(ROWS, WIDTH), values(WIDTH, seed=1)
+    y = function(x, w, backend)
+    first = torch.autograd.grad((y.float() ** 3).sum(), (x, w), create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in first) + y.sum(), (x, w)))
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_a_penalty_on_gradients_is_that_of_the_plain_form(name):
+    got, want = (penalty(FUNCTIONS[name], backend) for backend in ("triton", "reference"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_a_first_derivative_only_says_so():
+    x, w, target = values(ROWS, WIDTH), values(5, WIDTH, seed=1), torch.tensor([0, 4, 2])
+    loss = linear_cross_entropy(x, w, target)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    plain = F.cross_entropy(x @ w.T, target)
+    torch.testing.assert_close(first, torch.autograd.grad(plain, x)[0])
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        (loss + first.square().sum()).backward()
