@@ -44,7 +44,7 @@ def one():
 
 def train(folder):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    model = parallelize(build("llama", vocab_size=100), mesh)
+    model = parallelize(build("llama", vocab_size=100), mesh, logits="sharded")
     for block in model.model.layers:
         fully_shard(block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])

@@ -71,7 +71,7 @@ def parallel(name):
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = build(name)
     names = [n for n, _ in model.named_parameters()]
-    parallelize(model, mesh)
+    parallelize(model, mesh, logits="sharded")
     assert_names_kept(names, [n for n, _ in model.named_parameters()])
     assert len(names) == len(list(model.named_parameters()))
     group = mesh.get_group()

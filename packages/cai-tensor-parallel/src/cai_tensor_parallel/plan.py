@@ -130,17 +130,17 @@ def _template(model: nn.Module) -> str:
     return f"pass plan=Plan(roles={{{globs}, ...}}); roles are {', '.join(ROLES)}"
 
 
-def match(plan: Plan, model: nn.Module) -> dict[str, Role]:
+def match(plan: Plan, model: nn.Module, *, strict: bool = True) -> dict[str, Role]:
     """The role of every module the plan names, by module name; the last matching glob wins.
 
-    Raises `PlanError` for a glob that matches nothing. Embedding and head may be absent: they live on one pipeline
-    stage.
+    Raises `PlanError` for a glob that matches nothing, if `strict`. Embedding and head may be absent: they live on one
+    pipeline stage.
     """
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, Role] = {}
     for glob, role in plan.parsed().items():
         hits = fnmatch.filter(names, glob)
-        if not hits and not role.kind.startswith("vocab"):
+        if strict and not hits and not role.kind.startswith("vocab"):
             raise PlanError(f"the plan's {glob!r} matches no module", fix=did_you_mean(glob, names[:200]))
         found.update(dict.fromkeys(hits, role))
     return found

@@ -33,6 +33,10 @@ class Cutter:
         """Number of parts."""
         return math.prod(degree for _, degree, _ in self.axes)
 
+    def has_cut(self, whole: nn.Parameter) -> bool:
+        """Whether `whole` is a parameter that has been replaced by its part."""
+        return id(whole) in self._done
+
     def cut(self, module: nn.Module, name: str, placement: Shard | Replicate) -> nn.Parameter:
         """Replace parameter `name` of `module` by this rank's part and return it."""
         whole = module._parameters[name]

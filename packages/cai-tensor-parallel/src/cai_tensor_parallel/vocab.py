@@ -28,6 +28,8 @@ def vocab_parallel_embedding(
     *,
     vocab_start: int,
     padding_idx: int | None = None,
+    vocab_size: int | None = None,
+    sparse: bool = False,
 ) -> torch.Tensor:
     """Look up ids in a table cut by rows.
 
@@ -35,20 +37,25 @@ def vocab_parallel_embedding(
         ids: [...], int64, over the whole vocabulary.
         weight: [V/tp, D], rows `vocab_start` onwards.
         padding_idx: an id of the whole vocabulary whose row gets no gradient.
+        vocab_size: V; ids outside raise on every rank as torch's embedding does (on a GPU, in the kernel). None: they
+            are not looked for, and give zeros.
+        sparse: the gradient of the table is a sparse tensor.
 
     Returns [..., D]: every rank's rows where it has them, zeros elsewhere, summed over the group.
     """
-    outside = (ids < vocab_start) | (ids >= vocab_start + weight.shape[0])
-    local = (ids - vocab_start).masked_fill(outside, 0)
+    rows = weight.shape[0]
+    outside = (ids < vocab_start) | (ids >= vocab_start + rows)
+    elsewhere = outside if vocab_size is None else outside & (ids >= 0) & (ids < vocab_size)
+    local = (ids - vocab_start).masked_fill(elsewhere, 0)  # ids that no rank has stay outside the table
     if padding_idx is not None:
         padding_idx -= vocab_start
-        if not 0 <= padding_idx < weight.shape[0]:
+        if not 0 <= padding_idx < rows:
             padding_idx = None
-    if weight.shape[0] == 0:
-        rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
+    if rows == 0:
+        found = F.embedding(local, weight.new_zeros(1, weight.shape[1])) + weight.sum()
     else:
-        rows = F.embedding(local, weight, padding_idx).masked_fill(outside.unsqueeze(-1), 0.0)
-    return reduce_from(rows, group)
+        found = F.embedding(local, weight, padding_idx, sparse=sparse)
+    return reduce_from(found.masked_fill(outside.unsqueeze(-1), 0.0), group)
 
 
 WIDE_BYTES = 128 << 20

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from cai_mesh.comm import Members, copy_to, gathered, start_sum
 from cai_mesh.errors import PlanError
@@ -33,11 +34,12 @@ class Column(Local):
 
     Args:
         ranks: that share the layer.
-        gather: the parts are put together again, for a result used alike on all ranks.
+        gather: so many features of all ranks are put together again, for a result used alike on all ranks; 0: they
+            stay cut.
     """
 
     ranks: Members
-    gather: bool = False
+    gather: int = 0
 
     @property
     def key(self) -> str:
@@ -47,13 +49,19 @@ class Column(Local):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
         y, saved = self.products.forward(x, weight, bias)
-        return (gathered(y, -1, self.ranks) if self.gather else y), saved
+        return (self._whole(y) if self.gather else y), saved
+
+    def _whole(self, y: torch.Tensor) -> torch.Tensor:
+        """[..., gather] of parts that may differ by one feature, as consecutive parts of a vocabulary do."""
+        widest = -(-self.gather // self.ranks.size)
+        return gathered(F.pad(y, (0, widest - y.shape[-1])), -1, self.ranks)[..., : self.gather]
 
     def backward(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         if self.gather:
-            dy = self.ranks.own_part(dy, -1)
+            start = min(self.ranks.rank * -(-self.gather // self.ranks.size), self.gather)
+            dy = dy[..., start : start + weight.shape[int(self.products is TRANSPOSED)]].contiguous()
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         return (Ready(None) if dx is None else start_sum(dx, self.ranks)), operands, db
 
@@ -110,8 +118,9 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     products, ranks = own_products(module), Members.of(context.group)
     if products is None:
         raise _cannot_be_cut(module, context)
-    weight = module._parameters["weight"]
-    assert weight is not None
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise _cannot_be_cut(module, context, "weight computed from other parameters")
     rowwise = role.kind.startswith("rowwise")
     dim = int(rowwise) if products is not TRANSPOSED else int(not rowwise)
     sections = _sections(weight.shape[dim], role, context)
@@ -128,7 +137,10 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     if rowwise:
         rule = Row(products, ranks, split=role.kind == "rowwise_split_input")
     else:
-        rule = Column(products, ranks, gather=role.kind == "colwise_gather_output")
+        whole = role.kind == "colwise_gather_output" or (
+            role.kind == "vocab_head" and not context.sharded_logits
+        )
+        rule = Column(products, ranks, gather=weight.shape[dim] if whole else 0)
     if not route(module, rule):
         raise _cannot_be_cut(module, context)
     context.cutter.cut(module, "weight", Shard(dim, sections))
@@ -136,12 +148,12 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
         context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections))
 
 
-def _cannot_be_cut(module: nn.Module, context: ModeContext) -> PlanError:
+def _cannot_be_cut(module: nn.Module, context: ModeContext, why: str = "forward of its own") -> PlanError:
     return PlanError(
         f"{context.module_name} cannot be cut as a linear layer",
-        got=f"{type(module).__name__} with a forward of its own",
+        got=f"{type(module).__name__} with a {why}",
         expected="an nn.Linear, a Conv1D, or a layer that brings its linear_products",
-        fix="parallelize before transforms that replace forwards, or give this module another role",
+        fix="parallelize before transforms that replace forwards or weights, or give this module another role",
     )
 
 
@@ -156,32 +168,45 @@ def _sections(size: int, role: Role, context: ModeContext) -> tuple[int, ...] | 
 
 
 def _cut_embedding(module: nn.Module, context: ModeContext) -> None:
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-        raise PlanError(
-            f"{context.module_name} cannot be cut by vocabulary", got=module, expected="a plain Embedding"
-        )
-    weight = context.cutter.cut(module, "weight", Shard(0))
-    start = vocab_start(weight)
-    group, scale = context.group, type(module).forward
+    _check_embedding(module, context)
+    assert isinstance(module, nn.Embedding)
+    vocabulary = module.weight.shape[0]
+    start = vocab_start(context.cutter.cut(module, "weight", Shard(0)))
+    group, scaled = context.group, hasattr(module, "embed_scale")
 
     def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_embedding(
-            ids, self.weight, group, vocab_start=start, padding_idx=self.padding_idx
+        rows = vocab_parallel_embedding(
+            ids,
+            self.weight,
+            group,
+            vocab_start=start,
+            padding_idx=self.padding_idx,
+            vocab_size=vocabulary,
+            sparse=self.sparse,
         )
-
-    if scale is not nn.Embedding.forward and not hasattr(module, "embed_scale"):
-        raise PlanError(
-            f"{context.module_name} computes more than a lookup",
-            got=type(module).__name__,
-            expected="nn.Embedding",
-        )
-    if hasattr(module, "embed_scale"):
-        lookup = forward
-
-        def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
-            return lookup(self, ids) * self.embed_scale.to(self.weight.dtype)
+        return rows * self.embed_scale.to(self.weight.dtype) if scaled else rows
 
     module.forward = types.MethodType(forward, module)
+
+
+def _check_embedding(module: nn.Module, context: ModeContext) -> None:
+    """Raise `PlanError` for what is not a lookup, alone or times `embed_scale`, in a weight of its own."""
+    got = ""
+    if not isinstance(module, nn.Embedding) or module._parameters.get("weight") is None:
+        got = f"{type(module).__name__} without a weight of its own"
+    elif "forward" in module.__dict__:
+        got = f"{type(module).__name__} with a replaced forward"
+    elif type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale"):
+        got = f"{type(module).__name__}, which computes more than a lookup"
+    elif module.max_norm is not None or module.scale_grad_by_freq:
+        got = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
+    if got:
+        raise PlanError(
+            f"{context.module_name} cannot be cut by vocabulary",
+            got=got,
+            expected="a plain Embedding",
+            fix="pass a plan that gives it the role replicated",
+        )
 
 
 def _share_partial(module: nn.Module, context: ModeContext) -> None:

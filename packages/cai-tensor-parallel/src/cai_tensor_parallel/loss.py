@@ -1,0 +1,66 @@
+"""The loss of a model whose logits stay cut: replaced where it is proved to be that of next tokens, else refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_mesh.errors import PlanError
+from cai_tensor_parallel.vocab import CausalLMLoss, vocab_start
+
+ROWS, TOKENS, COLUMNS = 2, 5, 11
+"""Of the logits on which a loss is tried where the model has no vocabulary size."""
+
+
+def is_next_token_loss(model: nn.Module) -> bool:
+    """Whether a model's `loss_function` equals the loss of next tokens on random logits, in all its options."""
+    own = getattr(model, "loss_function", None)
+    if not callable(own):
+        return False
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    columns = getattr(text, "vocab_size", COLUMNS)
+    with torch.device("cpu"), torch.no_grad():
+        random = torch.Generator().manual_seed(0)
+        logits = torch.randn(ROWS, TOKENS, columns, generator=random)
+        labels = torch.randint(columns, (ROWS, TOKENS), generator=random)
+        labels[0, :2], ignored = -100, int(labels[1, 2])
+        options: tuple[dict[str, Any], ...] = (
+            {},
+            {"num_items_in_batch": 3},
+            {"ignore_index": ignored},
+            {"shift_labels": labels.flip(1)},
+        )
+        try:
+            return all(_agrees(own, logits, labels, columns, case) for case in options)
+        except Exception:  # a loss that takes other arguments is another one
+            return False
+
+
+def _agrees(own: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, case: dict[str, Any]) -> bool:
+    if "ignore_index" in case:
+        labels = labels.clamp(min=0)
+    arguments = {"logits": logits, "labels": labels, "vocab_size": columns} | case
+    return torch.allclose(own(**arguments), CausalLMLoss(None, 0)(**arguments), rtol=1e-4)
+
+
+def cut_loss(model: nn.Module, head: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a model compute its loss from cut logits, or refuse labels where that is not the loss of next tokens."""
+    if is_next_token_loss(model):
+        weight = head.weight
+        assert isinstance(weight, torch.Tensor)
+        model.loss_function = CausalLMLoss(group, vocab_start(weight))  # type: ignore[assignment]
+        return
+    model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+
+
+def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None:
+        raise PlanError(
+            f"{type(model).__name__} cannot compute its own loss from cut logits",
+            cause="its loss is not the one of next tokens, which is known to be right for them",
+            fix='parallelize(..., logits="whole"), or compute a loss of the cut logits yourself',
+        )
