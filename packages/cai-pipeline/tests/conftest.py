@@ -1,4 +1,4 @@
-"""Lets the tests, and the ranks they start, import `pipeline_families`."""
+"""Lets the tests, and the ranks they start, import `pipeline_families` and `odd_llamas`."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "right_or_refused"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cai_mesh.trial import Trial
 from cai_pipeline import draw
 from cai_pipeline.actions import Action, Kind
 from cai_pipeline.check import check
@@ -11,7 +12,6 @@ from cai_pipeline.schedules import SCHEDULES, program
 from cai_pipeline.simulate import simulate
 from cai_pipeline.split import split
 from cai_pipeline.stage import run_stage
-from cai_pipeline.trial import Trial
 
 __version__ = "0.1.0"
 

@@ -153,6 +153,9 @@ class _StepState:
         *,
         training: bool,
     ):
+        stage = Stage.of(runner.model)
+        for each in inputs if stage.check is not None else ():
+            stage.check(runner.model, each)  # type: ignore[misc]
         self.runner = runner
         self.inputs = inputs
         self.targets = targets

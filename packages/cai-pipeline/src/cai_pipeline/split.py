@@ -12,13 +12,13 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh, axis_names
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach_to, reduce_of, sites
+from cai_mesh.trial import Trial
 from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
 from cai_pipeline.partition import partition, tied_parameters
 from cai_pipeline.small_model import small_model
 from cai_pipeline.stage import Stage
 from cai_pipeline.structure import ModelStructure
-from cai_pipeline.trial import Trial
-from cai_pipeline.verify_split import verify_split
+from cai_pipeline.verify_split import CallCheck, Tried, structure_of, verify_split
 
 Balance = Literal["auto"] | Sequence[int]
 
@@ -36,8 +36,9 @@ def split(
 
     Call it on all ranks, on the whole model (best on the meta device), before any other transform. First a small
     model of the same kind is split, its stages are run one after the other, and loss and all gradients are compared
-    with those of the unsplit model; only then is `model` changed. Parameters that the first
-    and the last stage share (tied embeddings) stay on both, with the first as owner; their `ReduceSpec.tied` is the
+    with those of the unsplit model; only then is `model` changed. Other ways to call it (training mode, flags, more
+    tensors) are tried when they first occur, and refused where stages cannot do what the whole does. Parameters that
+    the first and the last stage share (tied embeddings) stay on both, owned by the first, their `ReduceSpec.tied` the
     group of these two ranks.
 
     Args:
@@ -60,18 +61,20 @@ def split(
     mesh.require("pp", "split")
     count = mesh.degree("pp")
     _check_request(model, count, stages, chunks)
-    index = mesh.index("pp")
     if count == 1:
         model.cai_stage = Stage(0, 1, range(0))  # type: ignore[assignment]
         return model
     tried = trial or small_model(model)
     layers = len(list(model.get_submodule(tried.layers).children()))
     check_enough_layers(layers, count)
-    structure = verify_split(tried)
+    structure = structure_of(tried)
+    _check_same_parts(model, structure)
     stage_layers = _assign_layers(model, structure, count, balance)
-    tied = tied_parameters(model, structure, stage_layers)
+    verify_split(tried, stage_layers)
+    index, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
     group = _tied_group(mesh) if tied else None
-    partition(model, structure, stage_layers, index, tied)
+    stage = partition(model, structure, stage_layers, index, tied)
+    stage.check = CallCheck(Tried(tried, tuple(stage_layers)))
     for name, parameter in tied.items():
         if index not in (0, count - 1):
             continue
@@ -91,6 +94,17 @@ def _check_request(model: nn.Module, count: int, stages: int | None, chunks: int
         )
     if hasattr(model, "cai_stage"):
         raise PlanError("the model is split already", got=model.cai_stage)
+
+
+def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
+    names = {name for name, _ in model.named_modules()}
+    missing = sorted({structure.layers, *structure.before, *structure.after} - names)
+    if missing:
+        raise PlanError(
+            f"{type(model).__name__} has other parts than the small model that its split is tried on",
+            got=f"no {', '.join(missing)}",
+            fix="pass split(..., trial=Trial(...)) with a small model of the same parts",
+        )
 
 
 def _assign_layers(model: nn.Module, structure: ModelStructure, count: int, balance: Balance) -> list[range]:

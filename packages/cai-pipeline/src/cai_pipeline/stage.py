@@ -9,8 +9,7 @@ before the first or after the second changes a result.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +17,10 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_mesh.trial import arguments_of
+from cai_pipeline.outputs import without
 
+Check = Callable[[nn.Module, Mapping[str, Any]], frozenset[str]]
 Role = Literal["input", "output", "pass"]
 """What a placeholder layer does with the hidden states."""
 
@@ -66,12 +68,15 @@ class Stage:
         index: stage number, 0 <= index < count.
         count: number of stages.
         layers: the decoder layers it owns, by their index in the whole model.
+        check: (model, keyword arguments) -> the entries of what the model returns that only the whole model has, once
+            such a call is tried on a small model; raises PlanError when it cannot be split. None: nothing is tried.
     """
 
     index: int
     count: int
     layers: range
     io: StageIO = field(default_factory=StageIO, repr=False)
+    check: Check | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -151,12 +156,6 @@ class PlaceholderPassThrough(Placeholder):
         return x
 
 
-def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a forward is called with: the inputs, and no cache unless they ask for one."""
-    cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
-    return cache | dict(inputs)
-
-
 def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> Any:
     """One forward of a stage.
 
@@ -167,12 +166,15 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
             `use_cache` defaults to False, and `labels` reach only the last stage.
 
     Returns:
-        the hidden states to send to the next stage, [B, S, D]; on the last stage what the model returns.
+        the hidden states to send to the next stage, [B, S, D]; on the last stage what the model returns, with a
+        `NotHere` for each entry that only the whole model has.
 
     Raises:
-        PlanError: the model's forward skipped the layer that reads this stage's input or stores its output.
+        PlanError: a model called like this cannot be split, or its forward skipped the layer that reads this stage's
+            input or stores its output.
     """
     stage = Stage.of(model)
+    missing = stage.check(model, inputs) if stage.check is not None else frozenset()
     arguments = arguments_of(model, inputs)
     if not stage.is_last:
         arguments.pop("labels", None)
@@ -189,4 +191,6 @@ def run_stage(model: nn.Module, received: torch.Tensor | None, inputs: Mapping[s
             cause="an option that leaves out layers, such as layerdrop",
             fix="turn it off when training in a pipeline",
         )
-    return output if stage.is_last else to_send
+    if not stage.is_last:
+        return to_send
+    return output if stage.check is None else without(output, missing)

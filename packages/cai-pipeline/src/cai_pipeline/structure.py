@@ -9,9 +9,7 @@ from typing import Any
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.small_model import SmallModel
-from cai_pipeline.stage import arguments_of
-from cai_pipeline.trial import Trial
+from cai_mesh.trial import SmallModel, Trial, arguments_of
 
 
 @dataclass(frozen=True)

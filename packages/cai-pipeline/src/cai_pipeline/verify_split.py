@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -12,22 +14,53 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, canonical_name
+from cai_mesh.trial import SmallModel, Trial, arguments_of, tensors_of
 from cai_pipeline.balance import balance_layers
+from cai_pipeline.call import Call
+from cai_pipeline.draws import draws_by_place
 from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.small_model import SmallModel
-from cai_pipeline.stage import arguments_of, run_stage
+from cai_pipeline.stage import run_stage
 from cai_pipeline.structure import ModelStructure, find_structure
-from cai_pipeline.trial import Trial
 
 TOLERANCE = 1e-10
 """Largest difference allowed for float64 rounding, relative to the largest value of the tensor."""
 
 
-@lru_cache(maxsize=64)
-def verify_split(trial: Trial | SmallModel) -> ModelStructure:
-    """Split a small model into up to three stages and compare with it unsplit: output, loss and all gradients.
+@dataclass(frozen=True)
+class Tried:
+    """A trial, divided as the model is.
 
-    Done once per trial (of transformers: per class and config). Three stages are enough: first, middle and last.
+    Args:
+        trial: the small model.
+        stage_layers: the layers of each stage; None: up to three stages.
+    """
+
+    trial: Trial | SmallModel
+    stage_layers: tuple[range, ...] | None = None
+
+    @cached_property
+    def known(self) -> dict[str, int]:
+        """Number of dims of the trial's inputs, by name."""
+        return {name: getattr(value, "ndim", 0) for name, value in self.trial.inputs().items()}
+
+
+@dataclass(frozen=True)
+class CallCheck:
+    """A stage's `check`: tries every new way to call the model on a small one, see `verify_call`."""
+
+    tried: Tried
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> frozenset[str]:
+        return verify_call(self.tried, Call.of(model, inputs, self.tried.trial, self.tried.known))
+
+
+def verify_split(trial: Trial | SmallModel, stage_layers: Sequence[range] | None = None) -> ModelStructure:
+    """Split a small model into stages and compare with it unsplit: output, loss and all gradients.
+
+    Done once per trial (of transformers: per class and config) and division.
+
+    Args:
+        stage_layers: the layers of each stage; None, or a trial with another number of layers: up to three stages.
 
     Returns:
         where the parts of the model lie; the large model has the same structure.
@@ -35,32 +68,106 @@ def verify_split(trial: Trial | SmallModel) -> ModelStructure:
     Raises:
         PlanError: the split model computes something else, or its code does not run when split.
     """
+    structure = structure_of(trial)
+    verify_call(Tried(trial, None if stage_layers is None else tuple(stage_layers)), Call())
+    return structure
+
+
+@lru_cache(maxsize=64)
+def structure_of(trial: Trial | SmallModel) -> ModelStructure:
+    """Where the parts of a trial's model lie. Raises PlanError when it cannot be split between its layers."""
+    with torch.device("cpu"), torch.no_grad():
+        model = trial.build().double().eval()
+        with _explained(type(model).__name__):
+            return find_structure(model, trial)
+
+
+@lru_cache(maxsize=256)
+def verify_call(tried: Tried, call: Call) -> frozenset[str]:
+    """As `verify_split`, for one way to call the model.
+
+    Returns:
+        the entries of what the model returns that the last stage does not have as the whole model has them.
+    """
+    trial, structure = tried.trial, structure_of(tried.trial)
     with torch.device("cpu"), torch.enable_grad():
-        return _verify_split(trial)
-
-
-def _verify_split(trial: Trial | SmallModel) -> ModelStructure:
-    whole = trial.build().double().eval()
-    name = type(whole).__name__
-    try:
-        structure = find_structure(whole, trial)
-        layers = len(whole.get_submodule(structure.layers))  # type: ignore[arg-type]
-        stage_layers = balance_layers([1.0] * layers, min(3, layers))
-        parts = [_part(whole, structure, stage_layers, index) for index in range(len(stage_layers))]
-        expected = whole(**arguments_of(whole, trial.inputs()))
-        trial.loss(expected).backward()
-        output = chain(parts, trial.inputs(), trial.loss)
-    except PlanError:
-        raise
-    except Exception as error:
-        raise PlanError(f"{name} does not run when split", got=f"{type(error).__name__}: {error}") from error
-    _compare(name, "loss", trial.loss(output), trial.loss(expected))
+        whole = trial.build().double().train(call.training)
+        stack = whole.get_submodule(structure.layers)
+        stage_layers = _division(tried, len(list(stack.children())))
+        owners = [stage for stage, layers in enumerate(stage_layers) for _ in layers]
+        name, inputs = f"{type(whole).__name__} in {call}", call.inputs(trial)
+        with _explained(name):
+            parts = [_part(whole, structure, stage_layers, index) for index in range(len(stage_layers))]
+            _check_all_run(whole, stack, owners, inputs, call)
+            with draws_by_place(stack, None, owners):
+                expected = whole(**arguments_of(whole, inputs))
+            loss = _loss(trial, call)
+            loss(expected).backward()
+            output = chain(parts, inputs, loss, structure.layers, owners)
+    _compare(name, "loss", loss(output), loss(expected))
     _compare(name, "output", _main(output), _main(expected))
     found = gradients(parts)
     for parameter_name, parameter in whole.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         _compare(name, f"gradient of {parameter_name}", found.get(parameter_name), gradient)
-    return structure
+    return _differing(output, expected)
+
+
+def _division(tried: Tried, layers: int) -> list[range]:
+    if tried.stage_layers is not None and tried.stage_layers[-1].stop == layers:
+        return list(tried.stage_layers)
+    return balance_layers([1.0] * layers, min(3, layers))
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{name} does not run when split", got=f"{type(error).__name__}: {error}") from error
+
+
+def _check_all_run(
+    whole: nn.Module, stack: nn.Module, owners: Sequence[int], inputs: Mapping[str, Any], call: Call
+) -> None:
+    """Raise PlanError for a model that leaves out layers when the numbers it draws are low."""
+    if not call.training:
+        return
+    with torch.no_grad(), draws_by_place(stack, None, owners, lowest=True) as run:
+        copy.deepcopy(whole)(**arguments_of(whole, inputs))
+    if run != list(range(len(owners))):
+        raise PlanError(
+            f"{type(whole).__name__} leaves out layers at random in training mode",
+            got=f"layers {run} of {len(owners)}",
+            cause="an option such as layerdrop: stages would have to leave out the same layers",
+            fix="turn it off when training in a pipeline",
+        )
+
+
+def _loss(trial: Trial | SmallModel, call: Call) -> Callable[[Any], torch.Tensor]:
+    if "labels" not in call.without:
+        return trial.loss
+
+    def of_logits(output: Any) -> torch.Tensor:
+        flat = output.logits.flatten()
+        return (flat * torch.linspace(-1.0, 1.0, flat.numel(), dtype=flat.dtype)).sum()
+
+    return of_logits
+
+
+def _differing(output: Any, expected: Any) -> frozenset[str]:
+    """First parts of the names of tensors that are not the same."""
+    got, wrong = tensors_of(output, ""), set()
+    for key, value in tensors_of(expected, "").items():
+        if key not in got or got[key].shape != value.shape or not _close(got[key], value):
+            wrong.add(key.split(".")[1] if "." in key else key)
+    return frozenset(wrong)
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max()) if got.numel() else True
 
 
 def _part(
@@ -74,24 +181,38 @@ def _part(
     return part
 
 
-def chain(parts: Sequence[nn.Module], inputs: Mapping[str, Any], loss: Callable[[Any], torch.Tensor]) -> Any:
+def chain(
+    parts: Sequence[nn.Module],
+    inputs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor],
+    layers: str | None = None,
+    owners: Sequence[int] = (),
+) -> Any:
     """Run all stages of a model one after the other in this process, then backward through all of them.
 
     Args:
         parts: all stages, in order.
         inputs: keyword arguments of the whole model.
         loss: of the last stage's output.
+        layers: name of the list of layers, for random numbers as `draws_by_place` has them; None: as they come.
+        owners: stage of each layer, then.
 
     Returns:
         the last stage's output.
     """
     received: torch.Tensor | None = None
     boundaries: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for part in parts[:-1]:
-        sent = run_stage(part, received, inputs)
+
+    def run(index: int) -> Any:
+        part = parts[index]
+        with draws_by_place(part.get_submodule(layers), index, owners) if layers else nullcontext():
+            return run_stage(part, received, inputs)
+
+    for index in range(len(parts) - 1):
+        sent = run(index)
         received = sent.detach().requires_grad_()
         boundaries.append((sent, received))
-    output = run_stage(parts[-1], received, inputs)
+    output = run(len(parts) - 1)
     loss(output).backward()
     for sent, received in reversed(boundaries):
         sent.backward(received.grad)
