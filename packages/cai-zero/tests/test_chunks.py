@@ -20,7 +20,8 @@ class Net(nn.Module):
 
 def built(model, inner):
     units = optimizer_units(inner, model)
-    made = build_chunks(inner, units, RankTable(None), MixedPrecision())
+    groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+    made = build_chunks(groups, units, RankTable(None), MixedPrecision())
     return made, reduction_order(made, units, model)
 
 

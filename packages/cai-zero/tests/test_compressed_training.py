@@ -324,7 +324,13 @@ def refused():
     model = Net()
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.raises(PlanError, match="copy engines"):
-        shard_optimizer(inner, None, model=model, compression=INT8, copy_engines=True)
+        shard_optimizer(
+            inner,
+            dist.init_device_mesh("cpu", (2,)),
+            model=model,
+            compression=INT8,
+            copy_engines=True,
+        )
 
 
 def test_where_weights_or_gradients_cannot_be_compressed():

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from cai_gemini.chunk_step import ChunkStep, Groups
 from cai_gemini.copies import Copied, Copies, Scalar, there
@@ -21,7 +22,7 @@ from cai_gemini.states import Event, Ledger, State, follow
 from cai_gemini.timeline import host_span
 from cai_gemini.unit import Unit
 from cai_gemini.worker import Worker
-from cai_mesh.gradients import GradBuffer
+from cai_mesh.gradients import GradBuffer, in_backward, raw_grad, set_raw_grad
 
 Taken = tuple[Gradient, Groups, ChunkStep]
 
@@ -233,8 +234,10 @@ class OffloadedChunk:
         Args:
             arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
         """
-        self.touched.update(touched)
         before = self.gradient
+        if before is not None:
+            self._clear_dropped(before)
+        self.touched.update(i for i in touched if self.unit.kept[i].requires_grad)
         squares = sums_of_squares(arrived, self._counted()) if before is None else None
         self._summed = self._summed or before is not None
         landed, sent = arrived, None
@@ -247,8 +250,15 @@ class OffloadedChunk:
             before.add(landed, sent, self.worker, self.copies.host, copies=self.streamed)
         return sent
 
+    def _clear_dropped(self, gradient: Gradient) -> None:
+        """What somebody has dropped counts no more when another backward adds to it."""
+        for index in set(range(len(self.unit.kept))) - self.touched:
+            low, high = self.unit.ranges[index]
+            gradient.settled()[low:high].zero_()
+
     def gradient_of(self, index: int) -> torch.Tensor | None:
         """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
+        self.absorb()
         if index not in self.touched or self.gradient is None:
             return None
         low, high = self.unit.ranges[index]
@@ -260,6 +270,10 @@ class OffloadedChunk:
     @torch.no_grad()
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Put another gradient, or none, in place of parameter `index`'s."""
+        with torch._C.DisableTorchFunctionSubclass():
+            set_raw_grad(self.unit.kept[index], None)
+        if self.buffer is not None:
+            self.buffer.drop(index)
         if gradient is None:
             self.touched.discard(index)
             if not self.touched:
@@ -274,6 +288,29 @@ class OffloadedChunk:
         self.gradient.squares = None
         self.touched.add(index)
 
+    def leaf(self, index: int) -> nn.Parameter:
+        """The parameter that autograd accumulates into, where hooks belong."""
+        return self.unit.used[index]
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Take what came past `collect`: to the kept parameters (a loss that reads weights), by a broken backward."""
+        if self.buffer is not None and not in_backward() and self.buffer.has_gradients:
+            sent = self.collect()
+            if sent is not None:
+                sent.synchronize()
+                self._ledger.change("gradients", -self.sizes.gradients)
+        for index, param in enumerate(self.unit.kept):
+            with torch._C.DisableTorchFunctionSubclass():
+                direct = raw_grad(param)
+                set_raw_grad(param, None)
+            if direct is None:
+                continue
+            low, high = self.unit.ranges[index]
+            if self.gradient is not None and index in self.touched:
+                direct = direct + self.gradient.settled()[low:high]
+            self.set_gradient(index, direct)
+
     def drop_gradient(self) -> None:
         """Forget the gradient, and what a backward that raised has left of one."""
         if self.gradient is not None:
@@ -282,8 +319,9 @@ class OffloadedChunk:
         self.touched.clear()
         if self.buffer is None:
             return
-        for param in self.buffer.params:
-            param.grad = None
+        for param in (*self.buffer.params, *self.unit.kept):
+            with torch._C.DisableTorchFunctionSubclass():
+                set_raw_grad(param, None)
         if self.buffer.is_open:
             self.buffer.close()
             if not self.on_device:
@@ -292,6 +330,7 @@ class OffloadedChunk:
     @torch.no_grad()
     def squares(self) -> Squares:
         """Sums of the gradient's squares by mesh axes, where they were taken: on the device after one backward."""
+        self.absorb()
         if self.gradient is None or not self.touched:
             return {}
         if self.gradient.squares is not None and len(self.touched) == len(self.unit.kept):
@@ -364,6 +403,7 @@ class OffloadedChunk:
 
         Returns once the last step is done, and raises what that raised.
         """
+        self.absorb()
         if self.step is None or self.gradient is None or not self.touched:
             return None
         self.finish_writing()

@@ -22,6 +22,7 @@ from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.optimizer import OffloadedOptimizer
+from cai_gemini.parameter import UsedParameters
 from cai_gemini.pieces import buffer_bytes
 from cai_gemini.policy import NONE_STREAMABLE, Streamable, fractions
 from cai_gemini.rates import measure
@@ -30,8 +31,17 @@ from cai_gemini.streamed import can_stream, check_streamed
 from cai_gemini.unit import ChunkUnit
 from cai_gemini.uses import ModuleUses
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
-from cai_mesh.storage import check_parameters, units
+from cai_mesh.gradients import GradBuffer, ShownParameter, check_no_gradients, direct_linears
+from cai_mesh.storage import (
+    check_alone,
+    check_arguments,
+    check_elementwise,
+    check_parameters,
+    check_there,
+    guard_saving,
+    reduces_itself,
+    units,
+)
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,8 @@ def _chunks(
             chunks[module].append(chunk)
             index += 1
     direct_linears(model, _flat_parameters(made).values())
+    reduces_itself(model)
+    guard_saving(model)
     return made, chunks
 
 
@@ -222,6 +234,8 @@ def _chunk(unit: ChunkUnit, engine: Engine) -> OffloadedChunk:
     chunk = OffloadedChunk(unit, dtype, engine)
     room = chunk.expect_gradient
     chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.weights.device, before_open=room)
+    for index, param in enumerate(unit.used):
+        ShownParameter.adopt(param, UsedParameters(chunk), index)
     return chunk
 
 
@@ -253,6 +267,7 @@ def _device(
 ) -> torch.device:
     """Where the model runs. Raises `PlanError` where that is nowhere, or nothing says what its values are."""
     found = torch.device(device) if device is not None else next(model.parameters()).device
+    check_there(found)
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     if found.type == "meta":
@@ -277,6 +292,12 @@ def tiers_of(residency: str | Tiers) -> Tiers | None:
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+    """Raise `PlanError` for a model or an optimizer that cannot be offloaded."""
+    check_arguments(model, optimizer, what="offload")
+    check_alone(
+        "offload", "shard_module(model, mesh, residency=cai_gemini.ChunkResidency(...)) offloads shards"
+    )
+    check_elementwise(optimizer)
     check_streamed(tiers.streamed, optimizer)
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):

@@ -80,10 +80,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             self.zero_grad()
             return
+        self._check_frozen()
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)
         if not self._overlap:
             self._engine.finish()
+
+    def _check_frozen(self) -> None:
+        """Raise `PlanError` where a parameter would be trained now that was frozen when the model was offloaded."""
+        still = (p for chunk in self._engine.chunks if not chunk.trains for p in chunk.unit.kept)
+        if any(param.requires_grad for param in still):
+            raise PlanError(
+                "a parameter that was frozen when the model was offloaded is to be trained now",
+                cause="nobody keeps its gradient",
+                fix="offload with requires_grad=True and freeze afterwards; what has no gradient is not stepped",
+            )
 
     def wait(self) -> None:
         """Return once the last step is done, everywhere."""

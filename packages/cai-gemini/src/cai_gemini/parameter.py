@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,6 +10,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
+
+from cai_mesh.errors import PlanError
+from cai_mesh.gradients import Place, ShardGradient, shown
 
 
 class Keeper(Protocol):
@@ -22,6 +26,10 @@ class Keeper(Protocol):
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Take another gradient for parameter `index`, or none."""
+
+    def leaf(self, index: int) -> nn.Parameter:
+        """The unsharded parameter that autograd accumulates into, where hooks belong."""
+        ...
 
 
 _GET, _SET = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[attr-defined]
@@ -50,6 +58,9 @@ _ABOUT = {
 }
 
 
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
 _FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
 """Steps of plain optimizers, which write to their first argument without counting a version."""
 
@@ -64,6 +75,14 @@ class KeptParameter(nn.Parameter):
 
     cai_keeper: Keeper
     cai_index: int
+    cai_place: Callable[[], Place] | None = None
+    """Where in the whole gradient this one lies, where several ranks have parts of it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain parameter of its values."""
+        self.cai_keeper.settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
     def adopt(cls, param: nn.Parameter, keeper: Keeper, index: int) -> None:
@@ -76,9 +95,18 @@ class KeptParameter(nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func == _GET:
-                return args[0].cai_keeper.gradient_of(args[0].cai_index)
+                return args[0]._shown_gradient()
             if func == _SET:
-                return args[0].cai_keeper.set_gradient(args[0].cai_index, args[1])
+                part = args[1].part if isinstance(args[1], ShardGradient) else args[1]
+                return args[0].cai_keeper.set_gradient(args[0].cai_index, part)
+            if func in _HOOKS:
+                return func(args[0].cai_keeper.leaf(args[0].cai_index), *args[1:], **kwargs)
+            if func is torch.autograd.grad:
+                raise PlanError(
+                    "torch.autograd.grad was asked for the gradient of a parameter that is kept elsewhere",
+                    cause="the forward used another tensor, which is brought for each use",
+                    fix="call backward() and read .grad",
+                )
             if func == _DELETE:
                 return args[0].cai_keeper.set_gradient(args[0].cai_index, None)
             if func not in _ABOUT:
@@ -86,6 +114,43 @@ class KeptParameter(nn.Parameter):
                     if isinstance(value, cls):
                         value.cai_keeper.settle()
             result = func(*args, **kwargs)
-            if func in _FUSED:
+            if func in _FUSED or func == _DATA:  # what is written to `data` counts no version either
                 increment_version(args[0])
             return result
+
+    def _shown_gradient(self) -> torch.Tensor | None:
+        gradient = self.cai_keeper.gradient_of(self.cai_index)
+        if gradient is None:
+            return None
+        flat = Place(gradient.shape, 0, gradient.numel(), local=True)
+        return shown(gradient, flat if self.cai_place is None else self.cai_place())
+
+
+class UsedParameters:
+    """The `GradientKeeper` of weights on the device, for who meets them there (after an error in a backward).
+
+    Their gradients are those of the parameters that are kept.
+    """
+
+    def __init__(self, keeper: Keeper):
+        self._keeper = weakref.ref(keeper)
+
+    def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
+        keeper = self._keeper()
+        gradient = None if keeper is None else keeper.gradient_of(index)
+        if keeper is None or gradient is None:
+            return None
+        return gradient, Place(keeper.leaf(index).shape, 0, gradient.numel())
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.set_gradient(index, gradient)
+
+    def leaf(self, index: int) -> nn.Parameter:
+        keeper = self._keeper()
+        assert keeper is not None
+        return keeper.leaf(index)
+
+    def about_to_write(self, index: int) -> None:
+        """What is written to the weights on the device goes with them."""

@@ -27,6 +27,7 @@ class ShardUnit:
         self._stored, unit = stored, stored.unit
         self.chunk: FlatChunk = unit.chunk
         self.kept: Sequence[nn.Parameter] = unit.kept
+        self.used: Sequence[nn.Parameter] = unit.used
         self.ranges: Sequence[tuple[int, int]] = unit.ranges
         self.weights = torch.empty(unit.shard.numel(), dtype=unit.unsharded.dtype, device=stored.device)
         self.is_in_use = False

@@ -19,6 +19,7 @@ class Unit(Protocol):
         chunk: names of the parameters; where it is sharded, of more elements than are here.
         shard: [n] in master dtype, what stays.
         kept: 1-d parameters, parts of `shard`, some perhaps empty.
+        used: the unsharded parameters, which the model computes with.
         ranges: (start, stop) of each of `kept` in `shard`.
         weights: [n], the same elements in the dtype of computation on the device; has memory between
             `allocate_storage` and `free_storage`.
@@ -31,6 +32,8 @@ class Unit(Protocol):
     def shard(self) -> torch.Tensor: ...
     @property
     def kept(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def used(self) -> Sequence[nn.Parameter]: ...
     @property
     def ranges(self) -> Sequence[tuple[int, int]]: ...
     @property

@@ -57,11 +57,19 @@ class ModuleUses:
                 self._engine.sent(chunk, chunk.collect())
             chunk.backward_over()
 
+    def before_graph(self, unit: nn.Module) -> None:
+        raise PlanError(
+            "second derivatives were asked for of an offloaded model",
+            cause="create_graph=True: a block's weights would be used again after they have left the device",
+            fix="leave out create_graph=True, or train without offload",
+        )
+
     def before_copy(self) -> None:
         raise PlanError(
             "an offloaded model cannot be copied",
             cause="its parameters come and go with the uses of its blocks",
-            fix="copy the model before offload, or read its weights from the optimizer's checkpoint_state",
+            fix="copy the model before offload, or read its weights from the optimizer's checkpoint_state; for an "
+            "average of the weights, cai_zero.Ema",
         )
 
     def backward_done(self) -> None:

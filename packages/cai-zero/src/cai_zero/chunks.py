@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from cai_mesh.comm import ParallelMesh
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, check_no_gradients
+from cai_mesh.gradients import GradBuffer, Place, check_no_gradients, set_raw_grad
 from cai_mesh.layout import (
     BoxedTensor,
     FlatChunk,
@@ -17,19 +19,21 @@ from cai_mesh.layout import (
     Slice,
     attach,
     canonical_name,
+    record_of,
     reduce_of,
 )
 from cai_mesh.protocols import CommHandle
 from cai_mesh.storage import check_parameters
 from cai_mesh.storage import units as all_units
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import DataRanks, RankTable
+from cai_zero.ranks import DataRanks, RankTable, groups_along
 from cai_zero.reducer import Reducible
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
 """Consecutive blocks share a chunk until it has this many elements."""
 
 Units = dict[nn.Module, list[tuple[str, nn.Parameter]]]
+Groups = Mapping[int, int]
 
 
 @dataclass(eq=False)
@@ -41,17 +45,21 @@ class Chunk:
         spec: how its gradients are reduced.
         params, chunk: the parameters and where they lie.
         weights: [chunk.numel] in compute dtype, which the parameters are views of.
-        flat: this rank's shard in master dtype, which the optimizer steps.
+        flat: this rank's shard in master dtype; its `.grad` is that of the coming step, once reduced.
+        pieces: each parameter's part of it, 1-d and perhaps empty, which the optimizer steps.
         buffer: where the gradients accumulate until they are reduced.
         units: modules whose backward gives the gradients.
         low: first element of this rank's shard.
-        ranks: who shares the parameters.
+        ranks, mesh: who shares the parameters.
         reduced: this rank's shard of the gradient, summed over the reductions of the step.
+        dropped: parameters whose gradients in `reduced` have been dropped since.
+        absent: parameters without a gradient in this step, on any rank; None until the ranks have agreed.
         reducible: how its gradients are reduced.
         ready: units whose gradients of this pass are complete.
         collected: whether all gradients of this pass are in `buffer`.
         pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
         gathering: the gather of the new parameters after a step, while it is under way.
+        versions: of the parameters, as of the last gather; `lent`: whose memory was asked for since.
     """
 
     group: int
@@ -60,28 +68,122 @@ class Chunk:
     chunk: FlatChunk
     weights: torch.Tensor
     flat: nn.Parameter
+    pieces: list[nn.Parameter]
     buffer: GradBuffer
     units: set[nn.Module]
     low: int
     ranks: DataRanks
+    mesh: ParallelMesh | None
     reduced: torch.Tensor | None = None
+    dropped: set[int] = field(default_factory=set)
+    absent: set[int] | None = None
     ready: set[nn.Module] = field(default_factory=set)
     collected: bool = False
     pending: bool = False
     gathering: CommHandle | None = None
+    versions: list[int] = field(default_factory=list)
+    lent: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.reducible = Reducible(self.buffer, self.spec, self.ranks, self._add_reduced)
 
     def _add_reduced(self, shard: torch.Tensor) -> None:
-        self.pending, self.flat.grad = False, None
-        self.reduced = shard if self.reduced is None else self.reduced.add_(shard)
+        self.pending, self.absent = False, None
+        held = self.reduced if self.flat.grad is None else self.flat.grad
+        self.flat.grad = None
+        if held is None:
+            self.reduced = shard
+            return
+        self.reduced = held
+        self.clear_dropped()
+        self.reduced = held.to(shard.dtype).add_(shard)
+
+    def settle(self, absent: set[int]) -> None:
+        """The gradient of the coming step is complete; `absent` have none."""
+        assert self.reduced is not None
+        self.clear_dropped()
+        self.flat.grad, self.absent = self.reduced.to(self.flat.dtype), absent
+
+    def clear_dropped(self) -> None:
+        """What has been dropped counts no more, in what is added up and in norms."""
+        for held in (self.reduced, self.flat.grad):
+            for i in self.dropped if held is not None else ():
+                self.of(i, held).zero_()
+        self.dropped.clear()
+
+    def drop(self, index: int) -> None:
+        """Forget the gradient of one parameter, reduced or not."""
+        self.buffer.drop(index)
+        if self.reduced is not None:
+            self.dropped.add(index)
+        if self.absent is not None:
+            self.absent.add(index)
+
+    def put(self, index: int, part: torch.Tensor) -> None:
+        """Take another part for the reduced gradient of one parameter."""
+        assert self.flat.grad is not None and self.absent is not None
+        held = self.of(index, self.flat.grad)
+        if held.data_ptr() != part.data_ptr():
+            held.copy_(part)
+        self.dropped.discard(index)
+        self.absent.discard(index)
+
+    def forget(self) -> None:
+        """Drop every gradient, reduced or not."""
+        self.flat.grad = self.reduced = self.absent = None
+        self.pending = False
+        self.dropped.clear()
+        self.buffer.close()
+        self.buffer.arrived.clear()
+        for param in self.params:
+            set_raw_grad(param, None)
+
+    def of(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """One parameter's part of a tensor laid out as `flat`."""
+        start, stop = self.ranges[index]
+        return flat[start:stop]
+
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(start, stop) in `flat` of every parameter's part."""
+        slices = record_of(self.flat).slices or ()
+        return [(part.start, part.stop) for part in slices]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where this rank's part of each parameter's gradient lies in what users see of it."""
+        slices = record_of(self.flat).slices or ()
+        return [self._place(param, part) for param, part in zip(self.params, slices, strict=True)]
+
+    def _place(self, param: nn.Parameter, part: Slice) -> Place:
+        sums, known = groups_along(self.mesh, part.axes)
+        shape, shard = torch.Size(param.shape), self.ranks.shard
+        return Place(shape, *part.range, shard, sums, beyond=not known, axes=part.axes, owner=part.owner)
 
     def wait_gathered(self) -> None:
         """Return once the parameters are those of the last step."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+
+    def gathered(self) -> None:
+        """Parameters are, or will be, those of `flat`: writes count from now on."""
+        self.versions = [param._version for param in self.params]
+        self.lent.clear()
+
+    def take_writes(self) -> None:
+        """Let master weights take what somebody has written to the parameters since, element by element.
+
+        What was not written keeps its precision. Nothing waits for the device.
+        """
+        if not self.has_master or not self.versions:
+            return
+        for i, param in enumerate(self.params):
+            if param._version != self.versions[i] or i in self.lent:
+                master, seen = self.of(i, self.flat.detach()), self.of(i, self.shard)
+                written = seen != master.to(seen.dtype)
+                master.copy_(torch.where(written, seen.to(master.dtype), master))
+        self.gathered()
 
     @property
     def shard(self) -> torch.Tensor:
@@ -96,6 +198,15 @@ class Chunk:
     def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
         """Boxes, by canonical name, of a tensor laid out as `flat`; the pieces are views."""
         return {name: self.owned(value) for name, value in self.chunk.boxed(flat, self.low).items()}
+
+    def boxed_slot(
+        self, tensor: torch.Tensor, piece: torch.Tensor, start: int, name: str
+    ) -> BoxedTensor | None:
+        """State of a piece: laid out as it, a view (None where it is empty), or a value for the whole parameter."""
+        if tensor.shape != piece.shape:
+            return self.owned(BoxedTensor.from_param(tensor))
+        boxes = self.chunk.boxed(tensor, self.low + start)
+        return self.owned(boxes[name]) if name in boxes else None
 
     def owned(self, value: BoxedTensor) -> BoxedTensor:
         """The value, written by this rank only if it owns the parameters."""
@@ -129,7 +240,7 @@ def optimizer_units(inner: torch.optim.Optimizer, model: nn.Module | None) -> Un
 
 
 def build_chunks(
-    inner: torch.optim.Optimizer,
+    groups: Groups,
     units: Units,
     table: RankTable,
     precision: MixedPrecision,
@@ -139,9 +250,12 @@ def build_chunks(
 ) -> list[Chunk]:
     """Move the parameters into chunks, each a view from then on, and cut this rank's shards.
 
-    `before_open` is called before a chunk's gradients take memory. `apart`: shards are never a view of the parameters.
+    Args:
+        groups: index of the param group by id of the parameter.
+        before_open: called before a chunk's gradients take memory.
+        apart: shards are never a view of the parameters.
     """
-    return [_build(*bucket, table, precision, before_open, apart) for bucket in _buckets(inner, units)]
+    return [_build(*bucket, table, precision, before_open, apart) for bucket in _buckets(groups, units)]
 
 
 def _build(
@@ -168,11 +282,20 @@ def _build(
         del full
     chunk.fill(weights, tensors)
     flat = nn.Parameter(shard)
-    attach(flat, slices=_slices(chunk, low, high, spec, frozenset(ranks.shard_axes)))
+    slices = _slices(chunk, low, high, spec, frozenset(ranks.shard_axes))
+    attach(flat, slices=slices)
+    pieces = [_piece(shard, part) for part in slices]
     for param, view in zip(tensors, chunk.views(weights), strict=True):
         param.data = view
     buffer = GradBuffer(chunk, tensors, reduce, weights.device, before_open=before_open)
-    return Chunk(group, spec, tensors, chunk, weights, flat, buffer, units, low, ranks)
+    return Chunk(group, spec, tensors, chunk, weights, flat, pieces, buffer, units, low, ranks, table.mesh)
+
+
+def _piece(shard: torch.Tensor, part: Slice) -> nn.Parameter:
+    """One parameter's part of a shard, for the optimizer."""
+    piece = nn.Parameter(shard[part.start : part.stop])
+    attach(piece, slices=(replace(part, start=0),))
+    return piece
 
 
 def reduction_order(chunks: Sequence[Chunk], units: Units, model: nn.Module | None) -> list[Chunk]:
@@ -198,9 +321,8 @@ def _check_owned(held: Sequence[torch.Tensor], model: nn.Module) -> None:
         )
 
 
-def _buckets(inner: torch.optim.Optimizer, units: Units):
+def _buckets(groups: Groups, units: Units):
     """(param group, reduce spec, [(name, parameter)], units) of every chunk, in the order of the units."""
-    groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
     open_buckets: dict[tuple, tuple[int, ReduceSpec, list, set]] = {}
     done = []
     for unit, params in units.items():

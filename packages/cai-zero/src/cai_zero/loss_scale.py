@@ -19,6 +19,7 @@ import torch
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, all_reduce, axis_names
 from cai_mesh.errors import MeshError, PlanError
+from cai_mesh.gradients import local_gradient
 from cai_mesh.layout import record_of
 from cai_mesh.protocols import GradSync
 
@@ -124,10 +125,9 @@ class LossScale:
         _check_axes(params, getattr(optimizer, "mesh", None), self._mesh)
         grads: dict[tuple, list[torch.Tensor]] = defaultdict(list)
         for p in params:
-            if p.grad is not None:
-                grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-                if grad.numel():
-                    grads[grad.device, grad.dtype].append(grad)
+            grad = local_gradient(p)
+            if grad is not None and grad.numel():
+                grads[grad.device, grad.dtype].append(grad)
         found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
         inverse = self._scale.double().reciprocal().float()
         for (device, _), held in grads.items():

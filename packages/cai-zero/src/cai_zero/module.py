@@ -10,31 +10,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cai_mesh.comm import AnyMesh, PeerGather, PeerReduce, Peers, all_gather_object, check_device
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, check_no_gradients, direct_linears
-from cai_mesh.layout import FlatChunk, ReduceSpec, reduce_of, refresh
+from cai_mesh.gradients import (
+    GradBuffer,
+    ShardParameter,
+    ShownParameter,
+    check_no_gradients,
+    direct_linears,
+    hide,
+    set_raw_grad,
+    show,
+)
+from cai_mesh.layout import ReduceSpec, reduce_of
 from cai_mesh.protocols import CommHandle, Residency
-from cai_mesh.storage import FlatUnit, ModuleLifecycle, OnDevice, Share, StoredShard, check_parameters, units
+from cai_mesh.storage import (
+    FlatUnit,
+    ModuleLifecycle,
+    Share,
+    StoredShard,
+    check_elementwise,
+    check_parameters,
+    units,
+)
 from cai_zero.compress import Compression, check_ranks
 from cai_zero.gathering import Gather, Gatherer, Part, Sharded
-from cai_zero.optimizer import ShardedOptimizer
+from cai_zero.initial import Materialize, device_of, fill
+from cai_zero.keepers import ShardKeeper
 from cai_zero.order import complete
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable, second_group
 from cai_zero.reducer import GradReducer, Reducible
-from cai_zero.unused import Unused
-
-Materialize = Callable[[str, nn.Parameter], torch.Tensor]
+from cai_zero.unused import absent
 
 
 @dataclass(frozen=True)
@@ -64,20 +80,23 @@ class ModuleSharding:
             raise PlanError("the model has no parameters to shard")
         check_parameters((pair for params in found.values() for pair in params), meta=True)
         check_no_gradients(p for params in found.values() for _, p in params)
-        self._device = _device(next(p for params in found.values() for _, p in params), options.device)
+        self._device = device_of(next(p for params in found.values() for _, p in params), options.device)
         check_device(self._device, wanted=options.gather.copy_engines)
-        self._ranks = RankTable(mesh, {reduce_of(p) for params in found.values() for _, p in params})
-        check_ranks(options.compression, self._ranks.of(), 3, copy_engines=options.gather.copy_engines)
+        self.ranks = RankTable(mesh, {reduce_of(p) for params in found.values() for _, p in params})
+        check_ranks(options.compression, self.ranks.of(), 3, copy_engines=options.gather.copy_engines)
         self._gather_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup | None] = {}
         self._reducer: GradReducer[Sharded] = GradReducer(self._device, options.compression)
         self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
         root = self._units[model]
         reduced = [p for u in self._units.values() for p in u.parts if p.reducible is not None]
         self._reduced = [(part.unit, part.reducible.buffer) for part in reduced]  # type: ignore[union-attr]
-        self._unused = Unused([buffer for _, buffer in self._reduced], self._ranks.of())
+        still = [p for u in self._units.values() for p in u.parts if p.reducible is None]
+        self._frozen = {id(shard) for part in still for shard in part.unit.kept}
+        self._agreed = True  # whether the ranks know what is absent
+        self._open = False  # whether a backward has begun and not ended
         parts = [part for unit in self._units.values() for part in unit.parts]
         self._use_copy_engines(parts)
-        options.residency.adopt([part.stored for part in parts], self._ranks.mesh)
+        options.residency.adopt([part.stored for part in parts], self.ranks.mesh)
         self._gatherer = Gatherer(
             [root, *(u for u in self._units.values() if u is not root)],
             options.residency,
@@ -96,11 +115,22 @@ class ModuleSharding:
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
         self._lifecycle = ModuleLifecycle(used)
         self._lifecycle.listen(self)
+        self._show()
         self._follow_steps()
+
+    def _show(self) -> None:
+        """Let the shards show their gradients, and norms of them those of the whole."""
+        for unit, buffer in self._reduced:
+            for i, (shard, whole) in enumerate(zip(unit.kept, unit.used, strict=True)):
+                ShardParameter.adopt(shard, ShardKeeper(self, unit, buffer), i)
+                shard.cai_place = functools.partial(
+                    ShardKeeper(self, unit, buffer).place, i
+                )  # for a residency
+                ShownParameter.adopt(whole, ShardKeeper(self, unit, buffer, whole=True), i)
 
     def _use_copy_engines(self, parts: Sequence[Part]) -> None:
         def shard_bytes(part: Part, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
-            return self._ranks.of(part.spec).shard, (part.unit.high - part.unit.low) * like.element_size()
+            return self.ranks.of(part.spec).shard, (part.unit.high - part.unit.low) * like.element_size()
 
         wanted = self._options.gather.copy_engines
         trained = [part for part in parts if part.reducible is not None]
@@ -111,27 +141,43 @@ class ModuleSharding:
             PeerReduce, reduced, self._device, wanted=wanted and self._options.compression.gradients is None
         )
         for part in parts:
-            part.peer = gathers.of(self._ranks.of(part.spec).shard)
+            part.peer = gathers.of(self.ranks.of(part.spec).shard)
         for part in trained:
-            part.reducible.peer = reduces.of(self._ranks.of(part.spec).shard)  # type: ignore[union-attr]
+            part.reducible.peer = reduces.of(self.ranks.of(part.spec).shard)  # type: ignore[union-attr]
 
     def _follow_steps(self) -> None:
-        """After an optimizer has stepped the shards nothing stays unsharded; hooks gather for the next forward."""
+        """An optimizer of shards sees plain parameters and gradients; after its step nothing stays unsharded.
+
+        Hooks then gather for the next forward.
+        """
         kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
-        found = weakref.ref(self)
+        found, tried = weakref.ref(self), weakref.WeakSet[torch.optim.Optimizer]()
+
+        def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+            return [p for g in optimizer.param_groups for p in g["params"] if id(p) in kept]
+
+        def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            sharding, own = found(), stepped_by(optimizer)
+            if sharding is not None and own:
+                sharding.check_frozen(own)
+                if optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
+                    check_elementwise(optimizer)
+                tried.add(optimizer)
+                sharding.agree()
+                hide(own)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            sharding = found()
-            if sharding is None or not any(
-                id(p) in kept for g in optimizer.param_groups for p in g["params"]
-            ):
+            sharding, own = found(), stepped_by(optimizer)
+            if sharding is None or not own:
                 return
+            show(own)
             if sharding.driver == "hooks":
                 sharding._gatherer.begin_step()
             else:
                 sharding._gatherer.end_step()
 
         # for good: taking one out while others run would break torch's loop over them
+        register_optimizer_step_pre_hook(steps)
         register_optimizer_step_post_hook(stepped)
 
     def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
@@ -142,7 +188,7 @@ class ModuleSharding:
 
     def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
         compute, master, reduce = self._options.precision.resolve(members[0][1].dtype)
-        ranks = self._ranks.of(spec)
+        ranks = self.ranks.of(spec)
         unit = FlatUnit(
             self._root,
             members,
@@ -151,7 +197,7 @@ class ModuleSharding:
             device=self._device,
             share=Share(ranks.size, ranks.index, frozenset(ranks.shard_axes)),
             place=self._options.residency.place,
-            fill=lambda chunk, full: _fill(chunk, full, members, self._options.materialize),
+            fill=lambda chunk, full: fill(chunk, full, members, self._options.materialize),
         )
         trained = members[0][1].requires_grad
         stored = StoredShard(unit, self._device, reduce if trained else None)
@@ -206,9 +252,11 @@ class ModuleSharding:
             for held in self._units.values():
                 for part in held.parts:
                     part.unit.check_shard()
+                    show(part.unit.kept)  # hidden for a step that raised
             self._gatherer.begin_forward()
             if self._recorded is not None:
                 self._recorded = ([], [], [])  # of the last forward before the first backward
+        self._open = self._open or backward
         if self._recorded is not None:
             self._recorded[backward].append(sharded)
         if backward and self._reducer.is_ready(sharded):
@@ -252,17 +300,24 @@ class ModuleSharding:
                     self._collect(unit)
             self._gatherer.end_pass()
             self._reducer.end_backward([] if self._reducer.silent else self._agreed_late())
-            self._pending = self._reducer.silent
-            if not self._reducer.silent:
-                self._leave_unused()
+            self._pending, self._agreed = self._reducer.silent, False
             self._learn()
+        self._open = False
         self._end_backward()
+
+    def before_graph(self, unit: nn.Module) -> None:
+        raise PlanError(
+            "second derivatives were asked for of a model whose parameters are sharded",
+            cause="create_graph=True: a block's parameters would be used again after its backward has freed them",
+            fix="leave parameters unsharded (shard_optimizer, stages 0 to 2), or leave out create_graph",
+        )
 
     def before_copy(self) -> None:
         raise PlanError(
             "a model whose parameters are sharded cannot be copied",
             cause="each rank holds shards of the parameters, and hooks that gather them",
-            fix="copy the model before shard_module, or build another and fill it with full_state_dict",
+            fix="copy the model before shard_module, or build another and fill it with full_state_dict; for an average "
+            "of the weights, cai_zero.Ema",
         )
 
     def _agreed_late(self) -> list[Sharded]:
@@ -271,7 +326,7 @@ class ModuleSharding:
             return self._late
         units = self._gatherer.units
         late = {units.index(unit) for unit in self._late}
-        for group in (self._ranks.of().copies, self._ranks.of().shard):
+        for group in (self.ranks.of().copies, self.ranks.of().shard):
             late = set().union(*all_gather_object(late, group))
         return [units[i] for i in sorted(late)]
 
@@ -285,7 +340,7 @@ class ModuleSharding:
             return
         units = self._gatherer.units
         recorded = [[units.index(unit) for unit in uses] for uses in self._recorded]
-        for group in (self._ranks.of().copies, self._ranks.of().shard):
+        for group in (self.ranks.of().copies, self.ranks.of().shard):
             recorded = all_gather_object(recorded, group)[0]
         forward, backward, ready = ([units[i] for i in uses] for uses in recorded)
         # a unit stays unsharded from its first use in a backward to its last
@@ -298,7 +353,7 @@ class ModuleSharding:
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
         """Backwards inside need not reduce. With one rank they do not; with more, shards save more than it costs."""
-        with self.no_sync() if self._ranks.of().count == 1 else contextlib.nullcontext():
+        with self.no_sync() if self.ranks.of().count == 1 else contextlib.nullcontext():
             yield
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -314,16 +369,32 @@ class ModuleSharding:
         """Reduce what is pending (tied parameters, a last backward under `no_sync`) and wait for every reduction."""
         for unit in self._reducer.order:
             self._reducer.reduce(unit, tied=True)
-            if self._pending:
+            if self._pending or self._open:
                 self._reducer.reduce(unit)
-        self._pending = False
+        self._pending = self._agreed = self._open = False
         self._end_backward()
-        self._leave_unused()
 
-    def _leave_unused(self) -> None:
-        """What no rank has ever used has no gradient, as torch has it."""
-        for chunk, index in self._unused.agree():
-            self._reduced[chunk][0].kept[index].grad = None
+    def check_frozen(self, params: Sequence[nn.Parameter]) -> None:
+        """Raise `PlanError` where a shard would be trained now that was frozen when the model was sharded."""
+        if any(id(p) in self._frozen and p.requires_grad for p in params):
+            raise PlanError(
+                "a parameter that was frozen when the model was sharded is to be trained now",
+                cause="nobody reduces its gradient",
+                fix="shard with requires_grad=True and freeze afterwards; what has no gradient is not stepped",
+            )
+
+    def agree(self) -> None:
+        """Bring the gradients to where users and optimizers find them. Collective, unless that is done already.
+
+        What is pending is reduced. What no rank has used in this step has no gradient, as torch has it.
+        """
+        if (self._pending or self._open) and self.driver == "hooks":
+            self.finish()
+        if self._agreed:
+            return
+        self._agreed = True
+        for chunk, index in absent([buffer for _, buffer in self._reduced], self.ranks.of()):
+            set_raw_grad(self._reduced[chunk][0].kept[index], None)
 
     # -- what compression keeps ----------------------------------------------------------------------------------
 
@@ -353,97 +424,3 @@ class _Gathering:
     def wait(self) -> None:
         for unit in self._units:
             self._gatherer.finish(unit)
-
-
-def _device(param: torch.Tensor, device: torch.device | None) -> torch.device:
-    if device is None and param.is_meta:
-        raise PlanError("a model on the meta device needs to be told where to go", fix="pass device=...")
-    found = device or param.device
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
-def _fill(
-    chunk: FlatChunk, full: torch.Tensor, members: list[tuple[str, nn.Parameter]], make: Materialize | None
-) -> None:
-    """Initial values of an unsharded chunk; NaN for meta parameters whose values are still to be loaded."""
-    for view, (name, param) in zip(chunk.views(full), members, strict=True):
-        if not param.is_meta:
-            view.copy_(param.detach())
-        elif make is not None:
-            view.copy_(make(name, param))
-        else:
-            view.fill_(float("nan"))
-
-
-def sharding_of(model: nn.Module) -> ModuleSharding:
-    """The `ModuleSharding` that `shard_module` attached. Raises `PlanError` when there is none."""
-    found = getattr(model, "cai_sharding", None)
-    if found is None:
-        raise PlanError("this model is not sharded", fix="call shard_module(model, mesh) first")
-    return found
-
-
-def no_sync(sharded: nn.Module | ShardedOptimizer) -> contextlib.AbstractContextManager[None]:
-    """Backwards inside communicate no gradient; they add up and the next backward outside reduces them all.
-
-    Args:
-        sharded: a model of `shard_module` or an optimizer of `shard_optimizer`.
-    """
-    return sharding_of(sharded).no_sync() if isinstance(sharded, nn.Module) else sharded.no_sync()
-
-
-def shard_module(
-    model: nn.Module,
-    mesh: AnyMesh | None,
-    *,
-    precision: MixedPrecision | None = None,
-    residency: Residency | None = None,
-    driver: Literal["hooks", "actions"] = "hooks",
-    gather: Gather | None = None,
-    materialize: Materialize | None = None,
-    device: torch.device | str | None = None,
-    compression: Compression | None = None,
-) -> nn.Module:
-    """Shard the parameters of a model over the data ranks of a mesh (ZeRO stage 3), in place; returns the model.
-
-    Afterwards `model.named_parameters()` gives the same names, each parameter a 1-d tensor, its part of this rank's
-    shard (some may be empty). Build an elementwise optimizer over them, or one of `cai_zero.optimizers`. Every
-    block (an element of an `nn.ModuleList`), and every large embedding or linear layer outside blocks, is gathered
-    before its forward and backward and freed after; gradients are reduced while backward runs and appear as `.grad` of
-    the shards. Norms go through `cai_mesh.clip_grad_norm_`, checkpoints through `cai_mesh.checkpoint`.
-
-    Args:
-        model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds all of it.
-        mesh: see `cai_zero.ranks.RankTable`. None: one process.
-        precision: dtypes of gathered parameters, of the shards and of the reduction.
-        residency: which memory the shards, their gradients and the state of their optimizer live in between uses, such
-            as `cai_gemini.ChunkResidency`. None: the device.
-        driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
-        gather: when and how parameters are gathered.
-        materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:
-            shards of meta parameters are NaN until a checkpoint is loaded into them.
-        device: of the parameters of a meta model. Buffers are the caller's to materialize.
-        compression: what travels in one byte an element.
-
-    The model's own forward is a pass: what a rank's data skip in it is gathered and reduced all the same, so ranks
-    may use different blocks. A block used out of the usual order must be used so by all ranks.
-
-    Raises `PlanError` for parameters that cannot be sharded, for an unknown driver, and for a model sharded before.
-    """
-    if driver not in ("hooks", "actions"):
-        raise PlanError("unknown driver of a sharded module", got=driver, expected="'hooks' or 'actions'")
-    if getattr(model, "cai_sharding", None) is not None:
-        raise PlanError("this model is already sharded")
-    options = Options(
-        precision or MixedPrecision(),
-        residency or OnDevice(),
-        driver,
-        gather or Gather(),
-        materialize,
-        torch.device(device) if device is not None else None,
-        compression or Compression(),
-    )
-    model.cai_sharding = ModuleSharding(refresh(model), mesh, options)  # type: ignore[assignment]
-    return model

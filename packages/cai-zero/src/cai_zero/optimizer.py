@@ -10,32 +10,45 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGather, PeerReduce, Peers, SideStream, check_device
-from cai_mesh.errors import PlanError
-from cai_mesh.gradients import clip_grad_norm_, direct_linears, grad_norm
-from cai_mesh.layout import BoxedTensor, moved, reduce_of, refresh, sites
+from cai_mesh.errors import LayoutError, PlanError
+from cai_mesh.gradients import (
+    ShardGradient,
+    ShownParameter,
+    clip_grad_norm_,
+    direct_linears,
+    grad_norm,
+    plain,
+    set_raw_grad,
+)
+from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
 from cai_mesh.storage import ModuleLifecycle
 from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
+from cai_zero.keepers import ChunkKeeper, PieceKeeper
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable
 from cai_zero.reducer import GradReducer
 from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
-from cai_zero.unused import Unused, kept
+from cai_zero.unused import absent
+
+Phase = Literal["empty", "open", "settled"]
+"""Of a step's gradients: none since they were dropped; some, still to be reduced or agreed on; complete."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """What `shard_optimizer` returns: steps flat shards, then gives every rank the unsharded parameters again.
 
     It is a `GradSync`: backwards under `defer()` only accumulate. Learning-rate schedulers, `param_groups` and
-    `zero_grad` work as on the optimizer it was made from. Gradients live in the chunks: `param.grad` is None after
-    a backward.
+    `zero_grad` work as on the optimizer it was made from; its groups hold this rank's part of each parameter.
+    Gradients live in the chunks. `param.grad` shows them: reading one reduces what is still to be reduced, so all
+    ranks must read alike; writing, replacing and clearing one counts for the coming step.
     """
 
     def __init__(
@@ -63,18 +76,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gathers = SideStream(device)
         self._reducer: GradReducer[Chunk] = GradReducer(device, self._compression)
         apart = self._compression.weights is not None
+        groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
         self._chunks = build_chunks(
-            inner, units, self._ranks, precision, self._reducer.make_room, apart=apart
+            groups, units, self._ranks, precision, self._reducer.make_room, apart=apart
         )
+        self._phase: Phase = "empty"
+        self._show()
         self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
         self._peers = self._use_copy_engines(device, wanted=copy_engines)
-        self._unused = Unused([chunk.buffer for chunk in self._chunks], self._ranks.of())
         order = reduction_order(self._chunks, units, model)
         self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
-        for index, group in enumerate(inner.param_groups):
-            group["params"] = [c.flat for c in self._chunks if c.group == index]
+        self._frozen = [p for g in inner.param_groups for p in g["params"] if not p.requires_grad]
+        pieces = {id(p): piece for c in self._chunks for p, piece in zip(c.params, c.pieces, strict=True)}
+        for group in inner.param_groups:
+            group["params"] = [pieces[id(p)] for p in group["params"] if id(p) in pieces]
+        self._takes_writes = not apart
         if apart:
             self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
+        for chunk in self._chunks:
+            chunk.gathered()
         names = {p: name for c in self._chunks for p, name in zip(c.params, c.chunk.names, strict=True)}
         found = sites(model) if model is not None else ()
         self._sites = [(m._parameters, key, p, names[p]) for m, key, p in found if p in names]
@@ -97,6 +117,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gathered = (shard_bytes(c, c.weights) for c in self._chunks)
         return Peers(PeerGather, gathered, device, wanted=wanted)
 
+    def _show(self) -> None:
+        """Let parameters and pieces show the gradients of their chunks."""
+        for chunk in self._chunks:
+            for i, (param, piece) in enumerate(zip(chunk.params, chunk.pieces, strict=True)):
+                ShownParameter.adopt(param, ChunkKeeper(self, chunk), i)
+                ShownParameter.adopt(piece, PieceKeeper(self, chunk), i)
+
     # -- while backward runs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -117,9 +144,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             chunk.chunk.check_views(chunk.weights, chunk.params)
 
+    def _check_frozen(self) -> None:
+        """Raise `PlanError` where a parameter would be trained now that was frozen when chunks were made."""
+        if any(param.requires_grad for param in self._frozen):
+            raise PlanError(
+                "a parameter that was frozen when the optimizer was sharded is to be trained now",
+                cause="it lies in no chunk: ranks would not share its gradient",
+                fix="shard with requires_grad=True and freeze afterwards; what has no gradient is not stepped",
+            )
+
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         """Parameters are unsharded in stages 0 to 2, once the gather after the last step has arrived."""
-        if not backward:
+        if backward:
+            self._phase = "open"
+        else:
             self._end_pass()  # an earlier backward may have raised
         for chunk in self._chunks_of[unit]:
             chunk.wait_gathered()
@@ -138,10 +176,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not chunk.collected and chunk.buffer.has_gradients:
                 chunk.buffer.take()
         self._reducer.end_backward()
+        self._phase = "open"
         for chunk in self._chunks:
             if self._reducer.silent or chunk.reducible.tied:
-                chunk.pending, chunk.flat.grad = True, None
+                chunk.pending = True
         self._end_pass()
+
+    def before_graph(self, unit: nn.Module) -> None:
+        """Parameters stay where they are."""
 
     def before_copy(self) -> None:
         """Parameters hold their values once they are gathered."""
@@ -164,33 +206,64 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if chunk.pending or chunk.reduced is None or chunk.buffer.has_gradients:
                 self._reducer.reduce_one(chunk.reducible)
         self._end_pass()
-        for chunk in self._chunks:
-            assert chunk.reduced is not None
-            chunk.flat.grad = chunk.reduced.to(chunk.flat.dtype)
-        self._unused.agree()
+        missing = absent([chunk.buffer for chunk in self._chunks], self._ranks.of())
+        for i, chunk in enumerate(self._chunks):
+            chunk.settle({j for k, j in missing if k == i})
+        self._phase = "settled"
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over the whole model on the whole mesh; returns it. Waits for pending reductions."""
-        self._ensure_gradients()
+        self.ensure_gradients()
         return clip_grad_norm_([c.flat for c in self._chunks], max_norm, self._ranks.mesh)
 
     def grad_norm(self) -> torch.Tensor:
         """The norm of `clip_grad_norm_`, with the gradients left as they are."""
-        self._ensure_gradients()
+        self.ensure_gradients()
         return grad_norm([c.flat for c in self._chunks], self._ranks.mesh)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of the coming step. Waits for pending reductions."""
-        self._ensure_gradients()
+        self.ensure_gradients()
         torch._foreach_mul_([c.flat.grad for c in self._chunks], factor)
 
-    def _ensure_gradients(self) -> None:
-        late = self._lifecycle is None and any(p.grad is not None for c in self._chunks for p in c.params)
-        if late or any(c.flat.grad is None for c in self._chunks):
+    def ensure_gradients(self) -> None:
+        """Return with the gradients of the coming step complete. Collective, unless they are already."""
+        if not self.has_gradients() or self._phase != "settled":
             self.finish()
+        for chunk in self._chunks:
+            chunk.clear_dropped()
+
+    def has_gradients(self) -> bool:
+        """Whether anything has arrived since the gradients were last dropped, as far as this rank knows."""
+        if self._lifecycle is None and any(chunk.buffer.has_gradients for chunk in self._chunks):
+            self._phase = "open"  # nobody told
+        return self._phase != "empty"
+
+    def put_gradient(self, chunk: Chunk, index: int, gradient: torch.Tensor | None) -> None:
+        """Take another gradient for the coming step: none; one that was shown; or one of this rank, to be reduced.
+
+        With parameters on one rank the last two are the same. Raises `LayoutError` for one of another shape.
+        """
+        if gradient is None:
+            chunk.drop(index)
+            return
+        param = chunk.params[index]
+        if isinstance(gradient, ShardGradient):
+            self.ensure_gradients()
+            chunk.put(index, gradient.part)
+            return
+        if gradient.shape != param.shape:
+            raise LayoutError(
+                "a gradient does not have the shape of its parameter",
+                got=tuple(gradient.shape),
+                expected=tuple(param.shape),
+            )
+        chunk.drop(index)
+        set_raw_grad(param, gradient.detach().to(param.device, param.dtype))
+        self._phase = "open"
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -198,14 +271,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._check_parameters()
-        self._ensure_gradients()
-        self.wait_gathered()
-        with kept(self._chunks, self._unused.places):
+        self._check_frozen()
+        self.ensure_gradients()
+        self.take_writes()
+        with self._gradients_in_pieces():
             self.inner.step()
         self._gather()
         if not self._overlap:
             self.wait_gathered()
         self.zero_grad()
+
+    @contextlib.contextmanager
+    def _gradients_in_pieces(self) -> Iterator[None]:
+        """Inside, pieces are plain parameters with plain gradients, and none where no rank has one."""
+        with plain(self._pieces):
+            for chunk in self._chunks:
+                assert chunk.flat.grad is not None and chunk.absent is not None
+                for i, piece in enumerate(chunk.pieces):
+                    piece.grad = None if i in chunk.absent else chunk.of(i, chunk.flat.grad)
+            try:
+                yield
+            finally:
+                for piece in self._pieces:
+                    piece.grad = None
+
+    @property
+    def _pieces(self) -> list[nn.Parameter]:
+        return [piece for chunk in self._chunks for piece in chunk.pieces]
+
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Let master weights take what a loop has written to parameters (a clamp, loaded weights); a step does it.
+
+        Compressed weights are rounded ones: there masters alone count.
+        """
+        self.wait_gathered()
+        if self._takes_writes:
+            for chunk in self._chunks:
+                chunk.take_writes()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -215,6 +318,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> None:
         """Start gathering the new parameters, in the order of their use."""
+        for chunk in self._chunks:
+            chunk.gathered()
         for chunk in [*(c for c in self._chunks if c.reducible.tied), *reversed(self._reducer.order)]:
             with self._gathers.after_compute():
                 asynchronous, group = self._gathers.stream is None, chunk.ranks.shard
@@ -236,12 +341,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
         self._end_pass()
+        self._phase = "empty"
         for chunk in self._chunks:
-            chunk.flat.grad = chunk.reduced = None
-            chunk.pending = False
-            chunk.buffer.close()
-            for param in chunk.params:
-                param.grad = None
+            chunk.forget()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -252,12 +354,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the inner optimizer, over flat shards."""
+        """The groups of the inner optimizer, over this rank's parts of the parameters, each 1-d and perhaps empty."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the inner optimizer, by flat shard."""
+        """The state of the inner optimizer, by this rank's part of each parameter."""
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -267,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> dict[str, BoxedTensor]:
         """This rank's reduced gradients by canonical parameter name. Waits for pending reductions."""
-        self._ensure_gradients()
+        self.ensure_gradients()
         return {
             name: boxed
             for chunk in self._chunks
@@ -277,6 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def weights(self) -> dict[str, BoxedTensor]:
         """This rank's shards of the (master) weights by canonical name, as views: call `publish` after loading."""
+        self.take_writes()
         return {n: b for chunk in self._chunks for n, b in chunk.boxed(chunk.flat.detach()).items()}
 
     def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
@@ -285,17 +388,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
         found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(self.inner)}
-        for chunk in self._chunks:
-            own = own_boxes(self.inner, chunk.flat)
-            if own is not None:
-                found.update(own)
-                continue
-            for slot, tensor in state_slots(self.inner, chunk.flat).items():
-                if tensor.shape == chunk.flat.shape:
-                    boxes = chunk.boxed(tensor)
-                else:
-                    boxes = dict.fromkeys(chunk.chunk.names, chunk.owned(BoxedTensor.from_param(tensor)))
-                found.update({f"{name}.{slot}": value for name, value in boxes.items()})
+        with plain(self._pieces):
+            for chunk in self._chunks:
+                for name, piece, (start, _) in zip(
+                    chunk.chunk.names, chunk.pieces, chunk.ranges, strict=True
+                ):
+                    own = own_boxes(self.inner, piece)
+                    if own is None:
+                        slots = state_slots(self.inner, piece)
+                        own = {
+                            f"{name}.{s}": chunk.boxed_slot(t, piece, start, name) for s, t in slots.items()
+                        }
+                    found.update({key: value for key, value in own.items() if value is not None})
         return found
 
     def restore_groups(self, groups: list) -> None:
@@ -309,6 +413,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Unsharded parameters are the model's. `state_for_checkpoint` is the one that reshards.
         """
+        self.take_writes()
         master = [chunk.flat.detach() if chunk.has_master else None for chunk in self._chunks]
         residual = [chunk.reducible.residual for chunk in self._chunks]
         return {**self.inner.state_dict(), "master": master, "residual": residual}
@@ -326,60 +431,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 chunk.flat.copy_(master)
         if any(chunk.has_master for chunk in self._chunks):
             self.publish()
-
-
-def shard_optimizer(
-    optimizer: torch.optim.Optimizer,
-    mesh: AnyMesh | None,
-    *,
-    model: nn.Module | None = None,
-    stage: int = 1,
-    precision: MixedPrecision | None = None,
-    overlap_gather: bool = False,
-    compression: Compression | None = None,
-    copy_engines: bool = False,
-) -> ShardedOptimizer:
-    """Shard an elementwise optimizer, and with stage 2 the gradients, over the data ranks of a mesh.
-
-    Args:
-        optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop ...), or one of
-            `cai_zero.optimizers`, before its first step and so without state. Its param groups are kept; its
-            parameters move into contiguous chunks.
-        mesh: see `cai_zero.ranks.RankTable` for how its data axes are found. None: one process.
-        model: the module that owns the parameters; gradients are then reduced while backward runs. Stage 1 works
-            without it and reduces `param.grad` in `step`.
-        stage: 0 (reduce gradients, as DDP), 1 (shard optimizer state and master weights), 2 (also gradients).
-        precision: dtypes. With `compute=torch.bfloat16` all parameters, frozen ones too, become bfloat16 and the
-            optimizer steps float32 master weights. Buffers are left as they are.
-        overlap_gather: gather the new parameters while the next forward runs, each awaited by the block that uses it.
-            What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
-        compression: what travels in one byte an element, in stages 1 and 2. With compressed weights the model's
-            parameters are the rounded ones from the beginning, and the optimizer steps master weights apart from them.
-        copy_engines: gather and reduce by copies between the GPUs of one host, not by kernels on multiprocessors.
-
-    Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded.
-    """
-    if stage not in (0, 1, 2):
-        raise PlanError(
-            "unknown ZeRO stage for an optimizer",
-            got=stage,
-            expected="0, 1 or 2",
-            fix="stage 3 is shard_module",
-        )
-    if model is None and stage != 1:
-        raise PlanError(
-            f"stage {stage} reduces gradients during backward and needs the model", fix="pass model=..."
-        )
-    if overlap_gather and model is None:
-        raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
-    if model is not None:
-        refresh(model)
-    precision = precision or MixedPrecision()
-    sharded = ShardedOptimizer(
-        optimizer, mesh, model, stage, precision, overlap_gather, compression, copy_engines
-    )
-    if model is not None and precision.compute is not None:
-        for param in model.parameters():
-            if not param.requires_grad and param.is_floating_point():
-                param.data = param.data.to(precision.compute)
-    return sharded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,21 @@ class RankTable:
             if spec.divisor is None
             else spec.divisor,
         )
+
+
+def groups_along(
+    mesh: ParallelMesh | None, axes: Collection[str]
+) -> tuple[tuple[dist.ProcessGroup, ...], bool]:
+    """The groups, one a dimension, of ranks among which a tensor is divided along `axes`; and whether those are all.
+
+    They are not where the mesh lacks an axis, or has pipeline stages, which hold other parameters.
+    """
+    if mesh is None:
+        return (), not axes
+    known = [axis for axis in axes if mesh.has(axis)]
+    found = (mesh.group(name) for name in mesh.leaves(known))
+    whole = len(known) == len(axes) and (not mesh.has("pp") or mesh.degree("pp") == 1)
+    return tuple(group for group in found if group is not None), whole
 
 
 def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cai_mesh.gradients import local_gradient, plain
 from cai_mesh.layout import BoxedTensor, canonical_name
 
 
@@ -19,7 +20,17 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     missing = [p for p in params if p.requires_grad and p not in optimizer.state]
     if not missing:
         return
-    kept = [(p, p.grad) for p in params]
+    kept = [(p, local_gradient(p)) for p in params]
+    with plain(params):
+        _step_with_zeros(optimizer, params, missing, kept)
+
+
+def _step_with_zeros(
+    optimizer: torch.optim.Optimizer,
+    params: list[torch.Tensor],
+    missing: list[torch.Tensor],
+    kept: list[tuple[torch.Tensor, torch.Tensor | None]],
+) -> None:
     kept_options = [
         {k: group[k] for k in ("lr", "weight_decay") if k in group} for group in optimizer.param_groups
     ]

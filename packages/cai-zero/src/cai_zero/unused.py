@@ -1,59 +1,39 @@
-"""Parameters that have never had a gradient: an optimizer leaves them as they are, weight decay and all.
+"""Which parameters had a gradient in a step: an optimizer leaves the others as they are, weight decay and all.
 
 So do torch's, which pass over a parameter whose `.grad` is None; in a chunk its gradient would be zero. What one rank
-does not use another may, so the ranks agree.
+does not use another may, so the ranks agree: one small message a step. Only a rank that lacks a gradient looks at the
+answer, and waits for it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from cai_mesh.comm import all_gather_object
+from cai_mesh.comm import all_reduce
 from cai_mesh.gradients import GradBuffer
-from cai_zero.chunks import Chunk
 from cai_zero.ranks import DataRanks
 
 Places = set[tuple[int, int]]
 
 
-class Unused:
-    """Which parameters no rank has had a gradient for.
-
-    The ranks talk about it once a step for as long as there are any. A parameter that was used once counts as used.
+def absent(buffers: Sequence[GradBuffer], ranks: DataRanks) -> Places:
+    """(buffer, parameter in it) of the parameters for which no rank has had a gradient. Collective.
 
     Args:
         buffers: of all chunks, alike on all ranks.
         ranks: that hold the same parameters, or shards of them.
     """
-
-    def __init__(self, buffers: Sequence[GradBuffer], ranks: DataRanks):
-        self._buffers, self._ranks = buffers, ranks
-        self.places: Places = {(i, j) for i, buffer in enumerate(buffers) for j in range(len(buffer.params))}
-        """(chunk, parameter in it), as of the last `agree`."""
-
-    def agree(self) -> Places:
-        """Collective, after the backwards of a step have been taken."""
-        if self.places:
-            left = {(i, j) for i, j in self.places if j not in self._buffers[i].used}
-            for group in (self._ranks.copies, self._ranks.shard):
-                left = set.intersection(*all_gather_object(left, group))
-            self.places = left
-        return self.places
-
-
-@contextlib.contextmanager
-def kept(chunks: Sequence[Chunk], unused: Places) -> Iterator[None]:
-    """A step inside leaves the unused parameters' parts of the shards as they are."""
-    parts: list[torch.Tensor] = []
-    for i, chunk in enumerate(chunks):
-        names = {chunk.chunk.names[j] for k, j in unused if k == i}
-        for part in chunk.chunk.overlaps(chunk.low, chunk.low + chunk.flat.numel()) if names else ():
-            if part.slot.name in names:
-                parts.append(chunk.flat.detach()[part.start : part.start + part.high - part.low])
-    before = [part.clone() for part in parts]
-    yield
-    for part, value in zip(parts, before, strict=True):
-        part.copy_(value)
+    places = [(i, j) for i, buffer in enumerate(buffers) for j in range(len(buffer.params))]
+    missing = [k for k, (i, j) in enumerate(places) if j not in buffers[i].arrived]
+    if ranks.count > 1 and places:
+        here = torch.ones(len(places), dtype=torch.uint8)
+        here[missing] = 0
+        arrived = here.to(buffers[0].tensor.device, non_blocking=True)
+        for group in (ranks.copies, ranks.shard):
+            all_reduce(arrived, group, op="max")
+        if missing:
+            anywhere = arrived.tolist()
+            missing = [k for k in missing if not anywhere[k]]
+    return {places[k] for k in missing}

@@ -1,0 +1,99 @@
+"""transformers' Trainer with ZeRO: it shards the model it is given, or takes one that is sharded or offloaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer
+
+from cai_mesh import checkpoint
+from cai_mesh.errors import PlanError
+from cai_zero import full_state_dict, optimizer_state, restore_groups, shard_module, shard_optimizer
+from cai_zero.integrations import sync_of
+
+
+class ZeroTrainer(Trainer):
+    """A `Trainer` with ZeRO over all ranks of the job; checkpoints can be resumed on other ranks and stages.
+
+    Args:
+        stage: 0 to 3: the model and the Trainer's own optimizer are sharded here. None: they are already, by
+            `shard_optimizer`, `shard_module` or `cai_gemini.offload`, and the optimizer is handed over:
+            `ZeroTrainer(model, args, optimizers=(optimizer, None))`.
+
+    Raises `PlanError` for stage None without an optimizer.
+    """
+
+    def __init__(self, *args: Any, stage: int | None = None, **kwargs: Any):
+        self.stage = stage
+        super().__init__(*args, **kwargs)
+        if stage is None and self.optimizer is None:
+            raise PlanError(
+                "ZeroTrainer was given neither a stage nor an optimizer",
+                fix="stage=3, or optimizers=(the optimizer that was sharded, None)",
+            )
+        self.mesh = None  # one process, started without torchrun
+        if stage is not None and self.args.world_size > 1:
+            self.mesh = init_device_mesh(
+                self.args.device.type, (self.args.world_size,), mesh_dim_names=("dp_shard",)
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate must neither wrap nor move the sharded model."""
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, **_: prepare(
+            model, device_placement=False, evaluation_mode=True
+        )
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """A model that is sharded or offloaded already is where it belongs."""
+        if self.stage is not None:
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The Trainer's own optimizer, sharded, or over a sharded model; the one handed over where there is one."""
+        if self.optimizer is None:
+            if self.stage == 3:
+                shard_module(self.model, self.mesh)
+                super().create_optimizer(model)
+            else:
+                inner = super().create_optimizer(model)
+                self.optimizer = shard_optimizer(inner, self.mesh, model=self.model, stage=self.stage or 0)
+        sync = sync_of(self.model, self.optimizer)
+        if sync is not None:
+            self.model.no_sync = sync.defer  # entered in all but the last microbatch of a step
+        self.sharded = self.optimizer
+        return self.optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A directory for `from_pretrained`, written by rank 0 from full tensors."""
+        weights = getattr(self.sharded, "weights", None)
+        state = full_state_dict(self.model, weights=None if weights is None else weights())
+        self._save(output_dir or self.args.output_dir, state_dict=state)
+
+    def _state(self) -> dict[str, Any]:
+        for own in ("state_for_checkpoint", "checkpoint_state"):  # of ZeRO 0 to 2; of an offloaded model
+            if hasattr(self.sharded, own):
+                return getattr(self.sharded, own)()
+        return optimizer_state(self.sharded, self.model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Every rank writes its shards of the state; any number of ranks reads them."""
+        checkpoint.save(os.path.join(output_dir, "optimizer"), self._state(), step=self.state.global_step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
+        if checkpoint_dir is None:
+            return
+        values = checkpoint.load(os.path.join(checkpoint_dir, "optimizer"), self._state())
+        groups = next(value for key, value in values.items() if key.endswith("param_groups"))
+        restore_groups(getattr(self.sharded, "inner", self.sharded), groups)
+        if hasattr(self.sharded, "publish"):
+            self.sharded.publish()
+        self.lr_scheduler.load_state_dict(
+            torch.load(os.path.join(checkpoint_dir, "scheduler.pt"), weights_only=True)
+        )

@@ -1,0 +1,61 @@
+"""What a loop writes to parameters reaches the master weights, and leaves the precision of all others."""
+
+from __future__ import annotations
+
+import over_ranks
+import pytest
+import torch
+from torch import nn
+
+from cai_mesh.testing import run_ranks
+from cai_zero import MixedPrecision, shard_optimizer
+
+LIMIT = 0.125
+
+
+def clamp_data(model):
+    for param in model.parameters():
+        param.data.clamp_(-LIMIT, LIMIT)
+
+
+def clamp(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-LIMIT, LIMIT)
+
+
+def load(model):
+    values = {n: p.detach().clone().clamp_(-LIMIT, LIMIT) for n, p in model.named_parameters()}
+    model.load_state_dict(values)
+
+
+def look(model):
+    assert all(param.data.isfinite().all() for param in model.parameters())
+
+
+def masters(write, stage):
+    """Master weights before and after a write and a step that changes nothing by itself; and the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 5))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = shard_optimizer(
+        sgd, over_ranks.line(), model=model, stage=stage, precision=MixedPrecision(compute=torch.bfloat16)
+    )
+    before = {n: v.clone() for n, v in over_ranks.full_values(dict(optimizer.weights())).items()}
+    write(model)
+    model(torch.ones(2, 13, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return before, over_ranks.full_values(optimizer.weights()), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("write", [clamp_data, clamp, load, look])
+def test_masters_take_what_is_written(write, stage):
+    for before, after, params in run_ranks(2, masters, write, stage):
+        for name, value in before.items():
+            rounded = value.to(torch.bfloat16).float()
+            limited = (
+                value if write is look else value.where(rounded.abs() <= LIMIT, rounded.clamp(-LIMIT, LIMIT))
+            )
+            assert torch.equal(after[name], limited), name
+            assert torch.equal(params[name].float(), limited.to(torch.bfloat16).float())
