@@ -74,7 +74,7 @@ def test_peak_is_within_10_percent_of_what_gpus_reported(planner, name):
 
 
 @pytest.mark.parametrize(
-    ("memory", "chosen"), [(141, "none"), (100, "selective"), (80, "full"), (None, "none")]
+    ("memory", "chosen"), [(141, "none"), (100, "selective"), (80, "most"), (74, "full"), (None, "none")]
 )
 def test_auto_is_the_fastest_form_that_fits(planner, memory, chosen):
     config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)

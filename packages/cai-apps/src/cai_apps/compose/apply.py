@@ -62,7 +62,7 @@ def transform(
     """
     loss, compiled = rewrite(config, workload, model, mesh, device=device), is_compiled(config, device)
     if config.memory.recompute != "none" and config.memory.activations == "device":
-        recompute_blocks(model, selective=config.memory.recompute == "selective", compiled=compiled)
+        recompute_blocks(model, form=config.memory.recompute, compiled=compiled)
     if compiled:
         compile_blocks(model)
     if config.memory.activations == "host":
@@ -90,7 +90,7 @@ def rewrite(
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
-    parallelize(model, mesh)
+    parallelize(model, mesh, logits="sharded")
     loss = workload.loss(model, mesh)
     swap(model, kinds=_kernels(config, device, compiled))
     return loss
@@ -101,14 +101,14 @@ def _check_recompute(config: RunConfig, compiled: bool) -> None:
     if config.memory.recompute == "auto":
         raise ConfigError(
             'memory.recompute = "auto" is still to be settled',
-            expected='"none", "selective" or "full"',
+            expected='"none", "selective", "most" or "full"',
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
         )
     if config.memory.recompute == "selective" and config.parallel.tensor.size > 1 and not compiled:
         raise ConfigError(
             'memory.recompute = "selective" with tensor parallelism needs compiled blocks',
             got=f"parallel.tensor.size = {config.parallel.tensor.size}, blocks are not compiled",
-            fix='set train.compile to "on", or memory.recompute to "full"',
+            fix='set train.compile to "on", or memory.recompute to "most" or "full"',
         )
 
 

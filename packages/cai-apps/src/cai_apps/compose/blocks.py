@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,21 +13,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cai_mesh.storage import blocks
 
 
-def recompute_blocks(model: nn.Module, *, selective: bool, compiled: bool) -> None:
+def recompute_blocks(model: nn.Module, *, form: str, compiled: bool) -> None:
     """Keep a block's inputs and run its forward again in backward (Chen et al., arXiv:1604.06174).
 
     Args:
-        selective: keep the results of matrix products and attention too (Korthikanti et al., arXiv:2205.05198, turned
-            around). A product of depth K costs K FLOPs for a byte of its result in bfloat16, all else about one, so
-            what is run again gives back most bytes for its FLOPs.
+        form: "full": nothing else is kept. "most": the results of attention are kept too, which cost most FLOPs for a
+            byte where sequences are long: as many as there are positions before the average one. "selective": those
+            of all matrix products too (Korthikanti et al., arXiv:2205.05198, turned around). A product of depth K
+            costs K FLOPs for a byte of its result in bfloat16; all that is run again then costs about one.
         compiled: the blocks are compiled afterwards. Every operator is then marked as it is traced: the compiler of
             torch 2.11 does not mark those inside an `autograd.Function`, and would keep the results of all linear
             layers. For full recompute in eager mode the marks would cost host time and are not needed.
     """
     options: dict[str, Any] = {"use_reentrant": False}
-    if selective or compiled:
-        mark = _keep_products if selective else _recompute_all
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, mark)
+    if form != "full" or compiled:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _POLICIES[form])
     for block in blocks(model):
         if block is not model:
             block.forward = functools.partial(checkpoint, block.forward, **options)
@@ -38,17 +39,32 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "linear
 
 def is_product(operator: Any) -> bool:
     """Whether an operator multiplies matrices or is attention: torch's, and those of kernels."""
-    name = str(getattr(operator, "_opname", operator))
-    words = name.split("::")[-1].split(".")[0].split("_")
+    words = _words(operator)
     return any(word in PRODUCTS for word in words) and "backward" not in words
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_product(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+def is_attention(operator: Any) -> bool:
+    """Whether an operator is all of attention: torch's, and those of kernels."""
+    return "attention" in _words(operator) and is_product(operator)
 
 
-def _recompute_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _words(operator: Any) -> list[str]:
+    name = str(getattr(operator, "_opname", operator))
+    return name.split("::")[-1].split(".")[0].split("_")
+
+
+def _policy(keep: Callable[[Any], bool]) -> Callable[..., CheckpointPolicy]:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if keep(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+_POLICIES = {
+    "selective": _policy(is_product),
+    "most": _policy(is_attention),
+    "full": _policy(lambda operator: False),
+}
 
 
 def compile_blocks(model: nn.Module) -> None:

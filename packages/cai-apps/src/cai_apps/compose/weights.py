@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_gemini import OffloadedOptimizer
 from cai_kernels import FusedAdamW
-from cai_mesh.gradients import clip_factor, grad_norm
+from cai_mesh.gradients import clip_factor, grad_norm, local_gradient
 from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_mesh.protocols import GradSync
 from cai_zero import ModuleSharding, ShardedOptimizer, optimizer_state, restore_groups
@@ -142,8 +142,7 @@ class Sharded:
 
     def step(self, norm: float, clip: float) -> None:
         if norm > clip and not _scales_itself(self.optimizer, norm, clip):
-            grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-            torch._foreach_mul_(grads, _factor(norm, clip))
+            torch._foreach_mul_([grad for _, grad in self.gradients()], _factor(norm, clip))
         self.optimizer.step()
         self.drop()
 
@@ -151,7 +150,7 @@ class Sharded:
         self.optimizer.zero_grad()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, p.grad) for name, p in _named(self._model).items() if p.grad is not None)
+        return _gradients(self._model)
 
     def state(self) -> dict[str, Any]:
         model = {name: BoxedTensor.from_param(p) for name, p in _named(self._model).items()}
@@ -191,7 +190,7 @@ class Offloaded:
         self.offloaded.zero_grad()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, p.grad) for name, p in _named(self._model).items() if p.grad is not None)
+        return _gradients(self._model)
 
     def state(self) -> dict[str, Any]:
         return self.offloaded.checkpoint_state()
@@ -201,6 +200,12 @@ class Offloaded:
 
     def masters(self) -> dict[str, BoxedTensor] | None:
         return None
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is here of every gradient."""
+    found = ((name, local_gradient(param)) for name, param in _named(model).items())
+    return ((name, grad) for name, grad in found if grad is not None)
 
 
 def _scales_itself(optimizer: torch.optim.Optimizer, norm: float, clip: float) -> bool:

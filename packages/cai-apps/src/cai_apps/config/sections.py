@@ -59,10 +59,10 @@ class Memory:
     """What a rank may use of host memory for training state; more goes to `nvme` or is refused. None: no limit."""
     nvme: str | None = None
     """Directory on a disk for optimizer state and weights that have no room in host memory."""
-    recompute: Literal["auto", "none", "selective", "full"] = "none"
-    """What backward runs again. auto: the first of the others whose plan fits the device; none on CPUs. full: all of a
-    block, of which only the input is kept. selective: what costs little for its bytes; results of matrix products and
-    of attention are kept."""
+    recompute: Literal["auto", "none", "selective", "most", "full"] = "none"
+    """What backward runs again. auto: the first of the others whose plan fits the device; none on CPUs. selective:
+    what costs little for its bytes; results of matrix products and of attention are kept. most: all but attention,
+    which costs most where sequences are long. full: all of a block, of which only the input is kept."""
     activations: Literal["device", "host"] = "device"
     """Where what full recompute keeps, the inputs of blocks, waits for backward."""
 

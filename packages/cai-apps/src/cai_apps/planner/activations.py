@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cai_apps.compose.apply import is_compiled, rewrite
-from cai_apps.compose.blocks import is_product
+from cai_apps.compose.blocks import is_attention, is_product
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config.sections import RunConfig
@@ -43,6 +43,7 @@ class Saved:
     Args:
         kept: saved for backward without recompute. Parameters and what another block has saved are not counted.
         products: results of matrix products and attention, which selective recompute keeps.
+        attention: results of attention, which recompute of most keeps.
         inputs: what recompute starts from.
         rest: saved outside blocks.
         loss: what comes and goes outside blocks, at the fullest moment; mostly the loss.
@@ -50,17 +51,18 @@ class Saved:
 
     kept: dict[str, int]
     products: dict[str, int]
+    attention: dict[str, int]
     inputs: dict[str, int]
     rest: int
     loss: int
 
     def times(self, factor: int) -> Saved:
         """As many bytes more."""
-        kept, products, inputs = (
+        by_block = (
             {name: size * factor for name, size in of.items()}
-            for of in (self.kept, self.products, self.inputs)
+            for of in (self.kept, self.products, self.attention, self.inputs)
         )
-        return Saved(kept, products, inputs, self.rest * factor, self.loss * factor)
+        return Saved(*by_block, self.rest * factor, self.loss * factor)
 
 
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
@@ -157,6 +159,7 @@ class _Watch:
     def __init__(self, model: nn.Module, *, graphs: bool):
         self.kept: Counter[str] = Counter()
         self.products: Counter[str] = Counter()
+        self.attention: Counter[str] = Counter()
         self.inputs: Counter[str] = Counter()
         self._block = REST
         self._seen = {_storage(parameter) for parameter in model.parameters()}
@@ -180,7 +183,8 @@ class _Watch:
     def saved(self) -> Saved:
         alive = sum(size for ref, size in self._alive.items() if not ref.expired())
         kept = dict(self.kept)
-        return Saved(kept, dict(self.products), dict(self.inputs), kept.pop(REST, 0), self._most - alive)
+        results = dict(self.products), dict(self.attention)
+        return Saved(kept, *results, dict(self.inputs), kept.pop(REST, 0), self._most - alive)
 
     def _watched(self, block: nn.Module, name: str, graphs: bool) -> Callable[..., Any]:
         forward = block.forward
@@ -211,7 +215,8 @@ class _Watch:
         kind = (type(block), tuple(shapes))
         if kind in self._kinds:
             like, output = self._kinds[kind]
-            self.kept[self._block], self.products[self._block] = self.kept[like], self.products[like]
+            for counted in (self.kept, self.products, self.attention):
+                counted[self._block] = counted[like]
             return tree_map_only(
                 Tensor, lambda t: torch.empty_like(t).requires_grad_(t.requires_grad), output
             )
@@ -220,6 +225,7 @@ class _Watch:
             self._pack(tensor)
         self.kept[self._block] += graph.made
         self.products[self._block] += graph.products
+        self.attention[self._block] += graph.attention
         self._kinds[kind] = (self._block, output)
         return output
 
@@ -234,10 +240,11 @@ class _Watch:
 
     def ran(self, operator: Any, result: Any) -> None:
         """An operator has run outside graphs."""
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta"]
         if self._block != REST:
-            if is_product(operator) and made:
-                self.products[self._block] += made[0].untyped_storage().nbytes()
+            size = made[0].untyped_storage().nbytes() if made else 0
+            self.products[self._block] += is_product(operator) * size
+            self.attention[self._block] += is_attention(operator) * size
             return
         for tensor in made:
             storage = tensor.untyped_storage()

@@ -18,7 +18,7 @@ OVERHEAD = 2 * 2**30
 """Bytes of a GPU that no tensor can have: the CUDA context, NCCL's buffers, symmetric memory."""
 SLACK = 1.05
 """What the allocator takes for a byte of tensors, with pieces too small to be used again, and what plans are off by."""
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "most", "full")
 """From the fastest to the smallest."""
 
 

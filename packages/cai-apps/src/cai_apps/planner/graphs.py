@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from cai_apps.compose.blocks import is_product
+from cai_apps.compose.blocks import is_attention, is_product
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,13 @@ class Division:
         inputs: those of the block's inputs that do.
         made: bytes of what the forward has made. Views of inputs and parameters take none.
         products: bytes of all results of matrix products and attention.
+        attention: those of attention alone.
     """
 
     inputs: list[Tensor]
     made: int
     products: int
+    attention: int
 
 
 def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Division]:
@@ -87,8 +89,10 @@ def _division(graph: torch.fx.GraphModule, tensors: list[Tensor], held: int, res
             made[_storage(node)] = value.untyped_storage().nbytes()
         elif index >= held:
             inputs.append(tensors[index])
-    products = sum(_bytes(node) for node in nodes if node.op == "call_function" and is_product(node.target))
-    return Division(inputs, sum(made.values()), products)
+    calls = [node for node in nodes if node.op == "call_function"]
+    products = sum(_bytes(node) for node in calls if is_product(node.target))
+    attention = sum(_bytes(node) for node in calls if is_attention(node.target))
+    return Division(inputs, sum(made.values()), products, attention)
 
 
 def _storage(node: torch.fx.Node) -> int:

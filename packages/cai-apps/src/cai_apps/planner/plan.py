@@ -145,8 +145,9 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
 def _activations(config: RunConfig, saved: Saved, own: tuple[str, ...], in_flight: int, *, last: bool) -> int:
     """Bytes kept when most microbatches are in flight, and what comes and goes then.
 
-    With recompute a block keeps its input (and what selective keeps), and one block at a time has all it would keep
-    without. Inputs that wait on the host are on the device for the last block, and on their way from and to it.
+    With recompute a block keeps its input (and results that selective and most keep), and one block at a time has all
+    it would keep without. Inputs that wait on the host are on the device for the last block, and on their way from and
+    to it.
     """
 
     def total(of: dict[str, int]) -> int:
@@ -156,9 +157,9 @@ def _activations(config: RunConfig, saved: Saved, own: tuple[str, ...], in_fligh
     recompute = config.memory.recompute
     if recompute == "none":
         return in_flight * (total(saved.kept) + rest) + loss
-    products = total(saved.products) if recompute == "selective" else 0
+    results = {"selective": total(saved.products), "most": total(saved.attention), "full": 0}[recompute]
     away = config.memory.activations == "host"
     largest = max((saved.inputs.get(name, 0) for name in own), default=0)
     inputs = min(len(own), AWAY) * largest if away else in_flight * total(saved.inputs)
     again = max((saved.kept.get(name, 0) for name in own), default=0)
-    return inputs + in_flight * (rest + products) + max(loss, again)
+    return inputs + in_flight * (rest + results) + max(loss, again)
