@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/zero_accelerate.py --stage 2
 
-What changes in such a loop: the model is not given to `accelerator.prepare`, which would wrap it in
-DistributedDataParallel and reduce gradients a second time, and norms are clipped by cai-zero, which knows that a rank
-holds a shard of them. The data loader, the optimizer and the schedule are prepared as ever.
+What changes in such a loop: model and optimizer are sharded first, and `cai_zero.integrations.accelerate.prepare` takes
+the place of `accelerator.prepare`, which would wrap the model in DistributedDataParallel and reduce gradients a second
+time. Accumulation, clipping, loaders and schedules are accelerate's own.
 Needs torch, transformers, accelerate, cai-mesh[hf] and cai-zero.
 """
 
@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from cai_mesh import checkpoint, clip_grad_norm_
-from cai_zero import shard_module, shard_optimizer, sharding_of
+from cai_mesh import checkpoint
+from cai_zero import shard_module, shard_optimizer
+from cai_zero.integrations.accelerate import prepare
 
 BATCH, LENGTH, ACCUMULATE = 8, 64, 2
 
@@ -60,18 +61,16 @@ def main() -> None:
         mesh = init_device_mesh(accelerator.device.type, (world,), mesh_dim_names=("dp_shard",))
     model = build_model().to(accelerator.device)
     if options.stage == 3:
-        sync = sharding_of(shard_module(model, mesh))
+        shard_module(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        optimizer = sync = shard_optimizer(inner, mesh, model=model, stage=options.stage)
-    # `accelerator.accumulate(model)` enters this in all but the last microbatch of a step.
-    model.no_sync = sync.defer
+        optimizer = shard_optimizer(inner, mesh, model=model, stage=options.stage)
 
     # Accelerate deals whole batches out to the ranks in turn and steps a schedule once for every rank.
     loader = DataLoader(samples(), batch_size=BATCH // world // ACCUMULATE)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5 * world)
-    prepared, loader, schedule = accelerator.prepare(optimizer, loader, warmup)
+    model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, warmup)
 
     step, total = 0, torch.zeros((), device=accelerator.device)
     for batch in loader:
@@ -80,13 +79,10 @@ def main() -> None:
             accelerator.backward(loss)  # divides by the number of microbatches
             total += loss.detach() / ACCUMULATE
             if accelerator.sync_gradients:
-                if options.stage == 3:
-                    clip_grad_norm_(model.parameters(), 1.0, mesh)
-                else:
-                    optimizer.clip_grad_norm_(1.0)
-            prepared.step()
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
             schedule.step()
-            prepared.zero_grad()
+            optimizer.zero_grad()
         if accelerator.sync_gradients:
             accelerator.print(f"step {step} loss {float(accelerator.reduce(total, 'mean')):.6f}", flush=True)
             step, total = step + 1, torch.zeros_like(total)

@@ -10,76 +10,17 @@ Needs torch, transformers (for the model), lightning-fabric, cai-mesh and cai-ze
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import DDPStrategy
-from lightning_fabric.strategies.strategy import _BackwardSyncControl
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cai_mesh import clip_grad_norm_
-from cai_zero import full_state_dict, shard_module, shard_optimizer, sharding_of
+from cai_zero.integrations.fabric import ZeroStrategy
 
 BATCH, LENGTH, ACCUMULATE = 8, 64, 2
-
-
-class ZeroStrategy(DDPStrategy):
-    """ZeRO of some stage over all processes. Set up the module first, then the optimizer over its parameters."""
-
-    def __init__(self, stage: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.stage = stage
-        self._backward_sync_control = _Defer(self)
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        """Unlike the parent's: nothing is wrapped."""
-        self.mesh = init_device_mesh(
-            self.root_device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",)
-        )
-        self.module = module
-        if self.stage == 3:
-            self.sync = sharding_of(shard_module(module, self.mesh))
-        return module
-
-    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if self.stage == 3:
-            return optimizer
-        self.sync = shard_optimizer(optimizer, self.mesh, model=self.module, stage=self.stage)
-        return self.sync
-
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
-        """A rank holds a shard of the gradients."""
-        if self.stage == 3:
-            return clip_grad_norm_(module.parameters(), max_norm, self.mesh, norm_type=norm_type)
-        return optimizer.clip_grad_norm_(max_norm)
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Full tensors on rank 0, which writes the file."""
-        return full_state_dict(module)
-
-
-class _Defer(_BackwardSyncControl):
-    """`fabric.no_backward_sync`."""
-
-    def __init__(self, strategy: ZeroStrategy):
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-        return self._strategy.sync.defer() if enabled else contextlib.nullcontext()
 
 
 def build_model() -> LlamaForCausalLM:

@@ -14,92 +14,14 @@ import argparse
 import inspect
 import json
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
-from cai_mesh import checkpoint, clip_grad_norm_
-from cai_zero import (
-    full_state_dict,
-    optimizer_state,
-    restore_groups,
-    shard_module,
-    shard_optimizer,
-    sharding_of,
-)
+from cai_zero.integrations.transformers import ZeroTrainer
 
 LENGTH = 64
-
-
-class ZeroTrainer(Trainer):
-    """A Trainer with ZeRO of some stage over all ranks of the job."""
-
-    def __init__(self, *args: Any, stage: int, **kwargs: Any):
-        self.stage = stage
-        super().__init__(*args, **kwargs)
-        self.mesh = None  # one process, started without torchrun
-        if self.args.world_size > 1:
-            self.mesh = init_device_mesh(
-                self.args.device.type, (self.args.world_size,), mesh_dim_names=("dp_shard",)
-            )
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate must neither wrap nor move the sharded model, and clips a norm of which a rank holds a part."""
-        super().create_accelerator_and_postprocess()
-        prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, **_: prepare(
-            model, device_placement=False, evaluation_mode=True
-        )
-        self.accelerator.clip_grad_norm_ = self.clip_grad_norm
-
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        if self.stage < 3:
-            return self.sharded.clip_grad_norm_(max_norm)
-        return clip_grad_norm_(parameters, max_norm, self.mesh, norm_type=norm_type)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The Trainer's own optimizer, sharded, or over a sharded model."""
-        if self.optimizer is not None:
-            return self.optimizer
-        if self.stage == 3:
-            sync = sharding_of(shard_module(self.model, self.mesh))
-            self.sharded = super().create_optimizer(model)
-        else:
-            inner = super().create_optimizer(model)
-            self.sharded = sync = shard_optimizer(inner, self.mesh, model=self.model, stage=self.stage)
-        self.optimizer = self.sharded
-        self.model.no_sync = sync.defer  # entered in all but the last microbatch of a step
-        return self.optimizer
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A directory for `from_pretrained`, written by rank 0 from full tensors."""
-        weights = self.sharded.weights() if self.stage < 3 else None
-        state = full_state_dict(self.model, weights=weights)
-        self._save(output_dir or self.args.output_dir, state_dict=state)
-
-    def _state(self) -> dict[str, Any]:
-        if self.stage == 3:
-            return optimizer_state(self.sharded, self.model)
-        return self.sharded.state_for_checkpoint()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank writes its shards of the state; any number of ranks reads them."""
-        checkpoint.save(os.path.join(output_dir, "optimizer"), self._state(), step=self.state.global_step)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _load_optimizer_and_scheduler(self, checkpoint_dir: str | None) -> None:
-        if checkpoint_dir is None:
-            return
-        values = checkpoint.load(os.path.join(checkpoint_dir, "optimizer"), self._state())
-        inner = self.sharded if self.stage == 3 else self.sharded.inner
-        restore_groups(inner, values["param_groups"])
-        self.lr_scheduler.load_state_dict(
-            torch.load(os.path.join(checkpoint_dir, "scheduler.pt"), weights_only=True)
-        )
 
 
 def build_model() -> LlamaForCausalLM:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from examples.launch import launched
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
@@ -30,36 +27,9 @@ def example(name: str):
     return module
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 def start(name: str, *words: str) -> str:
-    """What rank 0 of the example prints, under the environment that torchrun gives its ranks."""
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    shared |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "GROUP_WORLD_SIZE": "1"}
-    shared |= {"TORCHELASTIC_RUN_ID": "examples", "HF_HUB_OFFLINE": "1", "GROUP_RANK": "0"}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *words, "--steps", str(STEPS)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        results = [process.communicate(timeout=200) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (_, errors) in zip(ranks, results, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return results[0][0]
+    """What rank 0 of the example prints."""
+    return launched([str(ROOT / "examples" / f"{name}.py"), *words, "--steps", str(STEPS)], RANKS)
 
 
 def losses(printed: str) -> list[float]:

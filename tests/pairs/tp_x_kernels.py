@@ -32,7 +32,7 @@ def step_through(model, loss_of):
 
 def train(name: str):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(twin.build(name).train(), mesh)
+    model = parallelize(twin.build(name).train(), mesh, logits="sharded")
     record = swap(model)
     losses = step_through(model, twin.own_loss)
     boxed = {n: BoxedTensor.from_param(p) for n, p in model.named_parameters()}

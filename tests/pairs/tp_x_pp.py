@@ -19,7 +19,7 @@ MICROBATCHES = 4
 
 def train(name: str, schedule: str):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    model = parallelize(split(twin.build(name), mesh), mesh)
+    model = parallelize(split(twin.build(name), mesh), mesh, logits="sharded")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss_fn(output, ids):

@@ -19,7 +19,7 @@ from cai_zero import shard_module
 def train_tensor_parallel(name: str, tiers: str | Tiers, disk: str):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     residency = planned(tiers, nvme=disk)
-    model = shard_module(parallelize(twin.build(name), mesh), mesh, residency=residency)
+    model = shard_module(parallelize(twin.build(name), mesh, logits="sharded"), mesh, residency=residency)
     optimizer = residency.optimizer(adamw(model.parameters()))
 
     def backward(ids):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cai_kernels import swap
 from cai_kernels.swap.logits import Logits
 from cai_mesh import BoxedTensor, clip_grad_norm_
-from cai_mesh.gradients import defer, routed
+from cai_mesh.gradients import defer, raw_grad, routed
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer
 
@@ -125,7 +125,7 @@ def in_chunks(tied, loss, deferred, dtype):
             kept.flush()
         else:
             gradients_of(model, loss)
-        seen = [n for n, p in model.named_parameters() if p.grad is not None]
+        seen = [n for n, p in model.named_parameters() if raw_grad(p) is not None]
     found = sync.gradients()
     return seen, {n: found[n].pieces[0][1].view(p.shape) for n, p in model.named_parameters()}
 

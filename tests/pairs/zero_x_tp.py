@@ -17,7 +17,7 @@ def train(name: str, stage: int):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     model = twin.build(name)
     names = [n for n, _ in model.named_parameters()]
-    parallelize(model, mesh)
+    parallelize(model, mesh, logits="sharded")
     if stage == 3:
         shard_module(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,0 +1,70 @@
+"""docs/loops.md, written from the tables of cases: `python tests/loops/page.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "loops.md"
+
+INTRODUCTION = """# Loops
+
+A loop that trains a plain model trains a sharded or offloaded one: what it reads, writes, clips, replaces or clears of
+`param.grad` counts as it would for a plain parameter. Each line below is such a loop (`tests/loops/cases.py`), run in
+float64 on two ranks that share a batch, or on one under offload, and compared with the plain loop on the whole batch:
+what it saw on the way and every weight at the end. **right** means equal within 1e-9; **refused** that an error names
+the cause and the fix. Nothing is wrong in silence.
+
+## What to know
+
+- **Reading a gradient is collective.** A rank has a part of it. Norms and sums are those of the whole gradient, on
+  every rank; other operators gather it. So all ranks must read alike, as all run the same loop: `if rank == 0:
+  print(p.grad.norm())` waits for ranks that never come. `cai_mesh.gradients.local_gradient(p)` is what is here, and
+  talks to nobody.
+- **In stage 3 and under offload parameters are flat**, and so are their gradients: decide by shape (`p.dim() > 1`)
+  before `shard_module` or `offload`. What asks for places in a gradient (`p.grad[3]`) is refused there.
+- **With pipeline stages** a norm over `model.parameters()` would be that of one stage: torch's clipping is refused,
+  `cai_mesh.clip_grad_norm_(model.parameters(), max_norm, mesh)` counts every stage.
+- **A parameter that no rank has used** in a step is not stepped, as torch does not: no decay, no moments, no count. One
+  that some rank has used is. The ranks agree by one message of a byte a parameter.
+- **An average of the weights**: `cai_zero.Ema(model, optimizer, decay=0.999)`; copies of the model, which torch's
+  `AveragedModel` makes, are refused in stage 3 and under offload.
+- **A plain tensor put into `.grad`** in stages 0 to 2 is this rank's, and is averaged over the ranks.
+- **Accelerate, Trainer, Fabric**: shard or offload first, then hand model and optimizer over through
+  `cai_zero.integrations`: `accelerate.prepare(accelerator, model, optimizer, ...)`, `transformers.ZeroTrainer`,
+  `fabric.ZeroStrategy`. By themselves they would wrap the model in DistributedDataParallel, which is refused.
+
+## Cases
+"""
+
+MISUSE = """
+## Refused, with the fix
+
+Each is told on every rank, before it would train nothing or ranks apart (`tests/loops/misuse.py`).
+
+"""
+
+
+def text() -> str:
+    """The whole page."""
+    from loops.cases import BY_SHAPE, CASES, REFUSED
+    from loops.kit import STAGES
+    from loops.misuse import MISUSES
+
+    def word(name: str, stage: str) -> str:
+        if name in BY_SHAPE and stage in ("zero3", "offload"):
+            return "flat: finds one dimension"
+        return "**refused**" if (name, stage) in REFUSED else "right"
+
+    lines = [INTRODUCTION, f"| loop | {' | '.join(STAGES)} |", f"|---|{'---|' * len(STAGES)}"]
+    for name in CASES:
+        cells = " | ".join(word(name, stage) for stage in STAGES)
+        lines.append(f"| {name.replace('_', ' ')} | {cells} |")
+    lines.append(MISUSE + "| what | the error says |\n|---|---|")
+    lines += [f"| {name} | ... {says} ... |" for name, (_, _, says) in MISUSES.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    PAGE.write_text(text())

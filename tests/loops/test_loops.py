@@ -1,0 +1,74 @@
+"""Loops as people write them train as a plain loop does on the whole batch, in every stage, or are refused.
+
+Every case runs on two ranks that share a batch, or on one under offload, and is compared with the plain loop: what it
+saw on the way, and every weight at the end, in float64.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from loops.cases import BY_SHAPE, CASES, REFUSED
+from loops.kit import RANKS, STAGES, judged, outcome
+from loops.misuse import MISUSES
+from loops.page import PAGE, text
+
+from cai_mesh.testing import run_ranks
+
+
+@cache
+def wanted(name):
+    verdict, result = outcome(CASES[name], "plain")
+    assert verdict == "done", result
+    return result
+
+
+def on_a_rank(name, stage):
+    return outcome(CASES[name], stage)
+
+
+def verdicts(name, stage):
+    if stage == "offload":
+        return [outcome(CASES[name], stage)]
+    return run_ranks(RANKS, on_a_rank, name, stage, timeout=60)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BY_SHAPE])
+def test_a_loop_is_right_or_refused(name, stage):
+    expected = REFUSED.get((name, stage), "")
+    for found in verdicts(name, stage):
+        verdict, why = judged(found, wanted(name))
+        assert verdict == ("refused" if expected else "right"), why
+        assert expected in why
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_what_asks_for_shapes_finds_them_where_parameters_keep_theirs(name, stage):
+    """In stage 3 and under offload parameters are flat, and so are their gradients: docs/loops.md says so."""
+    for found in verdicts(name, stage):
+        assert judged(found, wanted(name)) == ("right", "")
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_named_on_every_rank(name):
+    _, ranks, says = MISUSES[name]
+    found = run_ranks(ranks, refused, name, timeout=60) if ranks > 1 else [refused(name)]
+    for error in found:
+        assert says in error
+
+
+def refused(name):
+    from cai_mesh.errors import CaiError
+
+    try:
+        MISUSES[name][0]()
+    except CaiError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_the_page_is_that_of_the_tables():
+    assert PAGE.read_text() == text(), "run python tests/loops/page.py"
