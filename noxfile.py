@@ -71,9 +71,8 @@ def rest(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff's rules and format, and pyright over the sources."""
     constraints = house.link_torch(session)
-    session.install(
-        "-c", str(constraints), "ruff", "pyright[nodejs]", "nox", "numpy", "transformers>=5", "pytest"
-    )
+    tools = ("ruff", "pyright[nodejs]", "nox", "numpy", "pytest")
+    session.install("-c", str(constraints), *tools, *house.EXAMPLES)  # typed against what is integrated
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))

@@ -110,6 +110,23 @@ def test_equals_torch_on_one_process(shape, max_norm):
             assert first == pytest.approx(float(grads[shown].grad[0, 0]), rel=1e-12)
 
 
+def one_without_a_number():
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    found = []
+    for where in range(dist.get_world_size()):
+        layout = Layout((dist.get_world_size(),)).then("tp", dist.get_world_size(), dist.get_rank(), Shard(0))
+        param = with_grad(torch.tensor([math.nan if dist.get_rank() == where else 3.0]))
+        attach(param, layout)
+        found += [float(grad_norm([param], mesh, kind)) for kind in (math.inf, 2.0)]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_nan_on_any_rank_is_the_norm_on_all(world):
+    for found in run_ranks(world, one_without_a_number):
+        assert all(map(math.isnan, found))
+
+
 def odd_ranks():
     rank = dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))

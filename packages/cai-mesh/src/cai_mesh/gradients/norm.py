@@ -14,6 +14,7 @@ from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.comm.groups import AnyMesh
 from cai_mesh.comm.mesh import ParallelMesh, axis_names
 from cai_mesh.errors import CaiError, MeshError
+from cai_mesh.gradients.place import largest
 from cai_mesh.gradients.shown import ShownParameter, local_gradient
 from cai_mesh.layout.record import NOTHING, layout_of, parts_by_axes, record_of, reduce_of, refresh
 
@@ -180,9 +181,12 @@ def _fold(
     for i, axis in enumerate(axes):
         assert view is not None
         with_axis = table.select(i, 1)
-        folded = with_axis.contiguous()
         group = view.get_group(axis) if view.ndim > 1 else view.get_group()
-        all_reduce(folded, group, op="sum" if norm_type == 2.0 else "max")
+        if norm_type == 2.0:
+            folded = with_axis.contiguous()
+            all_reduce(folded, group)
+        else:
+            folded = largest(with_axis, [group])
         with_axis.copy_(folded)
     return table.sum() if norm_type == 2.0 else table.max()
 

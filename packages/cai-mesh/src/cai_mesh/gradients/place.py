@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,7 @@ class Place:
         return self.shard is None and not self.sums and not self.beyond
 
     def combine(self, value: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """A value of this rank's elements to that of all of them."""
+        """A value of this rank's elements to that of all of them; "min" is for signed values."""
         if self.beyond:
             raise LayoutError(
                 "a norm or sum was asked for of gradients that other ranks hold more of",
@@ -55,16 +56,21 @@ class Place:
             for group in self.sums:
                 all_reduce(value, group)
             return value
-        return self._extreme(value, largest=op == "max")
+        return largest(value, self.sums) if op == "max" else -largest(-value, self.sums)
 
-    def _extreme(self, value: torch.Tensor, *, largest: bool) -> torch.Tensor:
-        """The largest or smallest over the ranks; NaN where any rank has it, which collectives may lose."""
-        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-        signed = torch.nan_to_num(
-            wide if largest else -wide, nan=-math.inf, posinf=math.inf, neginf=-math.inf
-        )
-        table = torch.stack([signed, wide.isnan().to(signed.dtype)])
-        for group in self.sums:
-            all_reduce(table, group, op="max")
-        found = table[0] if largest else -table[0]
-        return torch.where(table[1] > 0, math.nan, found).to(value.dtype)
+
+def largest(value: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    """The largest of each element over the ranks; NaN where any rank has it, which collectives may lose.
+
+    Args:
+        value: any shape and real dtype, alike on all ranks; it is left as it is.
+        groups: one message to each, one after another; none where this is empty.
+
+    Returns a tensor of the shape and dtype of `value`.
+    """
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    known = torch.nan_to_num(wide, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    table = torch.stack([known, wide.isnan().to(known.dtype)])
+    for group in groups:
+        all_reduce(table, group, op="max")
+    return torch.where(table[1] > 0, math.nan, table[0]).to(value.dtype)

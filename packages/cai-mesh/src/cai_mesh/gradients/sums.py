@@ -106,7 +106,7 @@ def _any(grad: Gradient, *rest: Any, **options: Any) -> torch.Tensor:
 def _all(grad: Gradient, *rest: Any, **options: Any) -> torch.Tensor:
     if rest or options:
         return torch.all(grad.whole(), *rest, **options)
-    return grad.place.combine(grad.part.all().to(torch.uint8), "min").bool()
+    return ~grad.place.combine((~grad.part.all()).to(torch.uint8), "max").bool()
 
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
