@@ -6,9 +6,10 @@ import contextlib
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 
 import torch
-from loops.kit import Loop, Run
+from loops.kit import Loop, Run, Start
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,16 @@ CASES: dict[str, Loop] = {}
 def case(loop: Loop) -> Loop:
     CASES[loop.__name__] = loop
     return loop
+
+
+def started(**start) -> Callable[[Loop], Loop]:
+    """A case with something before it: see `Start`."""
+
+    def wrap(loop: Loop) -> Loop:
+        loop.start = Start(**start)
+        return case(loop)
+
+    return wrap
 
 
 def steps(
@@ -650,6 +661,184 @@ def freeze_for_a_while(run):
     steps(run, count=2)
     run.model.embed.weight.requires_grad_(True)
     steps(run, count=1)
+
+
+def clip_all(run):
+    run.see(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05))
+
+
+def frozen(*names):
+    """Freezes parameters whose names begin so."""
+
+    def freeze(model):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(names))
+
+    return freeze
+
+
+@started(before=frozen("embed", "layers.0"))
+def frozen_at_first_and_trained_later(run):
+    steps(run, clip_all, count=2)
+    run.model.requires_grad_(True)
+    steps(run, clip_all, count=3)
+
+
+@started(before=frozen("layers.1.up", "layers.1.norm.bias", "scale"))
+def a_part_of_a_block_frozen_at_first(run):
+    steps(run, clip_all, count=2)
+    run.model.layers[1].requires_grad_(True)
+    steps(run, clip_all, count=2)
+    run.model.scale.requires_grad_(True)
+    steps(run, clip_all, count=2)
+
+
+@started(before=frozen("embed", "layers", "scale"))
+def unfrozen_layer_by_layer(run):
+    for layer in (*reversed(run.model.layers), run.model.embed):
+        steps(run, clip_all, count=2)
+        layer.requires_grad_(True)
+    steps(run, clip_all, count=2)
+
+
+@started(before=frozen("layers.0", "embed"))
+def frozen_at_first_trained_and_frozen_again(run):
+    steps(run, count=1)
+    run.model.layers[0].requires_grad_(True)
+    steps(run, count=2)
+    run.model.layers[0].requires_grad_(False)
+    run.model.embed.requires_grad_(True)
+    steps(run, count=2)
+
+
+@started(before=frozen("layers.0"))
+def unfrozen_between_backward_and_step(run):
+    steps(run, lambda run: run.model.layers[0].requires_grad_(True), count=3)
+
+
+@started(before=frozen("layers.0"))
+def unfrozen_after_clipping(run):
+    def clip_and_unfreeze(run):
+        clip_all(run)
+        run.model.layers[0].requires_grad_(True)
+        run.see(nn.utils.get_total_norm(gradients(run)))
+
+    steps(run, clip_and_unfreeze, count=3)
+
+
+@started(before=frozen("layers.0", "head.bias"))
+def unfrozen_while_accumulating(run):
+    for step in range(2):
+        for i in range(2):
+            run.loss(run.batch(2 * step + i)).backward()
+            run.model.requires_grad_(True)
+        clip_all(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@started(before=frozen("layers.0"))
+def unfrozen_with_a_loss_scale(run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step, batch in enumerate(run.batches(4)):
+        run.model.layers[0].requires_grad_(step > 1)
+        scaler.scale(run.loss(batch)).backward()
+        scaler.unscale_(run.optimizer)
+        clip_all(run)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+@started(before=frozen("layers.0"))
+def unfrozen_with_an_average(run):
+    if run.stage == "plain":
+        average = torch.optim.swa_utils.AveragedModel(
+            run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        average.update_parameters(run.model)
+        update = functools.partial(average.update_parameters, run.model)
+    else:
+        average = Ema(run.model, run.optimizer, decay=0.5)
+        update = average.update
+    for batch in range(4):
+        run.model.layers[0].requires_grad_(batch > 1)
+        run.loss(run.batch(batch)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        update()
+    if run.stage == "plain":
+        averaged = Run(average.module, None)
+        run.see(averaged.loss(run.batch_of_all(7)).detach())
+    else:
+        with average.applied():
+            run.see(run.loss(run.batch_of_all(7)).detach())
+
+
+def of_the_head(model):
+    return model.head.parameters()
+
+
+def others(model):
+    """All parameters that are not of the head."""
+    return [param for name, param in model.named_parameters() if not name.startswith("head")]
+
+
+@started(before=frozen("embed", "layers", "scale"), given=of_the_head)
+def a_group_added_on_the_way(run):
+    steps(run, clip_all, count=2)
+    run.model.requires_grad_(True)
+    run.optimizer.add_param_group({"params": others(run.model), "lr": 0.005, "weight_decay": 0.0})
+    steps(run, clip_all, count=3)
+
+
+@started(before=frozen("embed", "layers", "scale"), given=of_the_head)
+def a_frozen_group_added_and_trained_later(run):
+    run.optimizer.add_param_group({"params": others(run.model), "lr": 0.005})
+    steps(run, clip_all, count=2)
+    run.model.requires_grad_(True)
+    steps(run, clip_all, count=3)
+
+
+@started(given=of_the_head)
+def groups_added_one_by_one(run):
+    for layer in reversed(run.model.layers):
+        steps(run, count=2)
+        run.model.zero_grad()
+        run.optimizer.add_param_group({"params": layer.parameters()})
+    steps(run, count=2)
+
+
+@started(given=of_the_head)
+def a_group_added_with_a_schedule(run):
+    steps(run, count=1)
+    run.model.zero_grad()
+    run.optimizer.add_param_group({"params": others(run.model), "lr": 0.01})
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, [lambda n: 1.0, lambda n: 0.5**n])
+    steps(run, clip_all, lambda run: schedule.step(), count=3)
+
+
+@started(given=of_the_head)
+def clipped_with_parameters_that_are_not_stepped(run):
+    def after(run):
+        run.model.zero_grad()
+
+    steps(run, clip_all, after, count=3)
+
+
+@started(given=of_the_head)
+def parameters_that_are_not_stepped_accumulate(run):
+    steps(run, clip_all, count=3)
+    run.see(sum(p.grad.square().sum() for p in others(run.model)))
+
+
+@started(given=of_the_head)
+def parameters_that_are_not_stepped_join_with_gradients(run):
+    steps(run, count=2)
+    run.optimizer.add_param_group({"params": others(run.model)})
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    steps(run, clip_all, count=2)
 
 
 # -- weights -------------------------------------------------------------------------------------------------------

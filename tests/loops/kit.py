@@ -102,25 +102,40 @@ Loop = Callable[[Run], Any]
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def built(stage: str, make: Make) -> Run:
+@dataclass(frozen=True)
+class Start:
+    """What comes before a loop.
+
+    Args:
+        before: what is done to the model before anything else.
+        given: of the model, what the optimizer is given.
+    """
+
+    before: Callable[[nn.Module], Any] = lambda model: None
+    given: Callable[[nn.Module], Any] = lambda model: model.parameters()
+
+
+def built(stage: str, make: Make, start: Start) -> Run:
     """A run of this rank. A plain one is the twin of all."""
     model = net()
+    start.before(model)
     if stage == "plain":
-        return Run(model, make(model.parameters()))
+        return Run(model, make(start.given(model)))
     if stage == "offload":
-        optimizer = make(model.parameters())
+        optimizer = make(start.given(model))
         moved = offload(
             model, optimizer, residency="host", device_memory="80KB", tuning=Tuning(rates=SLOW_HOST)
         )
         return Run(*moved, stage=stage)
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+    alone = not dist.is_initialized()
+    mesh = None if alone else init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
     number = int(stage[-1])
     if number == 3:
         shard_module(model, mesh)
-        optimizer = make(model.parameters())
+        optimizer = make(start.given(model))
     else:
-        optimizer = shard_optimizer(make(model.parameters()), mesh, model=model, stage=number)
-    return Run(model, optimizer, dist.get_rank(), RANKS, mesh, stage)
+        optimizer = shard_optimizer(make(start.given(model)), mesh, model=model, stage=number)
+    return Run(model, optimizer, *((0, 1) if alone else (dist.get_rank(), RANKS)), mesh, stage)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -134,7 +149,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def outcome(loop: Loop, stage: str, make: Make = adamw) -> tuple[str, Any]:
     """("done", (weights, what was seen)) of a rank, ("refused", the error) or ("crashed", another error)."""
     try:
-        run = built(stage, make)
+        run = built(stage, make, getattr(loop, "start", Start()))
         run = loop(run) or run
         return "done", (weights(run), copy.deepcopy(run.seen))
     except CaiError as error:

@@ -163,24 +163,6 @@ def stage_3_stepped_as_a_whole():
     optimizer.step()
 
 
-def unfrozen_after(stage: int | str) -> Callable[[], None]:
-    def misuse() -> None:
-        model = net()
-        model.embed.requires_grad_(False)
-        if stage == 3:
-            shard_module(model, None)
-        optimizer = adamw(model.parameters())
-        if stage in (0, 1, 2):
-            optimizer = shard_optimizer(optimizer, None, model=model, stage=stage)
-        if stage == "offload":
-            model, optimizer = moved(model, optimizer)
-        model.embed.requires_grad_(True)
-        loss_of(model).backward()
-        optimizer.step()
-
-    return misuse
-
-
 MISUSES: dict[str, tuple[Callable[[], None], int, str]] = {
     "optimizer before shard_module": (optimizer_before_shard_module, 2, "sharded since it was built"),
     "the inner optimizer steps": (step_of_the_optimizer_that_was_sharded, 2, "that a sharded optimizer has"),
@@ -205,9 +187,5 @@ MISUSES: dict[str, tuple[Callable[[], None], int, str]] = {
     "Adafactor": (stepped_as_a_whole("Adafactor"), 1, "does not treat elements independently"),
     "Adafactor, offload": (offloaded_as_a_whole, 1, "does not treat elements independently"),
     "Adafactor, stage 3": (stage_3_stepped_as_a_whole, 1, "does not treat elements independently"),
-    **{
-        f"unfrozen, {stage}": (unfrozen_after(stage), 1, "is to be trained now")
-        for stage in (0, 1, 3, "offload")
-    },
 }
 """What is done, on how many ranks, and what the error says."""

@@ -6,11 +6,13 @@ saw on the way, and every weight at the end, in float64.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 
 import pytest
 from loops.cases import BY_SHAPE, CASES, REFUSED
-from loops.kit import RANKS, STAGES, judged, outcome
+from loops.kit import RANKS, STAGES, Start, adamw, built, judged, outcome
 from loops.misuse import MISUSES
 from loops.page import PAGE, text
 
@@ -50,6 +52,23 @@ def test_what_asks_for_shapes_finds_them_where_parameters_keep_theirs(name, stag
     """In stage 3 and under offload parameters are flat, and so are their gradients: docs/loops.md says so."""
     for found in verdicts(name, stage):
         assert judged(found, wanted(name)) == ("right", "")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["torchs_clip", "frozen_at_first_and_trained_later"])
+def test_a_model_that_nobody_holds_is_free_again(name, stage):
+    loop = CASES[name]
+
+    def trained():
+        run = built(stage, adamw, getattr(loop, "start", Start()))
+        held = [*run.model.parameters(), run.model, run.optimizer]
+        loop(run)
+        getattr(run.optimizer, "wait", lambda: None)()
+        return [weakref.ref(each) for each in held]
+
+    refs = trained()
+    gc.collect()
+    assert [type(ref()) for ref in refs if ref() is not None] == []
 
 
 @pytest.mark.parametrize("name", MISUSES)

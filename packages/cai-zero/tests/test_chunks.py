@@ -7,7 +7,8 @@ from torch import nn
 
 from cai_mesh.layout import ReduceSpec, attach
 from cai_zero import MixedPrecision, chunks
-from cai_zero.chunks import build_chunks, optimizer_units, reduction_order
+from cai_zero.chunks import build_chunks, reduction_order
+from cai_zero.members import Members
 from cai_zero.ranks import RankTable
 
 
@@ -19,10 +20,9 @@ class Net(nn.Module):
 
 
 def built(model, inner):
-    units = optimizer_units(inner, model)
-    groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
-    made = build_chunks(groups, units, RankTable(None), MixedPrecision())
-    return made, reduction_order(made, units, model)
+    members = Members(inner, model)
+    made = build_chunks(members.groups, members.units(), RankTable(None), MixedPrecision())
+    return made, reduction_order(made, members.order, model)
 
 
 def test_chunks_follow_the_backward(monkeypatch):

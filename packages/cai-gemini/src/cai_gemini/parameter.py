@@ -132,6 +132,8 @@ class UsedParameters:
     Their gradients are those of the parameters that are kept.
     """
 
+    steps = True
+
     def __init__(self, keeper: Keeper):
         self._keeper = weakref.ref(keeper)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_zero.optimizer import ShardedOptimizer
@@ -17,7 +20,7 @@ class Ema:
 
     In stages 0 to 2 of the optimizer's master weights, a shard a rank; in stage 3 and under offload of this rank's
     shards, where they are; of a plain model of its parameters. Averages are in float32 at least. Frozen parameters have
-    none.
+    none until they are unfrozen.
 
         ema = Ema(model, optimizer, decay=0.999)
         for batch in batches:
@@ -38,26 +41,45 @@ class Ema:
     ):
         self.decay = decay
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
-        self._model = model
-        self._averages = [_wide(value) for value in self._weights()]
+        self._named = list(model.named_parameters())
+        self._weights: list[torch.Tensor] = []
+        self._averages: list[torch.Tensor] = []
+        self._join()
+        found = weakref.ref(self)
 
-    def _weights(self) -> list[torch.Tensor]:
+        def before_step(*_: Any) -> None:
+            average = found()
+            if average is not None:
+                average._join()
+
+        register_optimizer_step_pre_hook(before_step)  # for good, as in `cai_zero.module`
+
+    def _trained(self) -> list[torch.Tensor]:
         if self._sharded is not None:
-            return [chunk.flat for chunk in self._sharded._chunks]
-        return [param for param in self._model.parameters() if param.requires_grad]
+            self._sharded.admit()
+            return [chunk.flat for chunk in self._sharded.chunks]
+        return [param for _, param in self._named if param.requires_grad]
+
+    def _join(self) -> None:
+        """What is trained from now on begins with its value: that was its average while it was frozen."""
+        known = {id(weight) for weight in self._weights}
+        for weight in self._trained():
+            if id(weight) not in known:
+                self._weights.append(weight)
+                self._averages.append(_wide(weight))
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of now into the average. Talks to nobody."""
         if self._sharded is not None:
             self._sharded.take_writes()
-        for average, value in zip(self._averages, self._weights(), strict=True):
+        for average, value in zip(self._averages, self._weights, strict=True):
             average.lerp_(value.detach().to(average.dtype), 1.0 - self.decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the model has the averages for weights. Collective where weights are sharded."""
-        before = [value.detach().clone() for value in self._weights()]
+        before = [value.detach().clone() for value in self._weights]
         self._put(self._averages)
         try:
             yield
@@ -66,21 +88,20 @@ class Ema:
 
     @torch.no_grad()
     def _put(self, values: list[torch.Tensor]) -> None:
-        for value, weight in zip(values, self._weights(), strict=True):
+        for value, weight in zip(values, self._weights, strict=True):
             weight.copy_(value)
         if self._sharded is not None:
             self._sharded.publish()
 
     def state_for_checkpoint(self) -> dict[str, BoxedTensor]:
         """The averages by canonical parameter name, for `cai_mesh.checkpoint` on any layout: views, loaded in place."""
+        self._join()
+        held = {id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)}
         if self._sharded is not None:
-            chunks = zip(self._sharded._chunks, self._averages, strict=True)
-            return {name: boxed for chunk, held in chunks for name, boxed in chunk.boxed(held).items()}
-        named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
-        return {
-            canonical_name(name, param): BoxedTensor.like(param, average)
-            for (name, param), average in zip(named, self._averages, strict=True)
-        }
+            boxes = (chunk.boxed(held[id(chunk.flat)]) for chunk in self._sharded.chunks)
+            return {name: boxed for some in boxes for name, boxed in some.items()}
+        named = [(canonical_name(n, p), p) for n, p in self._named if id(p) in held]
+        return {name: BoxedTensor.like(param, held[id(param)]) for name, param in named}
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from cai_mesh.comm import ParallelMesh
-from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, Place, check_no_gradients, set_raw_grad
+from cai_mesh.gradients import GradBuffer, Place, set_raw_grad
 from cai_mesh.layout import (
     BoxedTensor,
     FlatChunk,
@@ -23,8 +22,6 @@ from cai_mesh.layout import (
     reduce_of,
 )
 from cai_mesh.protocols import CommHandle
-from cai_mesh.storage import check_parameters
-from cai_mesh.storage import units as all_units
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, RankTable, groups_along
 from cai_zero.reducer import Reducible
@@ -102,7 +99,11 @@ class Chunk:
         """The gradient of the coming step is complete; `absent` have none."""
         assert self.reduced is not None
         self.clear_dropped()
-        self.flat.grad, self.absent = self.reduced.to(self.flat.dtype), absent
+        if (
+            self.flat.grad is None
+        ):  # else nothing has come since it was settled last, but it may have been clipped
+            self.flat.grad = self.reduced.to(self.flat.dtype)
+        self.absent = absent
 
     def clear_dropped(self) -> None:
         """What has been dropped counts no more, in what is added up and in norms."""
@@ -213,32 +214,6 @@ class Chunk:
         return BoxedTensor(value.global_shape, value.dtype, value.pieces, self.spec.owner)
 
 
-def optimizer_units(inner: torch.optim.Optimizer, model: nn.Module | None) -> Units:
-    """The optimizer's parameters by unit, with names; one unit of unnamed parameters where there is no model."""
-    held = [param for group in inner.param_groups for param in group["params"]]
-    if inner.state:
-        raise PlanError(
-            "the optimizer already has state",
-            cause="it has stepped, or is one that makes its state when it is built (Adagrad)",
-            fix="shard it before its first step; an optimizer over a model of shard_module may be any",
-        )
-    if len({id(p) for p in held}) != len(held):
-        raise PlanError("a parameter is in the optimizer twice", fix="give every parameter to one group")
-    if model is None:
-        units = {nn.Module(): [(f"param.{i}", p) for i, p in enumerate(held) if p.requires_grad]}
-    else:
-        _check_owned(held, model)
-        wanted = {id(p) for p in held if p.requires_grad}
-        found = all_units(model)
-        units = {m: [(n, p) for n, p in params if id(p) in wanted] for m, params in found.items()}
-        units = {m: params for m, params in units.items() if params}
-    if not any(units.values()):
-        raise PlanError("the optimizer has no trainable parameter")
-    check_parameters(pair for params in units.values() for pair in params)
-    check_no_gradients(p for params in units.values() for _, p in params)
-    return units
-
-
 def build_chunks(
     groups: Groups,
     units: Units,
@@ -298,27 +273,20 @@ def _piece(shard: torch.Tensor, part: Slice) -> nn.Parameter:
     return piece
 
 
-def reduction_order(chunks: Sequence[Chunk], units: Units, model: nn.Module | None) -> list[Chunk]:
+def reduction_order(
+    chunks: Sequence[Chunk], units: Sequence[nn.Module], model: nn.Module | None
+) -> list[Chunk]:
     """The order in which chunks reduce while backward runs, the same on every rank whatever a rank has used.
 
     A chunk is complete with the unit that comes first in forward, so chunks follow in the reverse order of those;
     the model itself holds the embeddings and comes last. Tied parameters are left out: they wait for `finish`.
+
+    Args:
+        units: all of them, in the order of forward.
     """
     position = {unit: -1 if unit is model else i for i, unit in enumerate(units)}
     free = [chunk for chunk in chunks if chunk.spec.tied is None]
     return sorted(free, key=lambda chunk: -min(position[unit] for unit in chunk.units))
-
-
-def _check_owned(held: Sequence[torch.Tensor], model: nn.Module) -> None:
-    own = {id(p) for p in model.parameters()}
-    strangers = [tuple(p.shape) for p in held if id(p) not in own]
-    if strangers:
-        raise PlanError(
-            "the optimizer holds parameters the model does not have",
-            got=f"{len(strangers)} of them, the first of shape {strangers[0]}",
-            cause="the optimizer was built on another model, or before a transform replaced its parameters",
-            fix="build the optimizer on model.parameters() after every other transform",
-        )
 
 
 def _buckets(groups: Groups, units: Units):

@@ -1,8 +1,13 @@
-"""Who answers for the `.grad` of sharded parameters: keepers of chunks, of their pieces, and of units of stage 3."""
+"""Who answers for the `.grad` of sharded parameters: keepers of chunks, of their pieces, and of units of stage 3.
+
+Keepers refer weakly to what they ask. A chunk has nodes of autograd, which have its parameters: were those to have the
+chunk, Python's collector would not see the circle, and no memory would ever be free again.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,9 +15,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from cai_mesh.comm import all_reduce
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, Place, ShardGradient, raw_grad, set_raw_grad
-from cai_mesh.layout import record_of, reduce_of
+from cai_mesh.gradients import (
+    GradBuffer,
+    Place,
+    ShardGradient,
+    ShownParameter,
+    is_kept,
+    raw_grad,
+    set_raw_grad,
+)
+from cai_mesh.layout import layout_of, record_of, reduce_of
 from cai_mesh.storage import FlatUnit
 from cai_zero.chunks import Chunk
 from cai_zero.ranks import RankTable, groups_along
@@ -25,17 +39,27 @@ if TYPE_CHECKING:
 class ChunkKeeper:
     """The `GradientKeeper` of a chunk's parameters."""
 
+    steps = True
+
     def __init__(self, owner: ShardedOptimizer, chunk: Chunk):
-        self._owner, self._chunk = weakref.ref(owner), chunk
+        self._owner, self._weak = weakref.ref(owner), weakref.ref(chunk)
+
+    @property
+    def _chunk(self) -> Chunk:
+        chunk = self._weak()
+        if chunk is None:
+            raise gone()
+        return chunk
 
     def place(self, index: int) -> Place:
         return self._chunk.places[index]
 
     def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
-        owner, chunk = self._owner(), self._chunk
+        owner = self._owner()
         if owner is None or not owner.has_gradients():
             return None
         owner.ensure_gradients()
+        chunk = self._chunk
         assert chunk.flat.grad is not None and chunk.absent is not None
         if index in chunk.absent:
             return None
@@ -51,7 +75,124 @@ class ChunkKeeper:
 
     def about_to_write(self, index: int) -> None:
         """What is written to a parameter is there; its master weights take it before the next step."""
-        self._chunk.lent.add(index)
+        chunk = self._weak()
+        if chunk is not None:
+            chunk.lent.add(index)
+
+
+class FrozenKeeper:
+    """The same for a parameter that lies in no chunk, until it is to be trained: then its chunk's keeper answers."""
+
+    steps = True
+
+    def __init__(self, owner: ShardedOptimizer, param: nn.Parameter):
+        self._owner, self._param = weakref.ref(owner), weakref.ref(param)
+
+    def _successor(self, *, with_gradient: torch.Tensor | None = None) -> tuple[ChunkKeeper, int] | None:
+        """Who answers, and by which index, if the parameter is to be trained by now."""
+        owner, param = self._owner(), self._param()
+        if owner is None or not isinstance(param, ShownParameter):
+            return None
+        if with_gradient is not None:
+            set_raw_grad(param, with_gradient)
+        owner.admit()
+        keeper = param.cai_keeper
+        return (keeper, param.cai_index) if isinstance(keeper, ChunkKeeper) else None
+
+    def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
+        found = self._successor()
+        return None if found is None else found[0].held(found[1])
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._successor(with_gradient=gradient.detach())
+
+    def leaf(self, index: int) -> nn.Parameter:
+        param = self._param()
+        assert param is not None
+        return param
+
+    def about_to_write(self, index: int) -> None:
+        """It has no copy that would have to follow."""
+
+
+class StrayKeeper:
+    """The same for a parameter of the model that the optimizer does not have: it may be clipped with the others.
+
+    Nobody reduces its gradient but who reads it. What is read is the average; backwards after that add this rank's, and
+    the average of both is that of all.
+    """
+
+    steps = False
+
+    def __init__(self, ranks: RankTable, param: nn.Parameter):
+        self._ranks, self._param = ranks, weakref.ref(param)
+
+    def leaf(self, index: int) -> nn.Parameter:
+        param = self._param()
+        assert param is not None
+        return param
+
+    def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
+        param = self.leaf(index)
+        if not param.requires_grad and raw_grad(param) is None:
+            return None
+        self._average(param)
+        grad, axes = raw_grad(param), layout_of(param).sharded_axes
+        if grad is None:
+            return None
+        sums, known = groups_along(self._ranks.mesh, axes)
+        place = Place(
+            param.shape,
+            0,
+            param.numel(),
+            sums=sums,
+            beyond=not known,
+            axes=axes,
+            owner=reduce_of(param).owner,
+        )
+        return grad.flatten(), place
+
+    @torch.no_grad()
+    def _average(self, param: nn.Parameter) -> None:
+        """Let the gradient be that of all ranks, if any has one."""
+        ranks, grad = self._ranks.of(reduce_of(param)), raw_grad(param)
+        if ranks.partial is not None:
+            raise PlanError(
+                "a gradient was read of a parameter that the optimizer does not have",
+                cause="tensor parallel ranks have parts of it, which nobody sums",
+                fix="give the parameter to the optimizer, or freeze it",
+            )
+        if ranks.count == 1:
+            return
+        found = torch.tensor(float(grad is not None), device=param.device)
+        for group in (ranks.copies, ranks.shard):
+            all_reduce(found, group, op="max")
+        if not found:
+            return
+        average = torch.zeros_like(param) if grad is None else grad.to_dense().contiguous()
+        for group in (ranks.copies, ranks.shard):
+            all_reduce(average, group)
+        set_raw_grad(param, average.div_(ranks.divisor))
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        param = self.leaf(index)
+        plain = gradient.whole() if isinstance(gradient, ShardGradient) else gradient
+        set_raw_grad(param, None if plain is None else plain.detach())
+
+    def about_to_write(self, index: int) -> None:
+        """It has no copy that would have to follow."""
+
+
+def show_others(
+    owner: ShardedOptimizer, waiting: Iterable[nn.Parameter], model: nn.Module | None, ranks: RankTable
+) -> None:
+    """Let parameters in no chunk show their gradients: those that wait, and those of the model that nobody steps."""
+    for param in waiting:
+        ShownParameter.adopt(param, FrozenKeeper(owner, param), 0)
+    for param in model.parameters() if model is not None else ():
+        if not is_kept(param):
+            ShownParameter.adopt(param, StrayKeeper(ranks, param), 0)
 
 
 class PieceKeeper(ChunkKeeper):
@@ -73,32 +214,43 @@ class PieceKeeper(ChunkKeeper):
 class ShardKeeper:
     """The `GradientKeeper` of a unit's shards, or of its unsharded parameters."""
 
+    steps = True
+
     def __init__(self, sharding: ModuleSharding, unit: FlatUnit, buffer: GradBuffer, *, whole: bool = False):
-        self._sharding, self._unit, self._buffer = weakref.ref(sharding), unit, buffer
+        self._sharding, self._weak, self._buffer = weakref.ref(sharding), weakref.ref(unit), weakref.ref(buffer)
         self._whole = whole
         self._places: dict[int, Place] = {}
 
+    @property
+    def _unit(self) -> FlatUnit:
+        unit = self._weak()
+        if unit is None:
+            raise gone()
+        return unit
+
     def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
         sharding = self._sharding()
-        if sharding is not None:
-            sharding.agree()
-        grad = raw_grad(self._unit.kept[index])
-        if grad is None or sharding is None:
+        if sharding is None:
             return None
-        return grad, self.place(index)
+        sharding.agree()
+        grad = raw_grad(self._unit.kept[index])
+        return None if grad is None else (grad, self.place(index))
 
     def place(self, index: int) -> Place:
         """Where this rank's part of the gradient lies in what users see of it."""
         sharding = self._sharding()
-        assert sharding is not None
+        if sharding is None:
+            raise gone()
         if index not in self._places:
             self._places[index] = _place_of_shard(sharding.ranks, self._unit, index, whole=self._whole)
         return self._places[index]
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        self._buffer.drop(index)
-        if gradient is not None:
-            self._buffer.arrived.add(index)
+        buffer = self._buffer()
+        if buffer is not None:
+            buffer.drop(index)
+        if gradient is not None and buffer is not None:
+            buffer.arrived.add(index)
         if gradient is not None and self._whole and not isinstance(gradient, ShardGradient):
             raise PlanError(
                 "a gradient was put in the place of one of a sharded model, while its parameters are unsharded",
@@ -112,7 +264,16 @@ class ShardKeeper:
 
     def about_to_write(self, index: int) -> None:
         """What was gathered ahead of the next forward may soon be old."""
-        increment_version(self._unit.kept[index])
+        unit = self._weak()
+        if unit is not None:
+            increment_version(unit.kept[index])
+
+
+def gone() -> PlanError:
+    return PlanError(
+        "a gradient was asked for of a parameter whose model or optimizer is gone",
+        fix="keep what shard_optimizer or shard_module returned as long as its parameters",
+    )
 
 
 def _place_of_shard(ranks: RankTable, unit: FlatUnit, index: int, *, whole: bool) -> Place:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -29,13 +29,14 @@ from cai_mesh.gradients import (
 )
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
 from cai_mesh.storage import ModuleLifecycle
-from cai_zero.chunks import Chunk, build_chunks, optimizer_units, reduction_order
+from cai_zero.chunks import Chunk, Units, build_chunks, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
-from cai_zero.keepers import ChunkKeeper, PieceKeeper
+from cai_zero.keepers import ChunkKeeper, PieceKeeper, show_others
+from cai_zero.members import Members
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable
 from cai_zero.reducer import GradReducer
-from cai_zero.state import own_boxes, restore_groups, saved_groups, state_slots
+from cai_zero.state import restore_groups, saved_groups, state_of_pieces
 from cai_zero.unused import absent
 
 Phase = Literal["empty", "open", "settled"]
@@ -67,44 +68,65 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._patch_step_function()
-        units = optimizer_units(inner, model)
-        device = next(iter(units.values()))[0][1].device
+        self._members, self._model, self._precision = Members(inner, model), model, precision
+        device = next(p for p in self._members.params if p.requires_grad).device
         check_device(device, wanted=copy_engines)
-        specs = {reduce_of(p) for params in units.values() for _, p in params}
+        specs = {reduce_of(p) for p in self._members.params}
         self._ranks = RankTable(mesh, specs, sharded=stage > 0)
         check_ranks(compression, self._ranks.of(), stage, copy_engines=copy_engines)
         self._gathers = SideStream(device)
         self._reducer: GradReducer[Chunk] = GradReducer(device, self._compression)
-        apart = self._compression.weights is not None
-        groups = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
-        self._chunks = build_chunks(
-            groups, units, self._ranks, precision, self._reducer.make_room, apart=apart
-        )
+        self._device, self._copy_engines = device, copy_engines
+        self._takes_writes = self._compression.weights is None
+        self._chunks: list[Chunk] = []
         self._phase: Phase = "empty"
-        self._show()
-        self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in units}
-        self._peers = self._use_copy_engines(device, wanted=copy_engines)
-        order = reduction_order(self._chunks, units, model)
-        self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
-        self._frozen = [p for g in inner.param_groups for p in g["params"] if not p.requires_grad]
-        pieces = {id(p): piece for c in self._chunks for p, piece in zip(c.params, c.pieces, strict=True)}
-        for group in inner.param_groups:
-            group["params"] = [pieces[id(p)] for p in group["params"] if id(p) in pieces]
-        self._takes_writes = not apart
-        if apart:
-            self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
-        for chunk in self._chunks:
-            chunk.gathered()
-        names = {p: name for c in self._chunks for p, name in zip(c.params, c.chunk.names, strict=True)}
-        found = sites(model) if model is not None else ()
-        self._sites = [(m._parameters, key, p, names[p]) for m, key, p in found if p in names]
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
-            held = {unit: [p for _, p in params] for unit, params in units.items()}
-            self._lifecycle = ModuleLifecycle(held)
+            self._lifecycle = ModuleLifecycle({model: []})  # its forward is a pass
             self._lifecycle.listen(self)
-            direct_linears(model, (p for c in self._chunks for p in c.params))
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
+        self.admit()
+        show_others(self, self._members.waiting, self._model, self._ranks)
+
+    def admit(self) -> None:
+        """Take into chunks what is to be trained and lies in none: unfrozen parameters, those of added groups.
+
+        Collective where there is any; all ranks unfreeze alike.
+        """
+        units = self._members.units()
+        if not units:
+            return
+        fresh = build_chunks(
+            self._members.groups,
+            units,
+            self._ranks,
+            self._precision,
+            self._reducer.make_room,
+            apart=not self._takes_writes,
+        )
+        self._chunks += fresh
+        self._members.take(fresh)
+        self._show(fresh)
+        self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in self._members.order}
+        self._peers = self._use_copy_engines(self._device, wanted=self._copy_engines)
+        order = reduction_order(self._chunks, self._members.order, self._model)
+        self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
+        for chunk in fresh:
+            chunk.gathered()
+        if not self._takes_writes:
+            self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
+        self._watch(fresh, units)
+        if self._phase == "settled" or any(chunk.buffer.has_gradients for chunk in fresh):
+            self._phase = "open"
+
+    def _watch(self, fresh: Sequence[Chunk], units: Units) -> None:
+        """Follow the uses of what has just been taken, and where the model keeps it."""
+        names = {p: name for c in self._chunks for p, name in zip(c.params, c.chunk.names, strict=True)}
+        found = sites(self._model) if self._model is not None else ()
+        self._sites = [(m._parameters, key, p, names[p]) for m, key, p in found if p in names]
+        if self._model is not None and self._lifecycle is not None:
+            self._lifecycle.watch({unit: [p for _, p in params] for unit, params in units.items()})
+            direct_linears(self._model, (p for c in fresh for p in c.params))
 
     def _use_copy_engines(self, device: torch.device, *, wanted: bool) -> Peers[PeerGather]:
         def shard_bytes(chunk: Chunk, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
@@ -117,9 +139,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gathered = (shard_bytes(c, c.weights) for c in self._chunks)
         return Peers(PeerGather, gathered, device, wanted=wanted)
 
-    def _show(self) -> None:
+    def _show(self, fresh: Sequence[Chunk]) -> None:
         """Let parameters and pieces show the gradients of their chunks."""
-        for chunk in self._chunks:
+        for chunk in fresh:
             for i, (param, piece) in enumerate(zip(chunk.params, chunk.pieces, strict=True)):
                 ShownParameter.adopt(param, ChunkKeeper(self, chunk), i)
                 ShownParameter.adopt(piece, PieceKeeper(self, chunk), i)
@@ -144,21 +166,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             chunk.chunk.check_views(chunk.weights, chunk.params)
 
-    def _check_frozen(self) -> None:
-        """Raise `PlanError` where a parameter would be trained now that was frozen when chunks were made."""
-        if any(param.requires_grad for param in self._frozen):
-            raise PlanError(
-                "a parameter that was frozen when the optimizer was sharded is to be trained now",
-                cause="it lies in no chunk: ranks would not share its gradient",
-                fix="shard with requires_grad=True and freeze afterwards; what has no gradient is not stepped",
-            )
-
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         """Parameters are unsharded in stages 0 to 2, once the gather after the last step has arrived."""
         if backward:
             self._phase = "open"
         else:
             self._end_pass()  # an earlier backward may have raised
+            if unit is self._model:
+                self.admit()
         for chunk in self._chunks_of[unit]:
             chunk.wait_gathered()
 
@@ -231,6 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def ensure_gradients(self) -> None:
         """Return with the gradients of the coming step complete. Collective, unless they are already."""
+        self.admit()
         if not self.has_gradients() or self._phase != "settled":
             self.finish()
         for chunk in self._chunks:
@@ -271,7 +287,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._check_parameters()
-        self._check_frozen()
         self.ensure_gradients()
         self.take_writes()
         with self._gradients_in_pieces():
@@ -294,6 +309,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             finally:
                 for piece in self._pieces:
                     piece.grad = None
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The chunks there are; `admit` may add some."""
+        return self._chunks
 
     @property
     def _pieces(self) -> list[nn.Parameter]:
@@ -363,9 +383,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise PlanError(
-            "a sharded optimizer cannot take more parameters", fix="build it anew with all of them"
-        )
+        """As torch's: more parameters, with options of their own. Collective; they move into chunks of their own.
+
+        Raises `PlanError` for parameters that the model does not have or another group has.
+        """
+        self._members.add(param_group)
+        show_others(self, self._members.waiting, self._model, self._ranks)
+        self._members.take([])
+        self.admit()
 
     def gradients(self) -> dict[str, BoxedTensor]:
         """This rank's reduced gradients by canonical parameter name. Waits for pending reductions."""
@@ -387,20 +412,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
-        found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(self.inner)}
         with plain(self._pieces):
-            for chunk in self._chunks:
-                for name, piece, (start, _) in zip(
-                    chunk.chunk.names, chunk.pieces, chunk.ranges, strict=True
-                ):
-                    own = own_boxes(self.inner, piece)
-                    if own is None:
-                        slots = state_slots(self.inner, piece)
-                        own = {
-                            f"{name}.{s}": chunk.boxed_slot(t, piece, start, name) for s, t in slots.items()
-                        }
-                    found.update({key: value for key, value in own.items() if value is not None})
-        return found
+            return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}
 
     def restore_groups(self, groups: list) -> None:
         """Take over the hyperparameters of saved `param_groups`. Residuals of compression start from zero."""

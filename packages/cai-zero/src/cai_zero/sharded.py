@@ -97,7 +97,7 @@ def _check(
         )
     if overlap_gather and model is None:
         raise PlanError("overlap_gather needs the model whose forward it overlaps with", fix="pass model=...")
-    check_arguments(model, optimizer, what="shard_optimizer")
+    check_arguments(model, optimizer, what="shard_optimizer", whole=False)
     if mesh is None:
         check_alone("shard_optimizer", "pass the mesh of the ranks that share the parameters")
     if stage > 0 and getattr(optimizer, "boxed_state", None) is None:

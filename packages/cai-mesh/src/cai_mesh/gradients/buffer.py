@@ -80,18 +80,23 @@ class GradBuffer:
         self._kept: list[_Kept] = []
         self._before_open = before_open
         self._unwritten: set[int] = set()
-        self._nodes = [accumulate_node(p) if p.requires_grad else None for p in self.params]
+        self._nodes: list[torch.autograd.graph.Node | None] = [None] * len(self.params)
         self.tensor = torch.empty(chunk.numel, dtype=dtype, device=device)
         self.views = chunk.views(self.tensor)
         # for graphs, which keep them from forward to backward: of versions of their own, so that no write counts
         self._handles = [view.data for view in self.views]
         self._index = {slot.offset: i for i, slot in enumerate(chunk.slots) if slot.numel}
         self._free()
-        token = torch.zeros(1, device=device)  # see `cai_mesh.gradients.linear`
-        for param, handle in zip(self.params, self._handles, strict=True):
-            if param.requires_grad:
+        self._token = torch.zeros(1, device=device)  # see `cai_mesh.gradients.linear`
+        self.watch()
+
+    def watch(self) -> None:
+        """Take the gradients of parameters that require them, also of those that have not until now."""
+        for i, (param, handle) in enumerate(zip(self.params, self._handles, strict=True)):
+            if param.requires_grad and self._nodes[i] is None:
+                self._nodes[i] = accumulate_node(param)
                 param.cai_grad = handle  # type: ignore[attr-defined]
-                param.cai_token = token  # type: ignore[attr-defined]
+                param.cai_token = self._token  # type: ignore[attr-defined]
 
     def _free(self) -> None:
         storage = self.tensor.untyped_storage()

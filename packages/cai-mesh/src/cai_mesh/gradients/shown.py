@@ -21,7 +21,13 @@ from cai_mesh.gradients.shard import ShardGradient, shown
 
 
 class GradientKeeper(Protocol):
-    """Whoever has the gradients of some parameters."""
+    """Whoever has the gradients of some parameters.
+
+    Attributes:
+        steps: whether the parameters are stepped there, and so by no other optimizer.
+    """
+
+    steps: bool
 
     def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
         """This rank's part, 1-d, of the reduced gradient of parameter `index`, and where in it that lies.
@@ -42,6 +48,12 @@ class GradientKeeper(Protocol):
 
 _FIELD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
+
+
+def is_kept(param: torch.Tensor) -> bool:
+    """Whether a parameter is stepped through a keeper: sharded, offloaded, or to be."""
+    keeper = getattr(param, "cai_keeper", None)
+    return keeper is not None and getattr(keeper, "steps", True)
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -14,15 +14,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.errors import CheckpointError, PlanError
-from cai_mesh.gradients.shown import ShownParameter
+from cai_mesh.gradients.shown import ShownParameter, is_kept
 
 
-def check_arguments(model: Any, optimizer: Any = None, *, what: str) -> None:
+def check_arguments(model: Any, optimizer: Any = None, *, what: str, whole: bool = True) -> None:
     """Raise `PlanError` for arguments of other kinds, in the other order, or that have been given before.
 
     Args:
         model, optimizer: None where the function takes none, or may go without.
         what: the function's name.
+        whole: whether all of the model moves; else what the optimizer has.
     """
     for value, kind, name in ((model, nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
         if value is not None and not isinstance(value, kind):
@@ -35,9 +36,11 @@ def check_arguments(model: Any, optimizer: Any = None, *, what: str) -> None:
     if getattr(optimizer, "inner", None) is not None:
         raise PlanError(f"{what} was given an optimizer that is sharded or offloaded already")
     params = () if model is None else model.parameters()
-    if any(isinstance(p, ShownParameter) or hasattr(p, "cai_keeper") for p in params):
+    if optimizer is not None and not whole:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(is_kept(p) for p in params):
         raise PlanError(
-            f"{what} was given a model whose parameters are sharded or offloaded already",
+            f"{what} was given parameters that are sharded or offloaded already",
             fix="do it once; to change it, build the model anew and load its weights",
         )
 
@@ -168,7 +171,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             cause="shard_module puts others in their place; these would never change",
             fix="build the optimizer on model.parameters() after shard_module",
         )
-    if getattr(optimizer, "inner", None) is None and any(type(p) is ShownParameter for p in params):
+    if getattr(optimizer, "inner", None) is None and any(
+        type(p) is ShownParameter and is_kept(p) for p in params
+    ):
         raise PlanError(
             "an optimizer steps parameters that a sharded optimizer has",
             cause="the ranks would not share its step",

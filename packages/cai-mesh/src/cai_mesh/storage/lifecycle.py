@@ -64,21 +64,31 @@ class ModuleLifecycle:
     def __init__(self, units: Mapping[nn.Module, Sequence[nn.Parameter]]):
         self._listeners: list[LifecycleListener] = []
         self._waiting: dict[nn.Module, set[int]] = {}
-        self._has_frozen = {m: any(not p.requires_grad for p in ps) for m, ps in units.items()}
+        self._has_frozen: dict[nn.Module, bool] = {}
         self._accumulators: dict[int, Any] = {}  # by parameter; torch holds them only weakly
         self._uses = itertools.count(-1, -1)  # never the id of a parameter
         self._pass: int | None = None
-        self._trainable = {m: {id(p) for p in ps if p.requires_grad} for m, ps in units.items()}
+        self._trainable: dict[nn.Module, set[int]] = {}
         self._handles: list[Any] = []
+        self.watch(units)
+
+    def watch(self, units: Mapping[nn.Module, Sequence[nn.Parameter]]) -> None:
+        """Watch more units, and what requires a gradient only now of those that are watched.
+
+        Args:
+            units: as above, each with all of its parameters.
+        """
         for module, params in units.items():
-            self._handles.append(
-                module.register_forward_pre_hook(self._forward_starts, prepend=True, with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(self._forward_ends, with_kwargs=True))
+            if module not in self._trainable:
+                starts, ends = self._forward_starts, self._forward_ends
+                self._handles.append(module.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(ends, with_kwargs=True))
+            self._has_frozen[module] = any(not param.requires_grad for param in params)
+            known = self._trainable.setdefault(module, set())
             for param in params:
-                if param.requires_grad:
-                    node = accumulate_node(param)
-                    self._accumulators[id(param)] = node
+                if param.requires_grad and id(param) not in known:
+                    known.add(id(param))
+                    node = self._accumulators[id(param)] = accumulate_node(param)
                     self._handles.append(node.register_hook(self._accumulated(module, id(param))))
 
     def __deepcopy__(self, memo: dict) -> ModuleLifecycle:
