@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cai_mesh.gradients import clip_grad_norm_
-from cai_zero import Ema, no_sync
+from cai_zero import Ema, no_sync, shard_optimizer
 
 CASES: dict[str, Loop] = {}
 
@@ -677,6 +677,11 @@ def frozen(*names):
     return freeze
 
 
+@started(before=frozen("embed", "scale"))
+def frozen_around_the_blocks(run):
+    steps(run, clip_all)
+
+
 @started(before=frozen("embed", "layers.0"))
 def frozen_at_first_and_trained_later(run):
     steps(run, clip_all, count=2)
@@ -777,6 +782,32 @@ def unfrozen_with_an_average(run):
 
 def of_the_head(model):
     return model.head.parameters()
+
+
+@started(given=of_the_head)
+def two_optimizers(run):
+    """One of the head, another of all else, each sharded where the model's parameters are not."""
+    second = torch.optim.SGD(others(run.model), lr=0.05, momentum=0.9)
+    if run.stage in ("zero0", "zero1", "zero2"):
+        second = shard_optimizer(second, run.mesh, model=run.model, stage=int(run.stage[-1]))
+
+    def after(run):
+        second.step()
+        second.zero_grad()
+
+    steps(run, clip_all, after)
+
+
+@started(given=of_the_head)
+def two_optimizers_in_turns(run):
+    second = torch.optim.SGD(others(run.model), lr=0.05)
+    if run.stage in ("zero0", "zero1", "zero2"):
+        second = shard_optimizer(second, run.mesh, model=run.model, stage=int(run.stage[-1]))
+    for step, batch in enumerate(run.batches(5)):
+        run.loss(batch).backward()
+        clip_all(run)
+        (second if step % 2 else run.optimizer).step()
+        run.model.zero_grad()
 
 
 def others(model):

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
-from torch import nn
 
+from cai_gemini.chunk_gradient import ChunkGradient, Shared
 from cai_gemini.chunk_step import ChunkStep, Groups
-from cai_gemini.copies import Copied, Copies, Scalar, there
+from cai_gemini.copies import Copied, Scalar, there
 from cai_gemini.disk_state import DiskState
 from cai_gemini.disk_weights import DiskWeights, Staging
-from cai_gemini.gradient import Gradient, Parts, Squares, counted, sums_of_squares, wide
+from cai_gemini.gradient import Gradient, wide
 from cai_gemini.host_weights import HostWeights
 from cai_gemini.nvme import NvmeStore, Region
 from cai_gemini.parameter import KeptParameter
 from cai_gemini.policy import Sizes
-from cai_gemini.states import Event, Ledger, State, follow
+from cai_gemini.states import Event, State, follow
 from cai_gemini.timeline import host_span
 from cai_gemini.unit import Unit
-from cai_gemini.worker import Worker
-from cai_mesh.gradients import GradBuffer, in_backward, raw_grad, set_raw_grad
 
 Taken = tuple[Gradient, Groups, ChunkStep]
 
 
-class Shared(Protocol):
-    """What the chunks of a model share."""
-
-    copies: Copies
-    worker: Worker
-    ledger: Ledger
-
-    def make_room(self) -> None:
-        """Called before a gradient takes device memory that will go to the host."""
-
-
-class OffloadedChunk:
+class OffloadedChunk(ChunkGradient):
     """A chunk and where its parts are.
 
     In host memory are master weights and optimizer state, unless they stay on the device; the host weights, in the
@@ -51,37 +36,51 @@ class OffloadedChunk:
         shared: what all chunks of a model have in common.
 
     Attributes:
-        buffer: where gradients accumulate, if they are collected from there.
         in_flight: whether the weights were fetched and not released yet: they may not be freed.
-        streamed: whether master weights and state, on the host, are stepped on the device piece by piece.
+        still: places of the parameters that have been frozen until now.
     """
 
     def __init__(self, unit: Unit, gradients: torch.dtype | None, shared: Shared):
-        self.unit = unit
-        self.step: ChunkStep | None = None
-        self.name = unit.chunk.names[0]
-        self.copies, self.worker, self._ledger = shared.copies, shared.worker, shared.ledger
-        self._make_room = shared.make_room
+        super().__init__(unit, gradients, shared)
+        self._stepper: ChunkStep | None = None
+        self.still: list[int] = []
         self.disk: DiskState | None = None
-        self.state, self.on_device = State.FREE, False  # on_device: master weights and optimizer state
-        self.stays = self.in_flight = self.streamed = False
+        self.state, self.stays, self.in_flight = State.FREE, False, False
         self.host_weights = HostWeights(unit, self.copies)
         self._stepping: Future[None] | None = None
         self._writing: Future[None] | None = None
         self._coming: Future[Copied] | None = None
-        self.buffer: GradBuffer | None = None
-        self.gradient_dtype, self._summed = gradients, False  # of several backwards
-        self._parts: Parts | None = None  # of the gradient, that count in its norm
-        self.gradient: Gradient | None = None
-        self.touched: set[int] = set()  # parameters that have a gradient
         for index, param in enumerate(unit.kept):
             KeptParameter.adopt(param, self, index)
 
     def prepare(self, step: ChunkStep) -> None:
         """Take what steps the chunk, once the optimizer holds its parameters."""
-        self.step = step if self.trains else None
+        self._stepper = step
         if self.disk is not None and self.step is not None:
             self.disk.adopt_state(self.step)
+
+    @property
+    def step(self) -> ChunkStep | None:
+        """What steps it; None while it is frozen."""
+        return self._stepper if self.trains else None
+
+    @property
+    def members(self) -> set[int]:
+        """Places of the parameters that the optimizer has."""
+        return self.step.members if self.step is not None else set()
+
+    def train(self, gradients: torch.dtype) -> None:
+        """A frozen chunk is trained from now on, with gradients of this dtype."""
+        self.finish_writing()
+        self.unload()
+        self.gradient_dtype = gradients
+        if self._stepper is not None:
+            self.prepare(self._stepper)
+
+    def regroup(self) -> None:
+        """The optimizer has more parameters now."""
+        if self._stepper is not None:
+            self._stepper.regroup()
 
     @property
     def trains(self) -> bool:
@@ -209,139 +208,6 @@ class OffloadedChunk:
             else:
                 self._copy_when_stepped(there=there)
 
-    # -- gradient ------------------------------------------------------------------------------------------------
-
-    def expect_gradient(self) -> None:
-        """A gradient takes device memory: wait until there is room for one that will go to the host."""
-        if not self.on_device:
-            self._make_room()
-            self._ledger.change("gradients", self.sizes.gradients)
-
-    @torch.no_grad()
-    def collect(self) -> Copied | None:
-        """Take the gradient of a backward; returns its copy to the host, if it goes there."""
-        assert self.buffer is not None
-        if not self.buffer.has_gradients:
-            return None
-        touched = self.buffer.written
-        self.buffer.take()
-        return self.receive(self.buffer.hand_over(), touched)
-
-    @torch.no_grad()
-    def receive(self, arrived: torch.Tensor, touched: Iterable[int]) -> Copied | None:
-        """Take a gradient of the parameters `touched`; returns its copy to the host, if it goes there.
-
-        Args:
-            arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
-        """
-        before = self.gradient
-        if before is not None:
-            self._clear_dropped(before)
-        self.touched.update(i for i in touched if self.unit.kept[i].requires_grad)
-        squares = sums_of_squares(arrived, self._counted()) if before is None else None
-        self._summed = self._summed or before is not None
-        landed, sent = arrived, None
-        if not self.on_device:
-            landed = self.copies.host.take(arrived.numel(), arrived.dtype)
-            sent = self.copies.to_host(landed, arrived, name=self.name)
-        if before is None:
-            self.gradient = Gradient(landed, sent, squares)
-        else:
-            before.add(landed, sent, self.worker, self.copies.host, copies=self.streamed)
-        return sent
-
-    def _clear_dropped(self, gradient: Gradient) -> None:
-        """What somebody has dropped counts no more when another backward adds to it."""
-        for index in set(range(len(self.unit.kept))) - self.touched:
-            low, high = self.unit.ranges[index]
-            gradient.settled()[low:high].zero_()
-
-    def gradient_of(self, index: int) -> torch.Tensor | None:
-        """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
-        self.absorb()
-        if index not in self.touched or self.gradient is None:
-            return None
-        low, high = self.unit.ranges[index]
-        view = self.gradient.settled()[low:high]
-        self.gradient.squares = None  # what is written to the view is not seen here
-        self.unit.kept[index].grad_dtype = view.dtype  # type: ignore[attr-defined]
-        return view
-
-    @torch.no_grad()
-    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Put another gradient, or none, in place of parameter `index`'s."""
-        with torch._C.DisableTorchFunctionSubclass():
-            set_raw_grad(self.unit.kept[index], None)
-        if self.buffer is not None:
-            self.buffer.drop(index)
-        if gradient is None:
-            self.touched.discard(index)
-            if not self.touched:
-                self.drop_gradient()
-            return
-        if self.gradient is None:
-            shard = self.unit.shard
-            zeros = torch.zeros(shard.numel(), dtype=shard.dtype, device=shard.device)
-            self.gradient = Gradient(zeros, None, None)
-        low, high = self.unit.ranges[index]
-        self.gradient.settled()[low:high].copy_(gradient.flatten())
-        self.gradient.squares = None
-        self.touched.add(index)
-
-    def leaf(self, index: int) -> nn.Parameter:
-        """The parameter that autograd accumulates into, where hooks belong."""
-        return self.unit.used[index]
-
-    @torch.no_grad()
-    def absorb(self) -> None:
-        """Take what came past `collect`: to the kept parameters (a loss that reads weights), by a broken backward."""
-        if self.buffer is not None and not in_backward() and self.buffer.has_gradients:
-            sent = self.collect()
-            if sent is not None:
-                sent.synchronize()
-                self._ledger.change("gradients", -self.sizes.gradients)
-        for index, param in enumerate(self.unit.kept):
-            with torch._C.DisableTorchFunctionSubclass():
-                direct = raw_grad(param)
-                set_raw_grad(param, None)
-            if direct is None:
-                continue
-            low, high = self.unit.ranges[index]
-            if self.gradient is not None and index in self.touched:
-                direct = direct + self.gradient.settled()[low:high]
-            self.set_gradient(index, direct)
-
-    def drop_gradient(self) -> None:
-        """Forget the gradient, and what a backward that raised has left of one."""
-        if self.gradient is not None:
-            self.copies.host.give(self.gradient.settled())
-        self.gradient = None
-        self.touched.clear()
-        if self.buffer is None:
-            return
-        for param in (*self.buffer.params, *self.unit.kept):
-            with torch._C.DisableTorchFunctionSubclass():
-                set_raw_grad(param, None)
-        if self.buffer.is_open:
-            self.buffer.close()
-            if not self.on_device:
-                self._ledger.change("gradients", -self.sizes.gradients)
-
-    @torch.no_grad()
-    def squares(self) -> Squares:
-        """Sums of the gradient's squares by mesh axes, where they were taken: on the device after one backward."""
-        self.absorb()
-        if self.gradient is None or not self.touched:
-            return {}
-        if self.gradient.squares is not None and len(self.touched) == len(self.unit.kept):
-            return self.gradient.squares
-        return sums_of_squares(self.gradient.settled(), counted(self.unit, sorted(self.touched)))
-
-    def _counted(self) -> Parts:
-        if self._parts is None:
-            self._parts = counted(self.unit, range(len(self.unit.kept)))
-        return self._parts
-
     # -- step ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -407,11 +273,16 @@ class OffloadedChunk:
         if self.step is None or self.gradient is None or not self.touched:
             return None
         self.finish_writing()
-        taken = (self.gradient, self.step.groups(self.touched), self.step)
+        own = self.touched & self.step.members
+        if not own:
+            return None
+        gradient, others = self.gradient, self._copies(self.touched - own)
         self.host_weights.changes += 1
         self.gradient = None
         self.touched.clear()
-        return taken
+        for index, part in others.items():
+            self.set_gradient(index, part)
+        return gradient, self.step.groups(own), self.step
 
     def stepped_by(
         self, stepping: Future[None], also: Future[None] | None = None, *, there: bool = False

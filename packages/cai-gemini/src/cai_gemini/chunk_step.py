@@ -55,20 +55,30 @@ class ChunkStep:
 
     Attributes:
         fused: whether torch's fused Adam steps it, over flat moments.
+        members: places of the parameters that the optimizer has.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, unit: Unit):
         self._optimizer, self._unit = optimizer, unit
-        own = {id(p): i for i, p in enumerate(unit.kept)}
-        # places of groups, not groups: loading a state dict makes new ones
-        self._groups: list[tuple[int, list[int]]] = []
-        for place, group in enumerate(optimizer.param_groups):
-            indices = [own[id(p)] for p in group["params"] if id(p) in own]
-            if indices:
-                self._groups.append((place, sorted(indices)))
         self.fused = has_two_moments(optimizer)
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
         self._placed: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+        self.regroup()
+
+    @torch.no_grad()
+    def regroup(self) -> None:
+        """Look again which of the parameters the optimizer has, and in which groups."""
+        own = {id(p): i for i, p in enumerate(self._unit.kept)}
+        # places of groups, not groups: loading a state dict makes new ones
+        self._groups: list[tuple[int, list[int]]] = []
+        for place, group in enumerate(self._optimizer.param_groups):
+            indices = [own[id(p)] for p in group["params"] if id(p) in own]
+            if indices:
+                self._groups.append((place, sorted(indices)))
+        self.members = {i for _, indices in self._groups for i in indices}
+        if self._moments is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._point_state(fresh=False)
 
     @property
     def state_bytes(self) -> int:

@@ -243,15 +243,25 @@ class Engine:
 
     def _adopt(self, plan: Plan) -> None:
         assert self.trace is not None
-        sizes = self._sizes = self.sizes
-        if not fits(self.trace, sizes, plan, self._schedule.budget):
+        sizes, budget = self.sizes, self._schedule.budget
+        self._sizes = sizes
+        if self.planned and not fits(self.trace, sizes, plan, budget):
+            plan = self._with_fewer_weights(plan)
+        if not fits(self.trace, sizes, plan, budget):
             raise PlanError(
                 "the plan does not fit the device memory",
                 got=f"{plan.resident(sizes):,} bytes stay on the device",
-                expected=f"{self._schedule.budget:,} bytes with activations and the chunk in use",
+                expected=f"{budget:,} bytes with activations and the chunk in use",
                 fix="keep less on the device, or use residency='auto'",
             )
-        self.plan, self._room = plan, room(self.trace, sizes, plan, self._schedule.budget)
+        self.plan, self._room = plan, room(self.trace, sizes, plan, budget)
+
+    def _with_fewer_weights(self, plan: Plan) -> Plan:
+        """A plan after which weights come and go again, but for those that must stay."""
+        stay = self._always | plan.state
+        for i in plan.weights - stay:
+            self.chunks[i].stays = False
+        return replace(plan, weights=plan.weights & stay)
 
     def _heaviest(self) -> str:
         assert self.trace is not None
@@ -284,10 +294,15 @@ class Engine:
         self._passes = 0
 
     def drop_gradients(self) -> None:
-        """Forget every gradient: no backward of this step counts."""
+        """Forget every gradient of what the optimizer has: no backward of this step counts."""
         for chunk in self.chunks:
-            chunk.drop_gradient()
+            chunk.drop_own()
         self._passes = 0
+
+    def trains_more(self) -> None:
+        """A chunk that was frozen is trained from now on: the next pass is traced, and the plan must fit it."""
+        if self.planned:
+            self._sizes, self._surprised = self.sizes, True
 
     def _in_order(self) -> list[OffloadedChunk]:
         if self.trace is None:

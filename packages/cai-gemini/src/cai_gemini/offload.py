@@ -22,16 +22,16 @@ from cai_gemini.disk_plan import choose, chunk_bytes
 from cai_gemini.disk_use import disk_traffic, disk_user, open_store, rates_with_disk
 from cai_gemini.engine import Engine, Planner, Schedule
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.parameter import UsedParameters
 from cai_gemini.pieces import buffer_bytes
-from cai_gemini.policy import NONE_STREAMABLE, Streamable, fractions
+from cai_gemini.policy import NONE_STREAMABLE, Plan, Sizes, Streamable, fractions
 from cai_gemini.rates import measure
 from cai_gemini.simulate import Rates, Step, best_plan
 from cai_gemini.streamed import can_stream, check_streamed
+from cai_gemini.trace import Trace
 from cai_gemini.unit import ChunkUnit
-from cai_gemini.uses import ModuleUses
+from cai_gemini.uses import ModuleUses, collect_gradients
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, ShownParameter, check_no_gradients, direct_linears
+from cai_mesh.gradients import check_no_gradients, direct_linears
 from cai_mesh.storage import (
     check_alone,
     check_arguments,
@@ -228,14 +228,12 @@ def _flat_parameters(made: Mapping[nn.Module, Sequence[ChunkUnit]]) -> dict[int,
 
 
 def _chunk(unit: ChunkUnit, engine: Engine) -> OffloadedChunk:
-    dtype = unit.weights.dtype
     if not unit.kept[0].requires_grad:
-        return OffloadedChunk(unit, None, engine)
-    chunk = OffloadedChunk(unit, dtype, engine)
-    room = chunk.expect_gradient
-    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.weights.device, before_open=room)
-    for index, param in enumerate(unit.used):
-        ShownParameter.adopt(param, UsedParameters(chunk), index)
+        chunk = OffloadedChunk(unit, None, engine)
+        chunk.still = list(range(len(unit.kept)))
+        return chunk
+    chunk = OffloadedChunk(unit, unit.weights.dtype, engine)
+    collect_gradients(chunk)
     return chunk
 
 
@@ -341,12 +339,16 @@ def schedule(
     tuning: Tuning,
 ) -> Schedule:
     """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
-    step = Step(
+    return Schedule(budget, _planner(tiers, chunks, budget, device, tuning), tuning.warmup)
+
+
+def _step(chunks: Sequence[OffloadedChunk]) -> Step:
+    """What a step does, as of now: chunks that were frozen may be trained since."""
+    return Step(
         [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in chunks],
         disk=disk_traffic(chunks),
         streamable=_streamable(chunks),
     )
-    return Schedule(budget, _planner(tiers, step, budget, device, tuning), tuning.warmup)
 
 
 def _streamable(chunks: Sequence[OffloadedChunk]) -> Streamable:
@@ -354,10 +356,21 @@ def _streamable(chunks: Sequence[OffloadedChunk]) -> Streamable:
     return Streamable(frozenset(able), buffer_bytes([*able.values()]))
 
 
-def _planner(tiers: Tiers | None, step: Step, budget: int, device: torch.device, tuning: Tuning) -> Planner:
+def _planner(
+    tiers: Tiers | None,
+    chunks: Sequence[OffloadedChunk],
+    budget: int,
+    device: torch.device,
+    tuning: Tuning,
+) -> Planner:
     if tiers is not None:
         shares = (tiers.weights, tiers.state, tiers.streamed)
-        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, step.streamable)
+        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, _step(chunks).streamable)
     known = tuning.rates or measure(device)
-    step = step if tuning.stream else replace(step, streamable=NONE_STREAMABLE)
-    return lambda trace, sizes, passes: best_plan(trace, sizes, budget, known, replace(step, passes=passes))
+
+    def shortest(trace: Trace, sizes: Sequence[Sizes], passes: int) -> Plan:
+        step = replace(_step(chunks), passes=passes)
+        step = step if tuning.stream else replace(step, streamable=NONE_STREAMABLE)
+        return best_plan(trace, sizes, budget, known, step)
+
+    return shortest

@@ -20,6 +20,7 @@ from cai_gemini.checkpointing import (
     state_to_load,
     state_to_save,
 )
+from cai_gemini.chunk_step import has_two_moments
 from cai_gemini.engine import Engine
 from cai_gemini.placement import Placement
 from cai_gemini.timeline import Timeline
@@ -80,21 +81,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             self.zero_grad()
             return
-        self._check_frozen()
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)
         if not self._overlap:
             self._engine.finish()
-
-    def _check_frozen(self) -> None:
-        """Raise `PlanError` where a parameter would be trained now that was frozen when the model was offloaded."""
-        still = (p for chunk in self._engine.chunks if not chunk.trains for p in chunk.unit.kept)
-        if any(param.requires_grad for param in still):
-            raise PlanError(
-                "a parameter that was frozen when the model was offloaded is to be trained now",
-                cause="nobody keeps its gradient",
-                fix="offload with requires_grad=True and freeze afterwards; what has no gradient is not stepped",
-            )
 
     def wait(self) -> None:
         """Return once the last step is done, everywhere."""
@@ -136,9 +126,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise PlanError(
-            "an offloaded optimizer cannot take more parameters", fix="build it anew with all of them"
-        )
+        """As torch's: more parameters of the model, with options of their own.
+
+        Raises `PlanError` for others, and for a group whose options change how all are stepped (`amsgrad`).
+        """
+        params, chunks = param_group["params"], self._engine.chunks
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        known = {id(p) for chunk in chunks for p in chunk.unit.kept}
+        if any(id(p[1] if isinstance(p, tuple) else p) not in known for p in given):
+            raise PlanError(
+                "the group holds parameters the model does not have",
+                fix="add those of model.parameters(), as they are after offload",
+            )
+        self._engine.finish()
+        fused = has_two_moments(self.inner)
+        self.inner.add_param_group({**param_group, "params": given})
+        if has_two_moments(self.inner) != fused:
+            self.inner.param_groups.pop()
+            raise PlanError(
+                "a group's options would change how all parameters are stepped",
+                got="amsgrad or differentiable in one group only",
+                fix="give it to all groups, before offload",
+            )
+        for chunk in chunks:
+            chunk.regroup()
 
     def boxed_state(self, param: torch.Tensor, name: str = "") -> dict[str, BoxedTensor]:
         """What `cai_mesh.checkpoint` saves and loads of a flat parameter, by `NAME.SLOT`: views of where it is.

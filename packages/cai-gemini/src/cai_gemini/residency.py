@@ -101,6 +101,12 @@ class ChunkResidency:
         self._engine.start(chunks, nothing, self._tuning.observe)
         self._engine.recording = False  # until there is an optimizer whose steps part the traces
 
+    def train(self, stored: StoredShard) -> None:
+        """A shard that was frozen gets gradients from now on."""
+        assert stored.gradients is not None
+        self._engine.chunks[self._index[id(stored)]].train(stored.gradients)
+        self._engine.trains_more()
+
     def fetch(self, stored: StoredShard) -> CommHandle:
         """Make room, begin to copy the shard to its device, and others ahead of their use."""
         index = self._index[id(stored)]

@@ -8,9 +8,25 @@ from torch import nn
 
 from cai_gemini.chunk import OffloadedChunk
 from cai_gemini.engine import Engine
+from cai_gemini.parameter import UsedParameters
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import GradBuffer, ShownParameter, direct_linears
 from cai_mesh.storage import FlatUnit, ModuleLifecycle
+
+
+def unfrozen(chunk: OffloadedChunk) -> list[int]:
+    """Places of parameters that were frozen and are to be trained now."""
+    return [i for i in chunk.still if chunk.unit.kept[i].requires_grad]
+
+
+def collect_gradients(chunk: OffloadedChunk) -> None:
+    """Let the gradients of a chunk that is trained come together in a buffer."""
+    unit, dtype = chunk.unit, chunk.unit.weights.dtype
+    room = chunk.expect_gradient
+    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.weights.device, before_open=room)
+    for index, param in enumerate(unit.used):
+        ShownParameter.adopt(param, UsedParameters(chunk), index)
 
 
 class ModuleUses:
@@ -30,14 +46,36 @@ class ModuleUses:
         units: Mapping[nn.Module, Sequence[FlatUnit]],
         chunks: Mapping[nn.Module, Sequence[OffloadedChunk]],
     ):
-        self._engine, self._root, self._chunks = engine, root, chunks
+        self._engine, self._root, self._units, self._chunks = engine, root, units, chunks
         self._index = {chunk: i for i, chunk in enumerate(h for some in chunks.values() for h in some)}
-        self._lifecycle = ModuleLifecycle(
-            {module: [p for unit in some for p in unit.used] for module, some in units.items()}
-        )
+        self._lifecycle = ModuleLifecycle(self._used())
         self._lifecycle.listen(self)
 
+    def _used(self) -> dict[nn.Module, list[nn.Parameter]]:
+        return {module: [p for unit in some for p in unit.used] for module, some in self._units.items()}
+
+    def _admit(self) -> None:
+        """Train what has been unfrozen since."""
+        for chunk in self._index:
+            unit, indices = chunk.unit, unfrozen(chunk)
+            if not indices:
+                continue
+            for i in indices:
+                unit.used[i].requires_grad_(True)
+            chunk.still = [i for i in chunk.still if i not in indices]
+            if chunk.buffer is None:
+                chunk.train(unit.weights.dtype)
+                collect_gradients(chunk)
+            else:
+                chunk.buffer.watch()
+            direct_linears(self._root, [*unit.kept, *unit.used])
+        self._lifecycle.watch(self._used())
+        self._engine.trains_more()
+
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
+        chunks = self._index if unit is self._root else self._chunks[unit]
+        if not backward and any(unfrozen(chunk) for chunk in chunks):
+            self._admit()
         if unit is self._root and not backward:
             self._engine.begin()
         for chunk in self._chunks[unit]:

@@ -164,6 +164,9 @@ class Residency(Protocol):
     def adopt(self, stored: Sequence[Stored], mesh: AnyMesh | None) -> None:
         """All shards of a model, once they are placed, and the mesh over whose ranks the model lies. Called once."""
 
+    def train(self, stored: Stored) -> None:
+        """A shard that was frozen gets gradients from now on, in `stored.gradients`."""
+
     def fetch(self, stored: Stored) -> CommHandle:
         """Bring a shard to its device, with the values of the last step.
 

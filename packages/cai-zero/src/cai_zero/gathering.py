@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class Part:
         group: ranks that share the chunk, for gathers alone (None: one).
         reducible: how its gradients are reduced (None: frozen).
         peer: gathers by copy engines instead of collectives.
+        still: places of the parameters that have been frozen until now.
     """
 
     unit: FlatUnit
@@ -65,6 +66,12 @@ class Part:
     group: dist.ProcessGroup | None
     reducible: Reducible | None
     peer: PeerGather | None = None
+    still: list[int] = field(default_factory=list)
+
+    @property
+    def unfrozen(self) -> list[int]:
+        """Places of those that somebody has unfrozen since."""
+        return [i for i in self.still if self.unit.kept[i].requires_grad]
 
 
 @dataclass(eq=False)

@@ -217,7 +217,11 @@ class ShardKeeper:
     steps = True
 
     def __init__(self, sharding: ModuleSharding, unit: FlatUnit, buffer: GradBuffer, *, whole: bool = False):
-        self._sharding, self._weak, self._buffer = weakref.ref(sharding), weakref.ref(unit), weakref.ref(buffer)
+        self._sharding, self._weak, self._buffer = (
+            weakref.ref(sharding),
+            weakref.ref(unit),
+            weakref.ref(buffer),
+        )
         self._whole = whole
         self._places: dict[int, Place] = {}
 

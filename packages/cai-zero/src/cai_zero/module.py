@@ -86,15 +86,12 @@ class ModuleSharding:
         check_ranks(options.compression, self.ranks.of(), 3, copy_engines=options.gather.copy_engines)
         self._gather_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup | None] = {}
         self._reducer: GradReducer[Sharded] = GradReducer(self._device, options.compression)
-        self._units = {m: Sharded(m, self._parts(params)) for m, params in found.items()}
+        self._units = {m: Sharded(m, self._chunked(params)) for m, params in found.items()}
         root = self._units[model]
-        reduced = [p for u in self._units.values() for p in u.parts if p.reducible is not None]
-        self._reduced = [(part.unit, part.reducible.buffer) for part in reduced]  # type: ignore[union-attr]
-        still = [p for u in self._units.values() for p in u.parts if p.reducible is None]
-        self._frozen = {id(shard) for part in still for shard in part.unit.kept}
+        self._reduced: list[tuple[FlatUnit, GradBuffer]] = []
         self._agreed = True  # whether the ranks know what is absent
         self._open = False  # whether a backward has begun and not ended
-        parts = [part for unit in self._units.values() for part in unit.parts]
+        self._parts = parts = [part for unit in self._units.values() for part in unit.parts]
         self._use_copy_engines(parts)
         options.residency.adopt([part.stored for part in parts], self.ranks.mesh)
         self._gatherer = Gatherer(
@@ -105,28 +102,49 @@ class ModuleSharding:
             compression=options.compression,
             passed=self._reducer.ready,
         )
-        reducible = {u: [part.reducible for part in u.parts if part.reducible] for u in self._units.values()}
-        self._reducer.take(reducible, [*(u for u in reversed(self._units.values()) if u is not root), root])
+        self._reducer.order = [*(u for u in reversed(self._units.values()) if u is not root), root]
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
         self._late: list[
             Sharded
         ] = []  # used after their turn in the backward under way, as all ranks must have done
         self._pending = False
-        used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
-        self._lifecycle = ModuleLifecycle(used)
+        self._lifecycle = ModuleLifecycle({})
         self._lifecycle.listen(self)
-        self._show()
+        self._follow([part for part in parts if part.reducible is not None])
         self._follow_steps()
 
-    def _show(self) -> None:
-        """Let the shards show their gradients, and norms of them those of the whole."""
-        for unit, buffer in self._reduced:
+    def _follow(self, fresh: Sequence[Part]) -> None:
+        """Reduce the gradients of parts that are trained from now on, and show them."""
+        for part in fresh:
+            assert part.reducible is not None
+            unit, buffer = part.unit, part.reducible.buffer
+            self._reduced.append((unit, buffer))
             for i, (shard, whole) in enumerate(zip(unit.kept, unit.used, strict=True)):
-                ShardParameter.adopt(shard, ShardKeeper(self, unit, buffer), i)
-                shard.cai_place = functools.partial(
-                    ShardKeeper(self, unit, buffer).place, i
-                )  # for a residency
+                keeper = ShardKeeper(self, unit, buffer)
+                ShardParameter.adopt(shard, keeper, i)
+                shard.cai_place = functools.partial(keeper.place, i)  # for a residency
                 ShownParameter.adopt(whole, ShardKeeper(self, unit, buffer, whole=True), i)
+        reducible = {u: [part.reducible for part in u.parts if part.reducible] for u in self._units.values()}
+        self._reducer.take(reducible, self._reducer.order)
+        used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
+        self._lifecycle.watch(used)
+
+    def _admit(self) -> None:
+        """Train what has been unfrozen since. Collective where there is any; all ranks unfreeze alike."""
+        changed = [(part, part.unfrozen) for part in self._parts if part.unfrozen]
+        fresh = [part for part, _ in changed if part.reducible is None]
+        for part, indices in changed:
+            for i in indices:
+                part.unit.used[i].requires_grad_(True)
+            part.still = [i for i in part.still if i not in indices]
+            if part.reducible is None:
+                self._train(part)
+                self._options.residency.train(part.stored)
+            else:
+                part.reducible.buffer.watch()
+        if changed:
+            self._follow(fresh)
+            self._use_copy_engines(self._parts)
 
     def _use_copy_engines(self, parts: Sequence[Part]) -> None:
         def shard_bytes(part: Part, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
@@ -159,7 +177,6 @@ class ModuleSharding:
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             sharding, own = found(), stepped_by(optimizer)
             if sharding is not None and own:
-                sharding.check_frozen(own)
                 if optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
                     check_elementwise(optimizer)
                 tried.add(optimizer)
@@ -180,14 +197,14 @@ class ModuleSharding:
         register_optimizer_step_pre_hook(steps)
         register_optimizer_step_post_hook(stepped)
 
-    def _parts(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
+    def _chunked(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
         for name, param in params:
             kinds.setdefault((param.dtype, param.requires_grad, reduce_of(param)), []).append((name, param))
         return [self._part(members, spec) for (_, _, spec), members in kinds.items()]
 
     def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
-        compute, master, reduce = self._options.precision.resolve(members[0][1].dtype)
+        compute, master, _ = self._options.precision.resolve(members[0][1].dtype)
         ranks = self.ranks.of(spec)
         unit = FlatUnit(
             self._root,
@@ -199,16 +216,23 @@ class ModuleSharding:
             place=self._options.residency.place,
             fill=lambda chunk, full: fill(chunk, full, members, self._options.materialize),
         )
-        trained = members[0][1].requires_grad
-        stored = StoredShard(unit, self._device, reduce if trained else None)
-        group = self._gather_group(ranks.shard)
-        if not trained:
-            return Part(unit, spec, stored, group, None)
-        make_room = self._reducer.make_room
+        stored = StoredShard(unit, self._device, None)
+        part = Part(unit, spec, stored, self._gather_group(ranks.shard), None)
+        if members[0][1].requires_grad:
+            self._train(part)
+        else:
+            part.still = list(range(len(members)))
+        return part
+
+    def _train(self, part: Part) -> None:
+        """Make what the gradients of a part need."""
+        unit, make_room = part.unit, self._reducer.make_room
+        _, _, reduce = self._options.precision.resolve(unit.unsharded.dtype)
+        part.stored.gradients = reduce
         buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
-        direct_linears(self._root, unit.kept)
-        keep = functools.partial(self._options.residency.keep_gradient, stored)
-        return Part(unit, spec, stored, group, Reducible(buffer, spec, ranks, keep))
+        direct_linears(self._root, [*unit.kept, *unit.used])
+        keep = functools.partial(self._options.residency.keep_gradient, part.stored)
+        part.reducible = Reducible(buffer, part.spec, self.ranks.of(part.spec), keep)
 
     def _gather_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """A communicator for gathers alone, one for every group that shares chunks."""
@@ -245,6 +269,9 @@ class ModuleSharding:
         sharded = self._units[unit]
         if not backward:
             self._end_backward()  # an earlier one may have raised
+            parts = sharded.parts if unit is not self._root else self._parts
+            if any(part.unfrozen for part in parts):
+                self._admit()
         if self.driver == "actions":
             self._finish_if_started(sharded)
             return
@@ -373,15 +400,6 @@ class ModuleSharding:
                 self._reducer.reduce(unit)
         self._pending = self._agreed = self._open = False
         self._end_backward()
-
-    def check_frozen(self, params: Sequence[nn.Parameter]) -> None:
-        """Raise `PlanError` where a shard would be trained now that was frozen when the model was sharded."""
-        if any(id(p) in self._frozen and p.requires_grad for p in params):
-            raise PlanError(
-                "a parameter that was frozen when the model was sharded is to be trained now",
-                cause="nobody reduces its gradient",
-                fix="shard with requires_grad=True and freeze afterwards; what has no gradient is not stepped",
-            )
 
     def agree(self) -> None:
         """Bring the gradients to where users and optimizers find them. Collective, unless that is done already.

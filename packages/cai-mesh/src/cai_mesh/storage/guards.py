@@ -35,10 +35,13 @@ def check_arguments(model: Any, optimizer: Any = None, *, what: str, whole: bool
             )
     if getattr(optimizer, "inner", None) is not None:
         raise PlanError(f"{what} was given an optimizer that is sharded or offloaded already")
-    params = () if model is None else model.parameters()
-    if optimizer is not None and not whole:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(is_kept(p) for p in params):
+    own = [] if model is None else list(model.parameters())
+    if (
+        optimizer is not None and not whole
+    ):  # another optimizer may have others of the model, but not in flat parts
+        own = [param for param in own if type(param) is not ShownParameter]
+        own += [param for group in optimizer.param_groups for param in group["params"]]
+    if any(is_kept(param) for param in own):
         raise PlanError(
             f"{what} was given parameters that are sharded or offloaded already",
             fix="do it once; to change it, build the model anew and load its weights",

@@ -53,8 +53,8 @@ class ModuleLifecycle:
 
     A unit's backward starts with the first gradient of one of its outputs and ends once every parameter that
     requires a gradient has accumulated it, in `.grad` or in its chunk (`cai_mesh.gradients`). A unit whose parameters
-    are all frozen ends with the gradients of its inputs. Units left open (parameters unused in this pass) end with
-    the pass.
+    are all frozen ends with the gradients of its inputs; one that has frozen ones and other units in it ends with the
+    pass, as units do that are left open (parameters unused in this pass).
 
     Args:
         units: module to the leaf parameters autograd accumulates into for it. A parameter shared by several units
@@ -69,6 +69,7 @@ class ModuleLifecycle:
         self._uses = itertools.count(-1, -1)  # never the id of a parameter
         self._pass: int | None = None
         self._trainable: dict[nn.Module, set[int]] = {}
+        self._around: set[nn.Module] = set()  # units with others in them
         self._handles: list[Any] = []
         self.watch(units)
 
@@ -90,6 +91,8 @@ class ModuleLifecycle:
                     known.add(id(param))
                     node = self._accumulators[id(param)] = accumulate_node(param)
                     self._handles.append(node.register_hook(self._accumulated(module, id(param))))
+        known_units = self._trainable.keys()
+        self._around = {m for m in known_units if any(c is not m and c in known_units for c in m.modules())}
 
     def __deepcopy__(self, memo: dict) -> ModuleLifecycle:
         """A copy of a watched model is a plain model: the hooks that were copied with it watch nothing."""
@@ -132,8 +135,9 @@ class ModuleLifecycle:
             return
         use = None
         inputs = _grad_tensors((args, kwargs)) if self._has_frozen[module] else []
-        if inputs:  # frozen weights are needed until then, whatever has been accumulated
-            use = next(self._uses)
+        if self._has_frozen[module] and (inputs or module in self._around):
+            use = next(self._uses)  # frozen weights are needed until then, whatever has been accumulated
+        if inputs:
             register_multi_grad_hook(inputs, lambda _grads: self._done(module, use), mode="all")
         if recompute:
             if use is not None:

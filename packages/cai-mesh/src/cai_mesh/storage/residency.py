@@ -18,7 +18,7 @@ class StoredShard:
     Args:
         unit: whose shard it is.
         device: where it is used.
-        gradients: dtype in which its gradients arrive; None for a frozen one.
+        gradients: dtype in which its gradients arrive; None while it is frozen.
 
     Attributes:
         on_device: [n], the shard on `device` in its own dtype or in that of the unsharded chunk, from the `wait` of a
@@ -37,6 +37,9 @@ class OnDevice:
         return tensor
 
     def adopt(self, stored: Sequence[StoredShard], mesh: AnyMesh | None) -> None:
+        return None
+
+    def train(self, stored: StoredShard) -> None:
         return None
 
     def fetch(self, stored: StoredShard) -> CommHandle:
