@@ -191,6 +191,37 @@ def test_bfloat16_is_that_of_shards_on_the_device_bit_for_bit(residency):
         assert all(torch.equal(a, b) for a, b in zip(final, weights, strict=True))
 
 
+def unfrozen_steps(tiers: str | Tiers | None, folder: Path | None):
+    """Block 1, frozen at first (`Net`), and half of block 4 are unfrozen in turns; then block 0 is frozen."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    residency = None if tiers is None else planned(tiers, nvme=None if folder is None else str(folder))
+    torch.manual_seed(0)
+    plain = Net()
+    plain.layers[4].requires_grad_(False)
+    model = shard_module(plain, mesh, residency=residency)
+    inner = adamw(model.parameters())
+    optimizer, rank = inner if residency is None else residency.optimizer(inner), mesh.get_local_rank()
+    losses = losses_of(model, optimizer, range(4), rank)
+    model.layers[1].requires_grad_(True)
+    losses += losses_of(model, optimizer, range(4, 6), rank)
+    model.layers[4][0].requires_grad_(True)
+    losses += losses_of(model, optimizer, range(6, 8), rank)
+    model.requires_grad_(True)
+    model.layers[0].requires_grad_(False)
+    losses += losses_of(model, optimizer, range(8, 11), rank)
+    return losses, values(model)
+
+
+@pytest.mark.parametrize("tiers", ["auto", "host", "device", STREAMED, DISK, "nvme"], ids=str)
+def test_what_is_unfrozen_is_trained(tiers, tmp_path):
+    """Beside shards on the device, which tests/loops compares with one process."""
+    folder = tmp_path if tiers in (DISK, "nvme") else None
+    plain, ours = run_ranks(2, unfrozen_steps, None, None), run_ranks(2, unfrozen_steps, tiers, folder)
+    for (losses, final), (got, weights) in zip(plain, ours, strict=True):
+        assert got == losses
+        assert all(torch.equal(a, b) for a, b in zip(final, weights, strict=True))
+
+
 def pair(**options) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, OffloadedOptimizer]]:
     """A model whose shards stay on the device, and one under a planned residency, of one process each."""
     plain, residency = net(None), planned(**options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,6 +77,7 @@ class Engine:
         self._also: list[frozenset[int]] = []
         self.recording = True
         self._surprised = False  # by a use the trace does not know
+        self._fresh: set[int] = set()  # trained since the plan was made
         self._moment, self._room, self._sizes = -1, list[int](), list[Sizes]()  # as of the plan
         self._sending: deque[tuple[Copied, int]] = deque()
 
@@ -220,7 +221,8 @@ class Engine:
                 fix="raise device_memory, take smaller batches, or recompute activations",
             )
         plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
-        self._adopt(replace(plan, weights=plan.weights | self._always))
+        steps = frozenset(i for i in plan.state if self.chunks[i].step is not None)
+        self._adopt(replace(plan, weights=plan.weights | plan.state | self._always, state=steps))
         let_go(device)
         self._stream()
         for i in sorted(self.plan.weights):
@@ -230,8 +232,7 @@ class Engine:
             chunk.arrive()
             chunk.stays = True
         for i in sorted(self.plan.state):
-            if self.chunks[i].step is not None:
-                self.chunks[i].move_to_device()
+            self.chunks[i].move_to_device()
         self.planned, self.recording = True, False
 
     def _stream(self) -> None:
@@ -275,6 +276,8 @@ class Engine:
         """Step every chunk that has a gradient, those used first first."""
         if self.ready_to_plan():
             self.make_plan()
+        if self._fresh:
+            self._keep_fresh()
         if self.copies.device.type == "cuda":
             leave_cores()
         factor = self.copies.scalar(scale)
@@ -299,10 +302,26 @@ class Engine:
             chunk.drop_own()
         self._passes = 0
 
-    def trains_more(self) -> None:
-        """A chunk that was frozen is trained from now on: the next pass is traced, and the plan must fit it."""
+    def trains_more(self, chunks: Iterable[OffloadedChunk]) -> None:
+        """These were frozen and are trained from now on: the next pass is traced, and the plan must fit it."""
         if self.planned:
             self._sizes, self._surprised = self.sizes, True
+            found = set(chunks)
+            self._fresh |= {i for i, chunk in enumerate(self.chunks) if chunk in found} - self.plan.state
+
+    def _keep_fresh(self) -> None:
+        """Where all state is on the device, that of chunks trained since follows, as far as there is room."""
+        assert self.trace is not None
+        trained = {i for i, chunk in enumerate(self.chunks) if chunk.step is not None}
+        if trained - self._fresh == self.plan.state:
+            for i in sorted(self._fresh):
+                with_it = replace(self.plan, weights=self.plan.weights | {i}, state=self.plan.state | {i})
+                if fits(self.trace, self.sizes, with_it, self._schedule.budget):
+                    if self.chunks[i].state is State.FREE:
+                        self.chunks[i].bring()
+                    self.chunks[i].move_to_device()
+                    self._adopt(with_it)
+        self._fresh.clear()
 
     def _in_order(self) -> list[OffloadedChunk]:
         if self.trace is None:

@@ -104,8 +104,9 @@ class ChunkResidency:
     def train(self, stored: StoredShard) -> None:
         """A shard that was frozen gets gradients from now on."""
         assert stored.gradients is not None
-        self._engine.chunks[self._index[id(stored)]].train(stored.gradients)
-        self._engine.trains_more()
+        chunk = self._engine.chunks[self._index[id(stored)]]
+        chunk.train(stored.gradients)
+        self._engine.trains_more([chunk])
 
     def fetch(self, stored: StoredShard) -> CommHandle:
         """Make room, begin to copy the shard to its device, and others ahead of their use."""

@@ -56,10 +56,9 @@ class ModuleUses:
 
     def _admit(self) -> None:
         """Train what has been unfrozen since."""
-        for chunk in self._index:
-            unit, indices = chunk.unit, unfrozen(chunk)
-            if not indices:
-                continue
+        found = {chunk: indices for chunk in self._index if (indices := unfrozen(chunk))}
+        for chunk, indices in found.items():
+            unit = chunk.unit
             for i in indices:
                 unit.used[i].requires_grad_(True)
             chunk.still = [i for i in chunk.still if i not in indices]
@@ -70,7 +69,7 @@ class ModuleUses:
                 chunk.buffer.watch()
             direct_linears(self._root, [*unit.kept, *unit.used])
         self._lifecycle.watch(self._used())
-        self._engine.trains_more()
+        self._engine.trains_more(found)
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         chunks = self._index if unit is self._root else self._chunks[unit]
