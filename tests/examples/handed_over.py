@@ -1,8 +1,8 @@
 """A model and its optimizer, sharded or offloaded first, handed over to accelerate, Trainer or Fabric as they are.
 
-    python handed_over.py LIBRARY FORM
+    python handed_over.py LIBRARY FORM [DIRECTORY [STEP]]
 
-Prints a loss a step, of the whole batch of four rows.
+Prints a loss a step, of the whole batch of four rows. Trainer saves to DIRECTORY, and resumes from STEP of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS, ROWS, LENGTH, RATE = 4, 4, 16, 3e-3
+FOLDER = sys.argv[3:]
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
 
@@ -34,15 +35,16 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def formed(form: str):
     """Model and optimizer, in this form."""
     from cai_gemini import offload
-    from cai_zero import shard_module, shard_optimizer
+    from cai_zero import MixedPrecision, shard_module, shard_optimizer
 
     model = build_model()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp_shard",)) if WORLD > 1 else None
     if form == "zero3":
         shard_module(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    if form == "zero1":
-        optimizer = shard_optimizer(optimizer, mesh, model=model, stage=1)
+    if form.startswith("zero1"):
+        precision = MixedPrecision(compute=torch.bfloat16) if form == "zero1-bf16" else None
+        optimizer = shard_optimizer(optimizer, mesh, model=model, stage=1, precision=precision)
     if form == "offload":
         model, optimizer = offload(model, optimizer, residency="host", device_memory="4MB")
     return model, optimizer
@@ -89,7 +91,7 @@ def by_trainer(form: str) -> None:
     from cai_zero.integrations.transformers import ZeroTrainer
 
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=FOLDER[0] if FOLDER else tempfile.mkdtemp(),
         max_steps=STEPS,
         per_device_train_batch_size=ROWS // WORLD,
         max_grad_norm=0.5,
@@ -103,11 +105,20 @@ def by_trainer(form: str) -> None:
     model, optimizer = formed(form)
     kind = Trainer if form == "plain" else ZeroTrainer
     trainer = kind(model=model, args=arguments, train_dataset=samples(), optimizers=(optimizer, None))
-    trainer.train()
+    step = "".join(FOLDER[1:])
+    trainer.train(resume_from_checkpoint=f"{FOLDER[0]}/checkpoint-{step}" if step else None)
     if RANK == 0:
         for entry in trainer.state.log_history:
-            if "loss" in entry:
+            if "loss" in entry and entry["step"] > int(step or 0):
                 print(f"step {entry['step']} loss {entry['loss']}", flush=True)
+    if step:
+        trainer.state.best_model_checkpoint = f"{FOLDER[0]}/checkpoint-{step}"
+        trainer._load_best_model()
+        ids = torch.stack([row["input_ids"] for row in samples()[:ROWS]])
+        with torch.no_grad():
+            best = trainer.model(input_ids=ids, labels=ids).loss.item()
+        if RANK == 0:
+            print(f"step 0 loss {best}", flush=True)
 
 
 def by_fabric(form: str) -> None:

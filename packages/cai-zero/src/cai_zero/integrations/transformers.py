@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from cai_mesh import checkpoint
 from cai_mesh.errors import PlanError
-from cai_zero import full_state_dict, optimizer_state, restore_groups, shard_module, shard_optimizer
+from cai_mesh.gradients import is_kept
+from cai_zero import (
+    full_state_dict,
+    load_full_state_dict,
+    optimizer_state,
+    restore_groups,
+    shard_module,
+    shard_optimizer,
+)
 from cai_zero.integrations import sync_of
 
 
@@ -74,6 +84,42 @@ class ZeroTrainer(Trainer):
         state = full_state_dict(self.model, weights=None if weights is None else weights())
         self._save(output_dir or self.args.output_dir, state_dict=state)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Whole weights into parameters as they are: not yet sharded, or sharded or offloaded by whoever built them."""
+        if self._is_sharded:
+            self._load_weights(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._is_sharded and self.state.best_model_checkpoint is not None:
+            self._load_weights(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(is_kept(param) for param in self.model.parameters())
+
+    def _load_weights(self, directory: str) -> None:
+        """What `save_model` wrote there, read by rank 0 into host memory."""
+        if not isinstance(self.model, PreTrainedModel):
+            raise PlanError(
+                "weights of a checkpoint cannot be loaded into a sharded model that is not transformers' own",
+                got=type(self.model).__name__,
+                fix="load them before sharding, or let ZeroTrainer shard (stage=3)",
+            )
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        wide = torch.promote_types(
+            next(self.model.parameters()).dtype, torch.float32
+        )  # master weights may be
+        state = type(self.model).from_pretrained(directory, dtype=wide).state_dict() if first else {}
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
+        weights = getattr(optimizer, "weights", None)
+        load_full_state_dict(self.model, state, weights=None if weights is None else weights())
+        if weights is not None:
+            optimizer.publish()
+
     def _state(self) -> dict[str, Any]:
         for own in ("state_for_checkpoint", "checkpoint_state"):  # of ZeRO 0 to 2; of an offloaded model
             if hasattr(self.sharded, own):
@@ -81,8 +127,11 @@ class ZeroTrainer(Trainer):
         return optimizer_state(self.sharded, self.model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank writes its shards of the state; any number of ranks reads them."""
-        checkpoint.save(os.path.join(output_dir, "optimizer"), self._state(), step=self.state.global_step)
+        """Every rank writes its shards of the state, for any number of ranks. A save that is there is replaced."""
+        directory = os.path.join(output_dir, "optimizer")
+        if self.args.should_save:
+            shutil.rmtree(directory, ignore_errors=True)
+        checkpoint.save(directory, self._state(), step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
@@ -92,8 +141,6 @@ class ZeroTrainer(Trainer):
         values = checkpoint.load(os.path.join(checkpoint_dir, "optimizer"), self._state())
         groups = next(value for key, value in values.items() if key.endswith("param_groups"))
         restore_groups(getattr(self.sharded, "inner", self.sharded), groups)
-        if hasattr(self.sharded, "publish"):
-            self.sharded.publish()
         self.lr_scheduler.load_state_dict(
             torch.load(os.path.join(checkpoint_dir, "scheduler.pt"), weights_only=True)
         )
