@@ -109,15 +109,17 @@ class Start:
     Args:
         before: what is done to the model before anything else.
         given: of the model, what the optimizer is given.
+        model: builds it, alike on all ranks.
     """
 
     before: Callable[[nn.Module], Any] = lambda model: None
     given: Callable[[nn.Module], Any] = lambda model: model.parameters()
+    model: Callable[[], nn.Module] = net
 
 
 def built(stage: str, make: Make, start: Start) -> Run:
     """A run of this rank. A plain one is the twin of all."""
-    model = net()
+    model = start.model()
     start.before(model)
     if stage == "plain":
         return Run(model, make(start.given(model)))
@@ -138,20 +140,21 @@ def built(stage: str, make: Make, start: Start) -> Run:
     return Run(model, optimizer, *((0, 1) if alone else (dist.get_rank(), RANKS)), mesh, stage)
 
 
-def weights(run: Run) -> dict[str, torch.Tensor]:
+def weights(run: Run, start: Start) -> dict[str, torch.Tensor]:
     """All weights, whole, by name."""
     if run.stage == "zero3":
         return {name: value.clone() for name, value in full_state_dict(run.model).items()}  # rank 0 alone
-    shapes = {name: param.shape for name, param in net().named_parameters()}
+    shapes = {name: param.shape for name, param in start.model().named_parameters()}
     return {n: p.detach().clone().view(shapes[n]) for n, p in run.model.named_parameters()}
 
 
 def outcome(loop: Loop, stage: str, make: Make = adamw) -> tuple[str, Any]:
     """("done", (weights, what was seen)) of a rank, ("refused", the error) or ("crashed", another error)."""
     try:
-        run = built(stage, make, getattr(loop, "start", Start()))
+        start = getattr(loop, "start", Start())
+        run = built(stage, make, start)
         run = loop(run) or run
-        return "done", (weights(run), copy.deepcopy(run.seen))
+        return "done", (weights(run, start), copy.deepcopy(run.seen))
     except CaiError as error:
         return "refused", str(error)
     except Exception as error:

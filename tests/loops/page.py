@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -37,6 +38,15 @@ the cause and the fix. Nothing is wrong in silence.
 ## Cases
 """
 
+LAYERS = """
+## Models
+
+The same for models whose blocks return, hold or use what blocks of real models do (`tests/layers/models.py`). What is
+refused in stage 3 and under offload uses weights outside their block's forward, where they are flat parts or not there;
+**by autograd**: its own error about a version tells of weights that have left since.
+
+"""
+
 MISUSE = """
 ## Refused, with the fix
 
@@ -47,6 +57,9 @@ Each is told on every rank, before it would train nothing or ranks apart (`tests
 
 def text() -> str:
     """The whole page."""
+    from layers.models import MODELS
+    from layers.table import FORMS
+    from layers.table import REFUSED as UNFIT
     from loops.cases import BY_SHAPE, CASES, REFUSED
     from loops.kit import STAGES
     from loops.misuse import MISUSES
@@ -56,10 +69,18 @@ def text() -> str:
             return "flat: finds one dimension"
         return "**refused**" if (name, stage) in REFUSED else "right"
 
+    def layer_word(name: str, form: str) -> str:
+        by_autograd = "inplace" in UNFIT.get((name, form), "")
+        return "**by autograd**" if by_autograd else "**refused**" if (name, form) in UNFIT else "right"
+
     lines = [INTRODUCTION, f"| loop | {' | '.join(STAGES)} |", f"|---|{'---|' * len(STAGES)}"]
     for name in CASES:
         cells = " | ".join(word(name, stage) for stage in STAGES)
         lines.append(f"| {name.replace('_', ' ')} | {cells} |")
+    lines += [LAYERS + f"| model | {' | '.join(FORMS)} |", f"|---|{'---|' * len(FORMS)}"]
+    for name in MODELS:
+        cells = " | ".join(layer_word(name, form) for form in FORMS)
+        lines.append(f"| {re.sub('(?<!^)(?=[A-Z])', ' ', name).lower()} | {cells} |")
     lines.append(MISUSE + "| what | the error says |\n|---|---|")
     lines += [f"| {name} | ... {says} ... |" for name, (_, _, says) in MISUSES.items()]
     return "\n".join(lines).rstrip() + "\n"

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import Place, ShardGradient, shown
+from cai_mesh.gradients import Place, ShardGradient, check_flat_use, shown
 
 
 class Keeper(Protocol):
@@ -110,6 +110,7 @@ class KeptParameter(nn.Parameter):
             if func == _DELETE:
                 return args[0].cai_keeper.set_gradient(args[0].cai_index, None)
             if func not in _ABOUT:
+                check_flat_use(func, args, kwargs, cls)
                 for value in tree_leaves((args, kwargs)):
                     if isinstance(value, cls):
                         value.cai_keeper.settle()

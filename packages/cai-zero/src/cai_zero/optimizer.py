@@ -36,6 +36,7 @@ from cai_zero.members import Members
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable
 from cai_zero.reducer import GradReducer
+from cai_zero.renormed import check_alike, renormed
 from cai_zero.state import restore_groups, saved_groups, state_of_pieces
 from cai_zero.unused import absent
 
@@ -79,6 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._device, self._copy_engines = device, copy_engines
         self._takes_writes = self._compression.weights is None
         self._chunks: list[Chunk] = []
+        self._renormed = renormed(model)
         self._phase: Phase = "empty"
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
@@ -287,6 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._check_parameters()
+        check_alike(self._renormed, self._ranks.of())
         self.ensure_gradients()
         self.take_writes()
         with self._gradients_in_pieces():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, check_no_gradients, defer
+from cai_mesh.gradients.flat import check_flat_use
 from cai_mesh.gradients.linear import (
     LOCAL,
     Local,
@@ -46,6 +47,7 @@ __all__ = [
     "ShardParameter",
     "ShownParameter",
     "accumulate_node",
+    "check_flat_use",
     "check_no_gradients",
     "clip_factor",
     "clip_grad_norm_",

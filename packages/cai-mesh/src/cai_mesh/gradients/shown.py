@@ -16,6 +16,7 @@ from torch import nn
 from torch._guards import TracingContext
 
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients.flat import check_flat_use
 from cai_mesh.gradients.place import Place
 from cai_mesh.gradients.shard import ShardGradient, shown
 
@@ -152,6 +153,7 @@ class ShardParameter(ShownParameter):
                 fix="call backward() and read .grad, or keep parameters unsharded (shard_optimizer, stages 0 to 2)",
             )
         with torch._C.DisableTorchFunctionSubclass():
+            check_flat_use(func, args, kwargs, cls)
             return func(*args, **(kwargs or {}))
 
 

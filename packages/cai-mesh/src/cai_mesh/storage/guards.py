@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.errors import CheckpointError, PlanError
+from cai_mesh.gradients.flat import MovedParameter
 from cai_mesh.gradients.shown import ShownParameter, is_kept
 
 
@@ -163,6 +164,8 @@ def _stepped(
 def mark_moved(param: torch.Tensor) -> None:
     """Remember of a parameter that another one is trained in its place."""
     param.cai_moved = True  # type: ignore[attr-defined]
+    if type(param) is nn.Parameter:
+        param.__class__ = MovedParameter
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -7,7 +7,7 @@ Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLif
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +45,25 @@ def _in_backward() -> bool:
 
 
 def _grad_tensors(values: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+    """The tensors that require a gradient, in containers that torch knows; if there are none, in any object."""
+    leaves = tree_leaves(values)
+    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    return found or [t for t in _inside(leaves, set()) if t.requires_grad]
+
+
+def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors among values, and among the attributes of objects that are neither modules nor code."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+            continue
+        if id(value) in seen or isinstance(value, (nn.Module, type, str, bytes)):
+            continue
+        seen.add(id(value))
+        names = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+        held = [getattr(value, name, None) for name in names if isinstance(name, str)]
+        held += getattr(value, "__dict__", {}).values() if not callable(value) else ()
+        yield from _inside(tree_leaves(held), seen)
 
 
 class ModuleLifecycle:
@@ -54,7 +72,8 @@ class ModuleLifecycle:
     A unit's backward starts with the first gradient of one of its outputs and ends once every parameter that
     requires a gradient has accumulated it, in `.grad` or in its chunk (`cai_mesh.gradients`). A unit whose parameters
     are all frozen ends with the gradients of its inputs; one that has frozen ones and other units in it ends with the
-    pass, as units do that are left open (parameters unused in this pass).
+    pass, as units do that are left open (parameters unused in this pass). A unit whose forward returns nothing in
+    which a tensor can be found (it writes to what it is given, or returns a function) is in use for the whole pass.
 
     Args:
         units: module to the leaf parameters autograd accumulates into for it. A parameter shared by several units
@@ -70,6 +89,9 @@ class ModuleLifecycle:
         self._pass: int | None = None
         self._trainable: dict[nn.Module, set[int]] = {}
         self._around: set[nn.Module] = set()  # units with others in them
+        self._hidden: dict[
+            nn.Module, None
+        ] = {}  # whose forward has returned nothing that says when its backward starts
         self._handles: list[Any] = []
         self.watch(units)
 
@@ -130,8 +152,12 @@ class ModuleLifecycle:
         if not recompute:
             for listener in self._listeners:
                 listener.after_use(module)
+        if not torch.is_grad_enabled():
+            return
         outputs = _grad_tensors(output)
-        if not (torch.is_grad_enabled() and outputs):
+        if not outputs:
+            if not recompute and (self._trainable[module] or _grad_tensors((args, kwargs))):
+                self._hidden[module] = None
             return
         use = None
         inputs = _grad_tensors((args, kwargs)) if self._has_frozen[module] else []
@@ -153,10 +179,7 @@ class ModuleLifecycle:
             self._waiting[module] = used or set(self._trainable[module])
         if use is not None:
             self._waiting[module].add(use)
-        for listener in self._listeners:
-            if torch.is_grad_enabled():
-                listener.before_graph(module)
-            listener.before_use(module, backward=True)
+        self._told(module)
 
     def _open(self, module: nn.Module) -> None:
         self._enter_pass()
@@ -166,6 +189,16 @@ class ModuleLifecycle:
         if self._pass is None:
             self._pass = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
+            hidden, self._hidden = list(self._hidden), {}
+            for module in reversed(hidden):
+                self._waiting[module] = {*self._trainable[module], next(self._uses)}  # until the pass ends
+                self._told(module)
+
+    def _told(self, module: nn.Module) -> None:
+        for listener in self._listeners:
+            if torch.is_grad_enabled():
+                listener.before_graph(module)
+            listener.before_use(module, backward=True)
 
     def _accumulated(self, module: nn.Module, param: int):
         def hook(_inputs: Any, _outputs: Any) -> None:

@@ -44,6 +44,10 @@ class Share:
     axes: frozenset[str] = frozenset()
 
 
+_THERE, _FREED = 0, 10**6
+"""Versions of unsharded parameters, as autograd counts them: while they have values, and while they have no memory."""
+
+
 class FlatUnit:
     """The chunk of one module's parameters: a shard that stays, and the unsharded chunk, which comes and goes.
 
@@ -98,6 +102,7 @@ class FlatUnit:
         self.kept = self._shard_parameters(originals, share.axes)
         self._sites = _sites(root, originals)
         self.is_unsharded = True
+        self._set_version(_THERE)
         self.free_storage()
         for param in originals:
             param.data = param.data.new_empty(0)
@@ -149,17 +154,36 @@ class FlatUnit:
         """Let the modules see the unsharded parameters."""
         self._refer(self.used)
         self.is_unsharded = True
+        self._set_version(_THERE)
 
     def hide(self) -> None:
-        """Let the modules see the shards; the unsharded chunk keeps its memory."""
-        if self.is_unsharded:
-            self._refer(self.kept)
+        """Let the modules see the shards; the unsharded chunk keeps its memory.
+
+        Raises `PlanError` where a module has written to its weights meanwhile: the shards would not know.
+        """
+        if not self.is_unsharded:
+            return
+        self._refer(self.kept)
         self.is_unsharded = False
+        if self.used[0]._version != _THERE:
+            self._set_version(_THERE)
+            raise PlanError(
+                "weights were written to while they were unsharded, and would be lost",
+                got=f"those of {self.chunk.names[0]!r} and what is gathered with it",
+                cause="a module changes its weights in forward (nn.Embedding with max_norm), or a loop writes between "
+                "forward and backward",
+                fix="write after the optimizer's step; leave max_norm out, or keep parameters unsharded",
+            )
 
     def free_storage(self) -> None:
-        """Let the modules see the shards and free the unsharded chunk."""
+        """Let the modules see the shards and free the unsharded chunk. A graph that uses it then raises."""
         self.hide()
         self.unsharded.untyped_storage().resize_(0)
+        self._set_version(_FREED)
+
+    def _set_version(self, version: int) -> None:
+        """All of `used` view one tensor, and so count versions together; autograd compares them when it uses one."""
+        torch._C._autograd._unsafe_set_version_counter((self.used[0],), (version,))
 
     def _refer(self, params: Sequence[nn.Parameter]) -> None:
         for site in self._sites:

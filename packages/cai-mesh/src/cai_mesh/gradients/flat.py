@@ -1,0 +1,90 @@
+"""Uses of a flat parameter that would be those of a whole one: refused, and told which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from cai_mesh.errors import PlanError
+
+_LAYERS = {
+    *(
+        getattr(F, name)
+        for name in ("linear", "bilinear", "embedding", "embedding_bag", "layer_norm", "rms_norm")
+    ),
+    *(getattr(F, name) for name in ("group_norm", "batch_norm", "instance_norm", "prelu")),
+    *(
+        getattr(torch, name)
+        for name in ("layer_norm", "rms_norm", "group_norm", "batch_norm", "embedding", "prelu")
+    ),
+    *(
+        getattr(torch, f"conv{kind}")
+        for kind in ("1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d")
+    ),
+}
+_PRODUCTS = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "einsum", "tensordot", "outer", "kron")
+_PLACES = (
+    "t", "transpose", "permute", "swapaxes", "movedim", "unsqueeze", "expand", "expand_as", "repeat", "unfold",
+    "narrow", "select", "index_select", "gather", "split", "chunk", "unbind", "tile", "diag", "tril", "triu",
+)  # fmt: skip
+_SHAPED = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in (*_PRODUCTS, *_PLACES, "__matmul__", "__rmatmul__", "__getitem__")
+    if hasattr(owner, name)
+} | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+
+
+def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) -> None:
+    """Raise `PlanError` where a flat parameter would be used as if it had its shape.
+
+    Allowed is what treats elements alike or sums them up: alone, with numbers, and with tensors of the same shape.
+
+    Args:
+        flat: class of flat parameters. One whose shape is that of the whole parameter may be used in any way.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+    parts = [tensor for tensor in tensors if isinstance(tensor, flat) and not _is_whole(tensor)]
+    if not parts:
+        return
+    shaped = func in _LAYERS or func in _SHAPED
+    if not shaped and getattr(func, "__name__", "") in ("_foreach_norm", "stack", "cat", "split_with_sizes"):
+        return
+    shapes = {tuple(tensor.shape) for tensor in parts}
+    others = [t for t in tensors if not isinstance(t, flat) and t.dim()]
+    strange = len(parts) == 1 and any(tuple(other.shape) not in shapes for other in others)
+    if shaped or strange:
+        raise PlanError(
+            "a parameter that is sharded or offloaded was used outside its block",
+            got=f"{getattr(func, '__name__', func)} on a flat part of {tuple(parts[0].shape)} elements",
+            cause="a child of a block, or a method of it other than forward, was called from outside, or a weight was "
+            "used directly: weights have their shape only while their block's forward runs",
+            fix="call the block itself; or keep parameters unsharded (shard_optimizer, stages 0 to 2)",
+        )
+
+
+def _is_whole(param: torch.Tensor) -> bool:
+    """Whether it is used as it is: alike on all ranks, whichever of them has how much of it."""
+    keeper, place = getattr(param, "cai_keeper", None), getattr(param, "cai_place", None)
+    if keeper is None or (place is not None and not place().alone):
+        return keeper is None
+    return keeper.leaf(param.cai_index).shape == param.shape  # type: ignore[attr-defined]
+
+
+class MovedParameter(nn.Parameter):
+    """An empty parameter in whose place another is trained; computing with it raises `PlanError`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LAYERS or func in _SHAPED:
+            raise PlanError(
+                "a parameter was used in whose place another is trained, since the model was sharded or offloaded",
+                cause="somebody kept a reference to it: a list of one's own, an optimizer, another model",
+                fix="look it up in the module that owns it, in its forward",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

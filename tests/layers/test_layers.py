@@ -1,0 +1,36 @@
+"""Models whose blocks return, hold and use what blocks of real models do train as plain ones, or are refused.
+
+As in tests/loops: two ranks that share a batch, or one under offload, against a plain twin in float64.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from layers.models import MODELS
+from layers.table import FORMS, REFUSED, trained
+from loops.kit import RANKS, judged
+
+from cai_mesh.testing import run_ranks
+
+
+@cache
+def wanted(name):
+    verdict, result = trained(name, "plain")
+    assert verdict == "done", result
+    return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_right_or_refused(name, form):
+    expected = REFUSED.get((name, form), "")
+    if form == "offload":
+        found = [trained(name, form)]
+    else:
+        found = run_ranks(RANKS, trained, name, form, timeout=60)
+    for each in found:
+        verdict, why = judged(each, wanted(name))
+        assert verdict == ("refused" if expected else "right"), why
+        assert expected in why
