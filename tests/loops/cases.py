@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import pickle
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -982,6 +984,21 @@ def state_there_and_back(run):
 
 
 # -- loops of other projects ---------------------------------------------------------------------------------------
+
+
+@case
+def a_state_dict_in_a_file_of_each_rank(run):
+    steps(run, count=2)
+    file = io.BytesIO()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.save(run.model.state_dict(), file)
+    flat = run.stage in ("zero3", "offload")
+    assert any("nowhere else" in str(each.message) for each in told) == flat
+    steps(run, count=1)
+    file.seek(0)
+    run.model.load_state_dict(torch.load(file))
+    steps(run, count=2)
 
 
 @case

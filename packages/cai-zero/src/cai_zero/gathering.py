@@ -108,6 +108,7 @@ class Gatherer:
         options: when.
         compression: of what travels.
         passed: told, one by one, of the units that this rank's backward passes by.
+        unexpected: told of a gather that the order does not have, before it, by the name of a parameter.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Gatherer:
         options: Gather = Gather(),
         compression: Compression = Compression(),  # noqa: B008 (frozen)
         passed: Callable[[Sharded], None] = lambda unit: None,
+        unexpected: Callable[[str], None] = lambda name: None,
     ):
         self.units, self._residency = list(units), residency
         self._stream, self._compression = SideStream(device), compression
@@ -127,7 +129,7 @@ class Gatherer:
         self._prefetched: deque[Sharded] = deque()
         self._backward = False
         self._in_backward: set[Sharded] = set()  # used in the backward under way and not free again
-        self._passed = passed
+        self._passed, self._unexpected = passed, unexpected
         self._begun = False  # a forward, by what `begin_step` has gathered
 
     # -- one unit ------------------------------------------------------------------------------------------------
@@ -232,6 +234,8 @@ class Gatherer:
         elif unit.is_unsharded and self.is_stale(unit):
             self.free(unit)  # a forward that did not begin with the model's
         if not self._reached_prefetched(unit):  # the order may hold it once more, further on
+            if unit.parts and not (unit.is_unsharded or unit.handles or self.order.is_ahead(unit)):
+                self._unexpected(unit.parts[0].unit.chunk.names[0])
             for passed in self.order.use(unit):
                 self._pass_by(passed)
         self.finish(unit)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from cai_mesh.comm import all_reduce
-from cai_mesh.errors import PlanError
+from cai_mesh.errors import LayoutError, PlanError
 from cai_mesh.gradients import (
     GradBuffer,
     Place,
@@ -66,9 +66,29 @@ class ChunkKeeper:
         return chunk.of(index, chunk.flat.grad), self.place(index)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Take another gradient for the coming step: none; one that was shown; or one of this rank, to be reduced.
+
+        With parameters on one rank the last two are the same. Raises `LayoutError` for one of another shape.
+        """
         owner = self._owner()
-        if owner is not None:
-            owner.put_gradient(self._chunk, index, gradient)
+        if owner is None:
+            return
+        chunk, param = self._chunk, self._chunk.params[index]
+        if gradient is None:
+            chunk.drop(index)
+        elif isinstance(gradient, ShardGradient):
+            owner.ensure_gradients()
+            chunk.put(index, gradient.part)
+        elif gradient.shape != param.shape:
+            raise LayoutError(
+                "a gradient does not have the shape of its parameter",
+                got=tuple(gradient.shape),
+                expected=tuple(param.shape),
+            )
+        else:
+            chunk.drop(index)
+            set_raw_grad(param, gradient.detach().to(param.device, param.dtype))
+            owner.reopen()
 
     def leaf(self, index: int) -> nn.Parameter:
         return self._chunk.params[index]

@@ -101,12 +101,11 @@ class ModuleSharding:
             options=options.gather,
             compression=options.compression,
             passed=self._reducer.ready,
+            unexpected=lambda name: self.ranks.turns.take(f"{name} out of its order", together=True),
         )
         self._reducer.order = [*(u for u in reversed(self._units.values()) if u is not root), root]
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
-        self._late: list[
-            Sharded
-        ] = []  # used after their turn in the backward under way, as all ranks must have done
+        self._late: list[Sharded] = []  # used after their turn in this backward, as all ranks must have done
         self._pending = False
         self._lifecycle = ModuleLifecycle({})
         self._lifecycle.listen(self)
@@ -181,6 +180,7 @@ class ModuleSharding:
                     check_elementwise(optimizer)
                 tried.add(optimizer)
                 sharding.agree()
+                sharding.ranks.turns.take("a step")
                 hide(own)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -280,9 +280,12 @@ class ModuleSharding:
                 for part in held.parts:
                     part.unit.check_shard()
                     show(part.unit.kept)  # hidden for a step that raised
+            self.ranks.turns.take("a forward" if torch.is_grad_enabled() else "a forward without gradients")
             self._gatherer.begin_forward()
             if self._recorded is not None:
                 self._recorded = ([], [], [])  # of the last forward before the first backward
+        if backward and not self._open:
+            self.ranks.turns.take("a backward")
         self._open = self._open or backward
         if self._recorded is not None:
             self._recorded[backward].append(sharded)
@@ -411,6 +414,7 @@ class ModuleSharding:
         if self._agreed:
             return
         self._agreed = True
+        self.ranks.turns.take("the end of a step's backwards, or a look at its gradients")
         for chunk, index in absent([buffer for _, buffer in self._reduced], self.ranks.of()):
             set_raw_grad(self._reduced[chunk][0].kept[index], None)
 

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGather, PeerReduce, Peers, SideStream, check_device
-from cai_mesh.errors import LayoutError, PlanError
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients import (
-    ShardGradient,
     ShownParameter,
     clip_grad_norm_,
     direct_linears,
     grad_norm,
     plain,
-    set_raw_grad,
 )
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
 from cai_mesh.storage import ModuleLifecycle
@@ -82,6 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunks: list[Chunk] = []
         self._renormed = renormed(model)
         self._phase: Phase = "empty"
+        self._in_backward, self._backwards = False, 0  # of this step, that reduce
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
             self._lifecycle = ModuleLifecycle({model: []})  # its forward is a pass
@@ -172,12 +171,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Parameters are unsharded in stages 0 to 2, once the gather after the last step has arrived."""
         if backward:
             self._phase = "open"
+            self._begin_backward()
         else:
             self._end_pass()  # an earlier backward may have raised
             if unit is self._model:
                 self.admit()
         for chunk in self._chunks_of[unit]:
             chunk.wait_gathered()
+
+    def _begin_backward(self) -> None:
+        """Ranks that run several backwards a step run as many."""
+        if not self._in_backward and not self._reducer.silent:
+            self._in_backward = True
+            self._backwards += 1
+            if self._backwards > 1:
+                self._ranks.turns.take(f"backward {self._backwards} of a step")
 
     def after_use(self, unit: nn.Module) -> None:
         """Parameters stay unsharded in stages 0 to 2."""
@@ -207,6 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait_gathered()
 
     def _end_pass(self) -> None:
+        self._in_backward = False
         for chunk in self._chunks:
             chunk.collected = False
             chunk.ready.clear()
@@ -219,7 +228,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish(self) -> None:
         """Reduce what is pending (a last backward under `defer`, tied parameters, a loop without a model) and wait."""
-        for chunk in self._chunks:
+        self._ranks.turns.take("the end of a step's backwards, or a look at its gradients")
+        tied = (chunk for chunk in self._chunks if chunk.reducible.tied)
+        for chunk in (*self._reducer.order, *tied):
             if chunk.pending or chunk.reduced is None or chunk.buffer.has_gradients:
                 self._reducer.reduce_one(chunk.reducible)
         self._end_pass()
@@ -260,27 +271,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._phase = "open"  # nobody told
         return self._phase != "empty"
 
-    def put_gradient(self, chunk: Chunk, index: int, gradient: torch.Tensor | None) -> None:
-        """Take another gradient for the coming step: none; one that was shown; or one of this rank, to be reduced.
-
-        With parameters on one rank the last two are the same. Raises `LayoutError` for one of another shape.
-        """
-        if gradient is None:
-            chunk.drop(index)
-            return
-        param = chunk.params[index]
-        if isinstance(gradient, ShardGradient):
-            self.ensure_gradients()
-            chunk.put(index, gradient.part)
-            return
-        if gradient.shape != param.shape:
-            raise LayoutError(
-                "a gradient does not have the shape of its parameter",
-                got=tuple(gradient.shape),
-                expected=tuple(param.shape),
-            )
-        chunk.drop(index)
-        set_raw_grad(param, gradient.detach().to(param.device, param.dtype))
+    def reopen(self) -> None:
+        """A gradient of this rank has been put where autograd accumulates: it is still to be reduced."""
         self._phase = "open"
 
     @torch.no_grad()
@@ -364,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
         self._end_pass()
-        self._phase = "empty"
+        self._phase, self._backwards = "empty", 0
         for chunk in self._chunks:
             chunk.forget()
 

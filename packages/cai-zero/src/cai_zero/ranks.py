@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh.comm import SHARD_AXES, AnyMesh, ParallelMesh, all_gather_object
+from cai_mesh.comm import SHARD_AXES, AnyMesh, ParallelMesh, Turns, all_gather_object
 from cai_mesh.errors import MeshError
 from cai_mesh.layout import ReduceSpec
 
@@ -63,6 +63,9 @@ class RankTable:
         specs: of the parameters of this rank. Ranks may have different ones (pipeline stages).
         sharded: False (stage 0) treats all data axes as copies.
 
+    Attributes:
+        turns: what the ranks that share the dense parameters begin, compared.
+
     Collective over the mesh: groups of several axes are made here. Raises `MeshError` for a mesh without data axes, or
     without the axes that a spec names.
     """
@@ -71,6 +74,7 @@ class RankTable:
         self.mesh = None if mesh is None else ParallelMesh.of(mesh, alone="dp_shard")
         self._sharded = sharded
         self._known: dict[ReduceSpec, DataRanks] = {}
+        self.turns = Turns(())
         if self.mesh is None:
             return
         if not any(self.mesh.has(role) for role in ("dp_replicate", "dp_shard", "cp")):
@@ -81,6 +85,7 @@ class RankTable:
                 fix='say which they are, ParallelMesh.of(mesh, axes={"dp_shard": "NAME"}), or pass a slice of the mesh',
             )
         self._make_groups({self._axes(spec) for spec in (*specs, ReduceSpec())})
+        self.turns = Turns((self.of().copies, self.of().shard))
 
     def _axes(self, spec: ReduceSpec) -> _Axes:
         assert self.mesh is not None

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cai_mesh.comm.spec import MeshSpec
     from cai_mesh.comm.started import Members, Started, gathered, start_sum
     from cai_mesh.comm.streams import SideStream
+    from cai_mesh.comm.turns import Turns
 
 __all__ = [
     "AXES",
@@ -65,6 +66,7 @@ __all__ = [
     "Peers",
     "SideStream",
     "Started",
+    "Turns",
     "all_gather",
     "all_gather_into",
     "all_gather_object",
@@ -137,5 +139,6 @@ __getattr__ = lazy(
         "spec": ("MeshSpec",),
         "started": ("Members", "Started", "gathered", "start_sum"),
         "streams": ("SideStream",),
+        "turns": ("Turns",),
     },
 )
