@@ -21,11 +21,7 @@ _OUTSIDE = (
 _FLAT = ("zero3", "offload")
 REFUSED = {
     **{(name, form): "used outside its block" for name in _OUTSIDE for form in _FLAT},
-    **{
-        (name, form): "written to while they were unsharded"
-        for name in ("MaxNorm", "MaxNormInABlock")
-        for form in _FLAT
-    },
+    **{(name, form): "written to in forward" for name in ("MaxNorm", "MaxNormInABlock") for form in _FLAT},
     **{("ACachedWeight", form): "in whose place another is trained" for form in _FLAT},
     **{("AttributeMadeLast", form): "modified by an inplace operation" for form in _FLAT},
     ("MaxNorm", "zero1"): "other values to the same weights",

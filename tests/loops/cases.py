@@ -896,6 +896,107 @@ def weights_clamped_without_grad(run):
     steps(run, after_step=clamp)
 
 
+def of_groups(run):
+    return [p for group in run.optimizer.param_groups for p in group["params"]]
+
+
+@case
+def weights_decayed_through_the_groups(run):
+    def decay(run):
+        for p in of_groups(run):
+            p.data.mul_(0.97)
+
+    steps(run, after_step=decay)
+
+
+@case
+def weights_clamped_through_the_groups(run):
+    def clamp(run):
+        with torch.no_grad():
+            for p in of_groups(run):
+                p.clamp_(-0.25, 0.25)
+
+    steps(run, after_step=clamp)
+
+
+@case
+def weights_scaled_through_the_groups(run):
+    def scale(run):
+        with torch.no_grad():
+            torch._foreach_mul_(of_groups(run), 0.95)
+            for p in of_groups(run):
+                p.view(-1)[:].add_(0.01)
+
+    steps(run, after_step=scale)
+
+
+@case
+def looking_ahead(run):
+    slow = [p.detach().clone() for p in of_groups(run)]
+    for step, batch in enumerate(run.batches(5)):
+        run.loss(batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            for p, s in zip(of_groups(run), slow, strict=True) if step % 2 else ():
+                s.add_(p - s, alpha=0.5)
+                p.copy_(s)
+
+
+@case
+def written_after_a_forward_without_backward(run):
+    for batch in run.batches(3):
+        run.loss(batch)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.mul_(0.9)
+        run.loss(batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def data_written_after_a_forward_without_backward(run):
+    for batch in run.batches(3):
+        run.loss(batch)
+        for p in run.model.parameters():
+            p.data.mul_(0.9)
+        run.loss(batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def blocks_trained_in_turns(run):
+    for step, batch in enumerate(run.batches(6)):
+        for i, layer in enumerate(run.model.layers):
+            layer.requires_grad_(step % 3 == i)
+        run.loss(batch).backward()
+        clip_all(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def hooks_on_the_optimizer(run):
+    run.optimizer.register_step_pre_hook(lambda *_: run.see(1))
+    run.optimizer.register_step_post_hook(lambda *_: run.see(2))
+    steps(run)
+
+
+@started(given=of_the_head)
+def a_group_added_and_all_state_there_and_back(run):
+    steps(run, count=2)
+    run.model.zero_grad()
+    run.optimizer.add_param_group({"params": others(run.model), "lr": 0.003})
+    steps(run, count=2)
+    kept = copy.deepcopy([run.optimizer.state_dict(), run.model.state_dict()])
+    steps(run, count=2)
+    run.optimizer.load_state_dict(kept[0])
+    run.model.load_state_dict(kept[1])
+    steps(run, count=2)
+
+
 @case
 def a_schedule(run):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 4)

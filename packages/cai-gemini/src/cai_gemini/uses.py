@@ -85,6 +85,8 @@ class ModuleUses:
                 self._engine.computing(chunk)
 
     def after_use(self, unit: nn.Module) -> None:
+        for made in self._units[unit]:
+            made.check_unwritten()
         for chunk in self._chunks[unit]:
             chunk.forward_over()
 

@@ -1,4 +1,4 @@
-"""Who answers for the `.grad` of sharded parameters: keepers of chunks, of their pieces, and of units of stage 3.
+"""Who answers for the `.grad` of sharded parameters: keepers of chunks, and of units of stage 3.
 
 Keepers refer weakly to what they ask. A chunk has nodes of autograd, which have its parameters: were those to have the
 chunk, Python's collector would not see the circle, and no memory would ever be free again.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -215,22 +214,6 @@ def show_others(
             ShownParameter.adopt(param, StrayKeeper(ranks, param), 0)
 
 
-class PieceKeeper(ChunkKeeper):
-    """The same for the parts that the optimizer steps: a gradient is shown as its part."""
-
-    def place(self, index: int) -> Place:
-        whole, size = self._chunk.places[index], self._chunk.pieces[index].numel()
-        return replace(whole, shape=torch.Size((size,)), low=0, high=size, local=True)
-
-    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and not isinstance(gradient, ShardGradient):
-            gradient = ShardGradient(gradient.detach(), self.place(index))
-        super().set_gradient(index, gradient)
-
-    def about_to_write(self, index: int) -> None:
-        """What is written here is written to the master weights themselves."""
-
-
 class ShardKeeper:
     """The `GradientKeeper` of a unit's shards, or of its unsharded parameters."""
 
@@ -287,9 +270,13 @@ class ShardKeeper:
         return self._unit.used[index]
 
     def about_to_write(self, index: int) -> None:
-        """What was gathered ahead of the next forward may soon be old."""
+        """What was gathered ahead of the next forward may soon be old; what is unsharded is, and must be kept."""
         unit = self._weak()
-        if unit is not None:
+        if unit is None:
+            return
+        if self._whole:
+            unit.lent = True
+        else:
             increment_version(unit.kept[index])
 
 

@@ -89,11 +89,13 @@ class ModuleSharding:
         self._units = {m: Sharded(m, self._chunked(params)) for m, params in found.items()}
         root = self._units[model]
         self._reduced: list[tuple[FlatUnit, GradBuffer]] = []
-        self._agreed = True  # whether the ranks know what is absent
-        self._open = False  # whether a backward has begun and not ended
-        self._parts = parts = [part for unit in self._units.values() for part in unit.parts]
-        self._use_copy_engines(parts)
-        options.residency.adopt([part.stored for part in parts], self.ranks.mesh)
+        self._agreed, self._open = (
+            True,
+            False,
+        )  # whether ranks know what is absent; whether a backward has begun
+        self._parts = [part for unit in self._units.values() for part in unit.parts]
+        self._use_copy_engines(self._parts)
+        options.residency.adopt([part.stored for part in self._parts], self.ranks.mesh)
         self._gatherer = Gatherer(
             [root, *(u for u in self._units.values() if u is not root)],
             options.residency,
@@ -109,7 +111,7 @@ class ModuleSharding:
         self._pending = False
         self._lifecycle = ModuleLifecycle({})
         self._lifecycle.listen(self)
-        self._follow([part for part in parts if part.reducible is not None])
+        self._follow([part for part in self._parts if part.reducible is not None])
         self._follow_steps()
 
     def _follow(self, fresh: Sequence[Part]) -> None:
@@ -167,7 +169,7 @@ class ModuleSharding:
 
         Hooks then gather for the next forward.
         """
-        kept = {id(p) for held in self._units.values() for part in held.parts for p in part.unit.kept}
+        kept = {id(p) for part in self._parts for p in part.unit.kept}
         found, tried = weakref.ref(self), weakref.WeakSet[torch.optim.Optimizer]()
 
         def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -276,10 +278,10 @@ class ModuleSharding:
             self._finish_if_started(sharded)
             return
         if unit is self._root and not backward:
-            for held in self._units.values():
-                for part in held.parts:
-                    part.unit.check_shard()
-                    show(part.unit.kept)  # hidden for a step that raised
+            for part in self._parts:
+                part.unit.take_writes()
+                part.unit.check_shard()
+                show(part.unit.kept)  # hidden for a step that raised
             self.ranks.turns.take("a forward" if torch.is_grad_enabled() else "a forward without gradients")
             self._gatherer.begin_forward()
             if self._recorded is not None:
@@ -306,6 +308,8 @@ class ModuleSharding:
     def after_use(self, unit: nn.Module) -> None:
         if self.driver == "actions":
             return
+        for part in self._units[unit].parts:
+            part.unit.check_unwritten()
         if unit is self._root:
             self._gatherer.end_pass()
         if not self._gatherer.stays(self._units[unit]):

@@ -29,8 +29,9 @@ from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
 from cai_mesh.storage import ModuleLifecycle
 from cai_zero.chunks import Chunk, Units, build_chunks, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
-from cai_zero.keepers import ChunkKeeper, PieceKeeper, show_others
+from cai_zero.keepers import ChunkKeeper, show_others
 from cai_zero.members import Members
+from cai_zero.parts import PieceKeeper, PieceParameter
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import RankTable
 from cai_zero.reducer import GradReducer
@@ -145,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in fresh:
             for i, (param, piece) in enumerate(zip(chunk.params, chunk.pieces, strict=True)):
                 ShownParameter.adopt(param, ChunkKeeper(self, chunk), i)
-                ShownParameter.adopt(piece, PieceKeeper(self, chunk), i)
+                PieceParameter.adopt(piece, PieceKeeper(self, chunk), i)
 
     # -- while backward runs -------------------------------------------------------------------------------------
 
@@ -326,16 +327,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 chunk.take_writes()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, only: Chunk | None = None) -> None:
         """Give every rank the unsharded parameters of what the optimizer holds, after loading weights into it."""
-        self._gather()
+        self._gather(only)
         self.wait_gathered()
 
-    def _gather(self) -> None:
+    def _gather(self, only: Chunk | None = None) -> None:
         """Start gathering the new parameters, in the order of their use."""
-        for chunk in self._chunks:
+        order = [*(c for c in self._chunks if c.reducible.tied), *reversed(self._reducer.order)]
+        for chunk in order if only is None else [only]:
             chunk.gathered()
-        for chunk in [*(c for c in self._chunks if c.reducible.tied), *reversed(self._reducer.order)]:
             with self._gathers.after_compute():
                 asynchronous, group = self._gathers.stream is None, chunk.ranks.shard
                 done = gather_weights(

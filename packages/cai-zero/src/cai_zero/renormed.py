@@ -12,7 +12,7 @@ from cai_mesh.errors import PlanError
 from cai_zero.ranks import DataRanks
 
 
-def renormed(model: nn.Module | None) -> list[nn.Parameter]:
+def renormed(model: nn.Module | None) -> list[torch.Tensor]:
     """Weights that a forward may write to."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = model.modules() if model is not None else ()
@@ -20,7 +20,7 @@ def renormed(model: nn.Module | None) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def check_alike(params: Sequence[nn.Parameter], ranks: DataRanks) -> None:
+def check_alike(params: Sequence[torch.Tensor], ranks: DataRanks) -> None:
     """Raise `PlanError`, on all ranks, where they have written other values. Collective, if there is any to check."""
     if not params or ranks.count == 1:
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients import local_gradient, plain
 from cai_mesh.layout import BoxedTensor, canonical_name
 
@@ -87,8 +88,16 @@ def _numbers(value: Any) -> bool:
 def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     """Take over saved hyperparameters, keeping the kind of sequence each had, and loaded state.
 
-    An optimizer with `boxed_state` may have lent copies to the checkpoint; its `state_loaded` takes them back.
+    An optimizer with `boxed_state` may have lent copies to the checkpoint; its `state_loaded` takes them back. Raises
+    `PlanError` for another number of groups.
     """
+    if len(groups) != len(optimizer.param_groups):
+        raise PlanError(
+            "the saved optimizer had another number of param groups",
+            got=len(groups),
+            expected=len(optimizer.param_groups),
+            fix="add the groups that were added on the way (add_param_group) before loading",
+        )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

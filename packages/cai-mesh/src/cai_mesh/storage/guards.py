@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.errors import CheckpointError, PlanError
 from cai_mesh.gradients.flat import MovedParameter
-from cai_mesh.gradients.shown import ShownParameter, is_kept
+from cai_mesh.gradients.shown import ShardParameter, ShownParameter, is_kept
 
 
 def check_arguments(model: Any, optimizer: Any = None, *, what: str, whole: bool = True) -> None:
@@ -91,7 +91,7 @@ def reduces_itself(model: nn.Module) -> None:
 class FlatState(torch.Tensor):
     """A flat part of a parameter, in a state dict. Loads where it came from; whoever pickles one is warned."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict) -> FlatState:
         return memo.setdefault(id(self), self.clone().as_subclass(FlatState))
@@ -209,9 +209,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             cause="shard_module puts others in their place; these would never change",
             fix="build the optimizer on model.parameters() after shard_module",
         )
-    if getattr(optimizer, "inner", None) is None and any(
-        type(p) is ShownParameter and is_kept(p) for p in params
-    ):
+    others = (p for p in params if isinstance(p, ShownParameter) and not isinstance(p, ShardParameter))
+    if getattr(optimizer, "inner", None) is None and any(is_kept(p) for p in others):
         raise PlanError(
             "an optimizer steps parameters that a sharded optimizer has",
             cause="the ranks would not share its step",

@@ -51,9 +51,17 @@ def _grad_tensors(values: Any) -> list[torch.Tensor]:
     return found or [t for t in _inside(leaves, set()) if t.requires_grad]
 
 
+_LOOKED_AT = 1000
+
+
 def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[torch.Tensor]:
-    """Tensors among values, and among the attributes of objects that are neither modules nor code."""
+    """Tensors among values, and among the attributes of objects that are neither modules nor code.
+
+    At most so many objects are looked at.
+    """
     for value in values:
+        if len(seen) > _LOOKED_AT:
+            return
         if isinstance(value, torch.Tensor):
             yield value
             continue

@@ -67,6 +67,7 @@ class FlatUnit:
         ranges: (start, stop) of each of `kept` in `shard`.
         unsharded: [chunk.numel], what comes and goes; `used` are the parameters that view it.
         is_unsharded: whether the modules see `used`.
+        lent: whether somebody may write to `used` past their versions.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class FlatUnit:
         self.kept = self._shard_parameters(originals, share.axes)
         self._sites = _sites(root, originals)
         self.is_unsharded = True
+        self.lent = False
         self._set_version(_THERE)
         self.free_storage()
         for param in originals:
@@ -157,23 +159,41 @@ class FlatUnit:
         self._set_version(_THERE)
 
     def hide(self) -> None:
-        """Let the modules see the shards; the unsharded chunk keeps its memory.
+        """Let the modules see the shards, which take what a loop has written to the unsharded parameters.
 
-        Raises `PlanError` where a module has written to its weights meanwhile: the shards would not know.
+        The unsharded chunk keeps its memory.
         """
         if not self.is_unsharded:
             return
         self._refer(self.kept)
         self.is_unsharded = False
-        if self.used[0]._version != _THERE:
+        self.take_writes()
+
+    def check_unwritten(self) -> None:
+        """After a forward: raise `PlanError` where it has written to its weights, on other ranks perhaps elsewhere."""
+        if self.is_unsharded and self.used[0]._version != _THERE:
             self._set_version(_THERE)
             raise PlanError(
-                "weights were written to while they were unsharded, and would be lost",
+                "weights were written to in forward while they were unsharded",
                 got=f"those of {self.chunk.names[0]!r} and what is gathered with it",
-                cause="a module changes its weights in forward (nn.Embedding with max_norm), or a loop writes between "
-                "forward and backward",
-                fix="write after the optimizer's step; leave max_norm out, or keep parameters unsharded",
+                cause="a module changes its weights in forward, such as nn.Embedding with max_norm",
+                fix="leave max_norm out, and write after the optimizer's step; or keep parameters unsharded",
             )
+
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Let the shards take what a loop has written to the unsharded parameters, element by element.
+
+        What was not written keeps its precision.
+        """
+        if not self.lent and self.used[0]._version in (_THERE, _FREED):
+            return
+        self.lent = False
+        self._set_version(_THERE)
+        for (start, stop), param in zip(self.ranges, self.kept, strict=True):
+            seen = self.unsharded[self.low + start : self.low + stop].to(param.device)
+            written = seen != param.detach().to(seen.dtype)
+            param.copy_(torch.where(written, seen.to(param.dtype), param.detach()))
 
     def free_storage(self) -> None:
         """Let the modules see the shards and free the unsharded chunk. A graph that uses it then raises."""
