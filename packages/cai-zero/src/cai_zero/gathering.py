@@ -292,3 +292,14 @@ class Gatherer:
             for unit in self.units:
                 self.free(unit)
             self._backward = False
+
+
+class Gathering:
+    """The `CommHandle` of an `unshard`."""
+
+    def __init__(self, gatherer: Gatherer, units: list[Sharded]):
+        self._gatherer, self._units = gatherer, units
+
+    def wait(self) -> None:
+        for unit in self._units:
+            self._gatherer.finish(unit)

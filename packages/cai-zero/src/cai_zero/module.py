@@ -43,7 +43,7 @@ from cai_mesh.storage import (
     units,
 )
 from cai_zero.compress import Compression, check_ranks
-from cai_zero.gathering import Gather, Gatherer, Part, Sharded
+from cai_zero.gathering import Gather, Gatherer, Gathering, Part, Sharded
 from cai_zero.initial import Materialize, device_of, fill
 from cai_zero.keepers import ShardKeeper
 from cai_zero.order import complete
@@ -249,7 +249,7 @@ class ModuleSharding:
         below = self._below(module)
         for unit in below:
             self._gatherer.start(unit)
-        return _Gathering(self._gatherer, below)
+        return Gathering(self._gatherer, below)
 
     def reshard(self, module: nn.Module) -> None:
         """Free the unsharded parameters of `module` and below."""
@@ -439,14 +439,3 @@ class ModuleSharding:
     def _reducibles(self) -> list[Reducible]:
         parts = (part for unit in self._units.values() for part in unit.parts)
         return [part.reducible for part in parts if part.reducible is not None]
-
-
-class _Gathering:
-    """The `CommHandle` of an `unshard`."""
-
-    def __init__(self, gatherer: Gatherer, units: list[Sharded]):
-        self._gatherer, self._units = gatherer, units
-
-    def wait(self) -> None:
-        for unit in self._units:
-            self._gatherer.finish(unit)
