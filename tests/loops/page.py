@@ -20,8 +20,8 @@ the cause and the fix. Nothing is wrong in silence.
 
 - **Reading a gradient is collective.** A rank has a part of it. Norms and sums are those of the whole gradient, on
   every rank; other operators gather it. So all ranks must read alike, as all run the same loop: `if rank == 0:
-  print(p.grad.norm())` waits for ranks that never come. `cai_mesh.gradients.local_gradient(p)` is what is here, and
-  talks to nobody.
+  print(p.grad.norm())` waits for ranks that never come. `cai_mesh.gradients.local_gradient(p)` is what is here: it
+  talks to the others only where the gradient is still to be reduced.
 - **In stage 3 and under offload parameters are flat**, and so are their gradients: decide by shape (`p.dim() > 1`)
   before `shard_module` or `offload`. What asks for places in a gradient (`p.grad[3]`) is refused there.
 - **With pipeline stages** a norm over `model.parameters()` would be that of one stage: torch's clipping is refused,
@@ -30,6 +30,15 @@ the cause and the fix. Nothing is wrong in silence.
   that some rank has used is. The ranks agree by one message of a byte a parameter.
 - **An average of the weights**: `cai_zero.Ema(model, optimizer, decay=0.999)`; copies of the model, which torch's
   `AveragedModel` makes, are refused in stage 3 and under offload.
+- **Frozen at first, trained later**: `requires_grad_(True)` and `optimizer.add_param_group` work in every stage and
+  under offload. Memory for gradients and state is taken then.
+- **Parameters that the optimizer does not have** show the average of their gradients over the ranks, so they may be
+  clipped with the others; each reading sends them.
+- **What is written to `param_groups`** in stages 0 to 2 is written to this rank's part, and sent to all ranks at once,
+  one message a write: write to `model.parameters()` where you can.
+- **`model.state_dict()` in stage 3 and under offload** has flat parts, for this model sharded as it is; pickling it
+  warns. `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
+- **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.
 - **A plain tensor put into `.grad`** in stages 0 to 2 is this rank's, and is averaged over the ranks.
 - **Accelerate, Trainer, Fabric**: shard or offload first, then hand model and optimizer over through
   `cai_zero.integrations`: `accelerate.prepare(accelerator, model, optimizer, ...)`, `transformers.ZeroTrainer`,
