@@ -50,7 +50,8 @@ def shard_optimizer(
             without it and reduces `param.grad` in `step`.
         stage: 0 (reduce gradients, as DDP), 1 (shard optimizer state and master weights), 2 (also gradients).
         precision: dtypes. With `compute=torch.bfloat16` all parameters, frozen ones too, become bfloat16 and the
-            optimizer steps float32 master weights. Buffers are left as they are.
+            optimizer steps float32 master weights. Buffers are left as they are. A parameter unfrozen later starts from
+            its rounded value; in stage 3 from the one it had.
         overlap_gather: gather the new parameters while the next forward runs, each awaited by the block that uses it.
             What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
         compression: what travels in one byte an element, in stages 1 and 2. With compressed weights the model's
