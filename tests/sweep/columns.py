@@ -75,10 +75,23 @@ class Crashed:
     trace: str = ""
 
 
-def run_config(*, ranks: int = 1, zero: int = 1, kernels: str = "off", residency: str = "device") -> Config:
+def run_config(
+    *,
+    shard: int = 1,
+    zero: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    kernels: str = "off",
+    residency: str = "device",
+) -> Config:
     """A config of the product with the plain loop's numbers."""
     return Config(
-        parallel=c.Parallel(shard=ranks, zero=zero),  # type: ignore[arg-type]
+        parallel=c.Parallel(
+            shard=shard,
+            zero=zero,  # type: ignore[arg-type]
+            tensor=c.Tensor(size=tensor),
+            pipeline=c.Pipeline(size=pipeline),
+        ),
         train=c.Train(
             steps=STEPS,
             global_batch=BATCH,
@@ -110,13 +123,20 @@ def train(model_config: PretrainedConfig, **options: Any) -> Trained:
     losses, first = [], 0.0
     for step in range(STEPS):
         microbatches, total = _microbatches(session, step)
-        loss = session.step(microbatches, total=total).clone()
+        loss = session.step(microbatches, total=total)
         norm = float(session.norm())
         session.update(LR, norm)
         first = norm if step == 0 else first
-        all_reduce(loss, group(session.mesh, ("dp_replicate", "dp_shard")))
-        losses.append(float(loss))
+        losses.append(_over_data_ranks(session, loss))
+    microbatches, total = _microbatches(session, STEPS)
+    losses.append(_over_data_ranks(session, session.evaluate(microbatches, total=total)))
     return Trained(losses, first, _parameters(session))
+
+
+def _over_data_ranks(session: Session, loss: torch.Tensor) -> float:
+    loss = loss.clone()
+    all_reduce(loss, group(session.mesh, ("dp_replicate", "dp_shard")))
+    return float(loss)
 
 
 def _microbatches(session: Session, step: int) -> tuple[list[dict[str, torch.Tensor]], int]:
@@ -151,7 +171,11 @@ COLUMNS: dict[str, Column] = {
         partial(train, residency="host"),
     ),
     "zero3": Column(
-        "Two ranks, each with half of every parameter.", partial(train, ranks=2, zero=3), ranks=2
+        "Two ranks, each with half of every parameter.", partial(train, shard=2, zero=3), ranks=2
+    ),
+    "tp2": Column("Two ranks that share every layer: tensor parallelism.", partial(train, tensor=2), ranks=2),
+    "pp2": Column(
+        "Two ranks, each with half of the layers: pipeline stages.", partial(train, pipeline=2), ranks=2
     ),
 }
 

@@ -18,10 +18,10 @@ INTRODUCTION = """# Models
 Every model type for which transformers {transformers} has a causal language model: {all} of them, {ran} of which build
 and run by themselves from a tiny config on a CPU (torch {torch}). Each of those was trained for three optimizer steps
 in float32, dropout off, by cai and by a plain loop of transformers and torch: forward, cross-entropy, backward, clip,
-AdamW. A cell is
+AdamW; then evaluated on another batch, in evaluation mode. A cell is
 
-- **right** when the loss of every step, the norm of the first gradients and all parameters at the end are those of the
-  plain loop, within what rounding explains;
+- **right** when the loss of every step and of the evaluation, the norm of the first gradients and all parameters at the
+  end are those of the plain loop, within what rounding explains;
 - **refused** when cai said before training that it would not, and why;
 - **wrong** or **crashed** otherwise.
 

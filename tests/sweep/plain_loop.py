@@ -21,7 +21,7 @@ and hold nothing but rounding, about 1e-9; a smaller number would turn that into
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop leaves: the loss of every step, the norm of the first gradients, all parameters at the end."""
+    """What a loop leaves: the loss of every step and of an evaluation, the first gradients' norm, all parameters."""
 
     losses: list[float]
     norm: float
@@ -154,4 +154,14 @@ def _train(model: nn.Module) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
+    losses.append(_evaluated(model.eval()))
     return Trained(losses, first, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+@torch.no_grad()
+def _evaluated(model: nn.Module) -> float:
+    """The loss of a batch that was not trained on."""
+    ids, labels = batch(STEPS)
+    logits = [model(input_ids=inputs).logits[:, :-1].flatten(0, 1) for inputs in ids.split(MICROBATCH)]
+    wanted = labels[:, 1:].flatten()
+    return float(F.cross_entropy(torch.cat(logits), wanted, reduction="sum") / targets(labels))

@@ -11,8 +11,8 @@ from sweep.columns import COLUMNS
 from sweep.configs import model_types, tiny
 
 DOZEN = {
-    "llama": ["zero3"],
-    "gpt2": ["kernels", "offloaded"],  # tied embeddings, Conv1D
+    "llama": ["zero3", "tp2"],
+    "gpt2": ["kernels", "offloaded", "pp2"],  # tied embeddings, Conv1D
     "mixtral": ["zero3"],  # experts
     "deepseek_v3": ["kernels"],  # latent attention, groups of experts
     "mamba": ["offloaded"],  # no attention
