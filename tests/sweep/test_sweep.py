@@ -17,7 +17,7 @@ DOZEN = {
     "deepseek_v3": ["kernels"],  # latent attention, groups of experts
     "mamba": ["offloaded"],  # no attention
     "jamba": ["kernels", "zero3"],  # state spaces, attention and experts in turn
-    "bart": ["one rank", "zero3"],  # cross-attention that a decoder alone never uses
+    "bart": ["one rank", "zero3", "pp2"],  # cross-attention that a decoder alone never uses
     "roc_bert": ["one rank"],  # changes what a linear layer returns in place
     "gemma3": ["offloaded", "zero3"],  # a model of parts, with initial values of their own
     "xlnet": ["offloaded"],  # parameters that are not built on the meta device

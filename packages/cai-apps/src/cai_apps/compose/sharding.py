@@ -18,6 +18,8 @@ from cai_apps.config.memory import offloads
 from cai_apps.config.sections import Memory, Parallel, RunConfig
 from cai_gemini import ChunkResidency, offload
 from cai_mesh.checkpoint import load_hf
+from cai_mesh.comm import all_reduce
+from cai_mesh.layout import reduce_of
 from cai_zero import Compression, Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
 
 DTYPES = {
@@ -49,8 +51,24 @@ def place_weights(
         device=device,
         pretrained=workload.pretrained is not None,
     )
+    _share_tied(model)
     _load_pretrained(workload, model)
     return (_shard_module if config.parallel.zero == 3 else _shard_optimizer)(config, model, mesh, precision)
+
+
+@torch.no_grad()
+def _share_tied(model: nn.Module) -> None:
+    """Let parameters that several stages hold start as their owner's.
+
+    A stage gives them the values of its own kind of layer; an embedding's differ from those of the head it is tied to
+    (the row of padding).
+    """
+    for param in model.parameters():
+        spec = reduce_of(param)
+        if spec.tied is not None:
+            if not spec.owner:
+                param.zero_()
+            all_reduce(param, spec.tied)
 
 
 def _load_pretrained(workload: Workload, model: nn.Module) -> None:
