@@ -56,7 +56,7 @@ class Column:
     """
 
     what: str
-    train: Callable[[PretrainedConfig], Trained]
+    train: Callable[..., Trained]
     ranks: int = 1
 
 
@@ -83,6 +83,7 @@ def run_config(
     pipeline: int = 1,
     kernels: str = "off",
     residency: str = "device",
+    compute: str = "fp32",
 ) -> Config:
     """A config of the product with the plain loop's numbers."""
     return Config(
@@ -102,7 +103,7 @@ def run_config(
         ),
         data=Data(sequence_length=LENGTH),
         memory=c.Memory(residency=residency),  # type: ignore[arg-type]
-        precision=c.Precision(compute="fp32"),
+        precision=c.Precision(compute=compute),  # type: ignore[arg-type]
         optimizer=c.Optimizer(
             lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP
         ),
@@ -180,10 +181,10 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def run_cell(column: str, model_type: str) -> Trained | Refused | Crashed | None:
+def run_cell(column: str, model_type: str, compute: str = "fp32") -> Trained | Refused | Crashed | None:
     """One cell, on each of its ranks; what went wrong is returned, so that the processes live on."""
     try:
-        trained = COLUMNS[column].train(tiny(model_type))
+        trained = COLUMNS[column].train(tiny(model_type), compute=compute)
     except _Refusal as refusal:
         return Refused(str(refusal))
     except Exception as error:

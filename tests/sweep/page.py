@@ -21,7 +21,8 @@ in float32, dropout off, by cai and by a plain loop of transformers and torch: f
 AdamW; then evaluated on another batch, in evaluation mode. A cell is
 
 - **right** when the loss of every step and of the evaluation, the norm of the first gradients and all parameters at the
-  end are those of the plain loop, within what rounding explains;
+  end are those of the plain loop, within what rounding explains; a cell of several ranks that differs more, because
+  they add in another order, is right where it equals one rank in float64 within the same bounds;
 - **refused** when cai said before training that it would not, and why;
 - **wrong** or **crashed** otherwise.
 

@@ -151,8 +151,31 @@ def cell(column: str, model_type: str, expected: Reference) -> Entry:
     found = differences(got, expected.trained)
     rounding = {} if expected.exact is None else differences(expected.exact, expected.trained)
     wrong = expected.strange or too_much(found, rounding)
+    exact = settled(column, model_type) if wrong and not expected.strange else None
+    if exact is not None and not too_much(exact, {}):
+        return {
+            "outcome": "right",
+            "float64": summary(exact),
+            "differences": summary(found),
+            "seconds": seconds,
+        }
     outcome = {"outcome": "wrong", "reason": wrong} if wrong else {"outcome": "right"}
     return outcome | {"differences": summary(found), "seconds": seconds}
+
+
+def settled(column: str, model_type: str) -> dict[str, float] | None:
+    """How a column of several ranks differs from one rank in float64; None for one of one rank, or that fails there.
+
+    Ranks that share a layer or its sums add in another order than the plain loop, and some models amplify that. One
+    rank is compared with the plain loop in float32, in a column of its own.
+    """
+    if COLUMNS[column].ranks == 1:
+        return None
+    alone, _ = _on_ranks(1, columns.run_cell, "one rank", model_type, "fp64")
+    shared, _ = _on_ranks(COLUMNS[column].ranks, columns.run_cell, column, model_type, "fp64")
+    if not (isinstance(alone, Trained) and isinstance(shared, Trained)):
+        return None
+    return differences(shared, alone)
 
 
 def _on_ranks(ranks: int, function: Callable, *args: Any) -> tuple[Any, float]:

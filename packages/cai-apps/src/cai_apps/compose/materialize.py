@@ -86,7 +86,8 @@ def materialize(
         pretrained: other values are loaded afterwards.
 
     At most one block is there in full at any time, and the layers outside blocks one by one.
-    Raises `PlanError` for parameters and buffers that the model's own initialization leaves as they are.
+    Raises `PlanError` for parameters and buffers that the model's own initialization leaves as they are, and where it
+    looks into layers that are on another stage.
     """
     values = InitialValues(model, initializer, seed=seed, dtype=dtype, device=device, pretrained=pretrained)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -185,13 +186,24 @@ class InitialValues:
         with _KeyedDraws(self._seed, known, self._device) as draws:
             for module in [*group.modules, *group.above]:
                 draws.enter(_module_name(module, known))
-                self._initialize(module)
+                self._fill(module)
         for (module, key, _), param in zip(self._sites, before, strict=True):
             module._parameters[key] = param
         owned = {p: value.detach() for p, value in full.items() if self._home[p] is group}
         if not self._pretrained:
             _check_set({self._names[p]: value for p, value in owned.items()}, group.modules)
         return owned
+
+    def _fill(self, module: nn.Module) -> None:
+        try:
+            self._initialize(module)
+        except AttributeError as error:
+            raise PlanError(
+                "the model's own initialization does not run on a part of the model",
+                got=str(error),
+                cause="it looks into layers that another pipeline stage has",
+                fix="parallel.pipeline.size = 1",
+            ) from error
 
 
 def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
