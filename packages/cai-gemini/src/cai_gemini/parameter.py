@@ -133,7 +133,7 @@ class UsedParameters:
     Their gradients are those of the parameters that are kept.
     """
 
-    steps = True
+    steps = fixed = True
 
     def __init__(self, keeper: Keeper):
         self._keeper = weakref.ref(keeper)

@@ -225,7 +225,7 @@ class ShardKeeper:
             weakref.ref(unit),
             weakref.ref(buffer),
         )
-        self._whole = whole
+        self._whole = self.fixed = whole
         self._places: dict[int, Place] = {}
 
     @property

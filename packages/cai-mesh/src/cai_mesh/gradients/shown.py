@@ -19,6 +19,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients.flat import check_flat_use
 from cai_mesh.gradients.place import Place
 from cai_mesh.gradients.shard import ShardGradient, shown
+from cai_mesh.layout.chunk import moved
 
 
 class GradientKeeper(Protocol):
@@ -26,6 +27,7 @@ class GradientKeeper(Protocol):
 
     Attributes:
         steps: whether the parameters are stepped there, and so by no other optimizer.
+        fixed: (optional) whether they are views of memory that is filled anew for each use, and must stay there.
     """
 
     steps: bool
@@ -138,6 +140,11 @@ class ShownParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        held = _DATA.__get__(self)
+        if getattr(self.cai_keeper, "fixed", False) and (
+            value.data_ptr() != held.data_ptr() or value.dtype != held.dtype
+        ):
+            raise moved("that a module uses now")
         _DATA.__set__(self, value)
 
 
