@@ -477,6 +477,22 @@ class NoParametersInABlock(Stack):
 
 
 @model
+class CastsItsRouter(Stack):
+    """As Switch Transformers: a layer is cast in forward, whatever the model's dtype."""
+
+    class Routed(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(WIDTH, 1)
+
+        def forward(self, x):
+            self.router = self.router.to(torch.float32)
+            return super().forward(x) * self.router(x.float()).sigmoid().to(x.dtype)
+
+    block = Routed
+
+
+@model
 class BlocksInBlocks(Stack):
     class Nested(nn.Module):
         def __init__(self) -> None:

@@ -24,6 +24,7 @@ REFUSED = {
     **{(name, form): "written to in forward" for name in ("MaxNorm", "MaxNormInABlock") for form in _FLAT},
     **{("ACachedWeight", form): "in whose place another is trained" for form in _FLAT},
     **{("AttributeMadeLast", form): "modified by an inplace operation" for form in _FLAT},
+    **{("CastsItsRouter", form): "does not lie in its chunk" for form in FORMS},
     ("MaxNorm", "zero1"): "other values to the same weights",
 }
 for used_whole in ("AChildOutside", "AScaleOutside"):  # of one dimension, and on one rank not cut
