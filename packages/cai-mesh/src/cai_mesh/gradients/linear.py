@@ -143,7 +143,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, grad, token, rule):
         y, saved = rule.forward(x, weight, bias)
-        ctx.save_for_backward(weight, *saved)
+        # a first layer's weight is not looked at in backward, and may have left by then
+        ctx.weight = None if ctx.needs_input_grad[0] else weight
+        ctx.save_for_backward(*((weight,) if ctx.weight is None else ()), *saved)
         ctx.rule, ctx.grad, ctx.token = rule, grad, token  # not saved: writing to it would count as a change
         return _own(y)
 
@@ -151,7 +153,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _Linear.differentiable(ctx, dy)
-        weight, *saved = ctx.saved_tensors
+        weight, saved = _Linear.saved(ctx)
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx, operands, db = ctx.rule.backward(
             dy,
@@ -169,6 +171,14 @@ class _Linear(torch.autograd.Function):
         return dx.wait(), dw, db, None, None, None
 
     @staticmethod
+    def saved(ctx):
+        """The weight, and what the rule has saved."""
+        if ctx.weight is not None:
+            return ctx.weight, ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
+        return weight, saved
+
+    @staticmethod
     def differentiable(ctx, dy):
         """The same with `create_graph`: by operators that autograd can differentiate again, nothing into a chunk."""
         if type(ctx.rule) is not Local or ctx.rule.products not in (PLAIN, TRANSPOSED):
@@ -177,7 +187,7 @@ class _Linear(torch.autograd.Function):
                 got=ctx.rule.key,
                 fix="leave out create_graph=True, or build the model without kernels and tensor parallelism",
             )
-        weight, x = ctx.saved_tensors
+        weight, (x,) = _Linear.saved(ctx)
         transposed = ctx.rule.products is TRANSPOSED
         rows = dy.reshape(-1, dy.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
