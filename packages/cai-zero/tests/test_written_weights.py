@@ -59,3 +59,13 @@ def test_masters_take_what_is_written(write, stage):
             )
             assert torch.equal(after[name], limited), name
             assert torch.equal(params[name].float(), limited.to(torch.bfloat16).float())
+
+
+def test_what_is_written_to_a_gradient_in_another_order_of_memory_is_kept():
+    """Of a parameter that the optimizer does not have."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    shard_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), None, model=model)
+    gradient = torch.arange(12.0).view(3, 4).t()
+    model[0].weight.grad = gradient.clone(memory_format=torch.preserve_format)
+    model[0].weight.grad.mul_(2.0)
+    assert torch.equal(model[0].weight.grad, 2.0 * gradient)

@@ -160,6 +160,9 @@ class StrayKeeper:
         grad, axes = raw_grad(param), layout_of(param).sharded_axes
         if grad is None:
             return None
+        if not grad.is_contiguous():  # what is written to the flat one must be written to this one
+            grad = grad.contiguous()
+            set_raw_grad(param, grad)
         sums, known = groups_along(self._ranks.mesh, axes)
         place = Place(
             param.shape,

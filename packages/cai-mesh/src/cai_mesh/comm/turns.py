@@ -18,7 +18,7 @@ from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import PlanError
 
 _KEPT = 64
-"""Turns whose entries stay in the store: no rank is further behind."""
+"""Turns whose entries stay in the store; a rank that is further behind is not compared."""
 _PATIENCE = timedelta(seconds=60)
 """How long a rank waits at most for all others in a turn that is not expected."""
 

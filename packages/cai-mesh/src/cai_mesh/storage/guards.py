@@ -38,9 +38,8 @@ def check_arguments(model: Any, optimizer: Any = None, *, what: str, whole: bool
     if getattr(optimizer, "inner", None) is not None:
         raise PlanError(f"{what} was given an optimizer that is sharded or offloaded already")
     own = [] if model is None else list(model.parameters())
-    if (
-        optimizer is not None and not whole
-    ):  # another optimizer may have others of the model, but not in flat parts
+    if optimizer is not None and not whole:
+        # another optimizer may have others of the model, but not in flat parts
         own = [param for param in own if type(param) is not ShownParameter]
         own += [param for group in optimizer.param_groups for param in group["params"]]
     if any(is_kept(param) for param in own):

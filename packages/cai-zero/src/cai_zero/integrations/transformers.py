@@ -110,9 +110,8 @@ class ZeroTrainer(Trainer):
                 fix="load them before sharding, or let ZeroTrainer shard (stage=3)",
             )
         first = not dist.is_initialized() or dist.get_rank() == 0
-        wide = torch.promote_types(
-            next(self.model.parameters()).dtype, torch.float32
-        )  # master weights may be
+        # at least float32: master weights may have more bits than what computes
+        wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         state = type(self.model).from_pretrained(directory, dtype=wide).state_dict() if first else {}
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
         weights = getattr(optimizer, "weights", None)
