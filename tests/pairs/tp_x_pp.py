@@ -9,6 +9,7 @@ import twin
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
+from cai_mesh.errors import PlanError
 from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
@@ -17,9 +18,13 @@ from cai_tensor_parallel import parallelize
 MICROBATCHES = 4
 
 
-def train(name: str, schedule: str):
+EVEN = 8
+"""A length that two ranks can divide."""
+
+
+def train(name: str, schedule: str, sequence: bool = False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    model = parallelize(split(twin.build(name), mesh), mesh, logits="sharded")
+    model = parallelize(split(twin.build(name), mesh), mesh, logits="sharded", sequence=sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss_fn(output, ids):
@@ -30,7 +35,8 @@ def train(name: str, schedule: str):
     backward = twin.in_microbatches(runner, MICROBATCHES)
     losses, norms = [], []
     for step in range(twin.STEPS):
-        losses.append(float(backward(twin.batch(step))))
+        ids = twin.batch(step)
+        losses.append(float(backward(ids[:, :EVEN] if sequence else ids)))
         for parameter in model.parameters():
             holders = reduce_of(parameter).tied
             if holders is not None:
@@ -46,3 +52,20 @@ def train(name: str, schedule: str):
 @pytest.mark.parametrize("name", list(twin.MODELS))
 def test_equals_one_process(name: str, schedule: str):
     twin.assert_equals_one_process(name, run_ranks(4, train, name, schedule))
+
+
+@pytest.mark.parametrize("name", list(twin.MODELS))
+def test_a_stream_that_is_cut_passes_from_stage_to_stage(name: str, monkeypatch: pytest.MonkeyPatch):
+    whole = twin.batch
+    monkeypatch.setattr(twin, "batch", lambda *args: whole(*args)[:, :EVEN])
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, "1f1b", True))
+
+
+def grid():
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp_row", "tp_col"))
+    with pytest.raises(PlanError, match="stage of a pipeline"):
+        parallelize(split(twin.build("llama"), mesh), mesh, mode="2d")
+
+
+def test_a_grid_in_a_stage_is_refused():
+    run_ranks(8, grid, timeout=300)

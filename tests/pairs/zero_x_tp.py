@@ -1,23 +1,29 @@
-"""cai-zero over cai-tensor-parallel in a plain loop equals one process: losses, norms, final parameters."""
+"""cai-zero over cai-tensor-parallel in a plain loop equals one process: losses, norms, final parameters; every mode."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import twin
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.testing import assert_names_kept, run_ranks
-from cai_tensor_parallel import parallelize
+from cai_tensor_parallel import parallelize, sub_axes
 from cai_zero import shard_module, shard_optimizer
 
+EVEN = 8
+"""A length that two ranks can divide."""
 
-def train(name: str, stage: int):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+def train(name: str, stage: int, mode: str = "1d", sequence: bool = False):
+    axes = {"dp_shard": 2} | sub_axes(mode, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = twin.build(name)
     names = [n for n, _ in model.named_parameters()]
-    parallelize(model, mesh, logits="sharded")
+    plain = mode == "1d" and not sequence
+    parallelize(model, mesh, mode=mode, sequence=sequence, logits="sharded" if plain else "whole")
     if stage == 3:
         shard_module(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -26,7 +32,9 @@ def train(name: str, stage: int):
     assert_names_kept(names, [n for n, _ in model.named_parameters()])
 
     def backward(ids):
-        loss = twin.own_loss(model, ids)
+        ids = ids[:, :EVEN] if sequence else ids
+        logits = None if plain else model(input_ids=ids, use_cache=False).logits
+        loss = twin.own_loss(model, ids) if logits is None else twin.loss_of(logits, ids)
         loss.backward()
         return loss
 
@@ -43,3 +51,15 @@ def train(name: str, stage: int):
 @pytest.mark.parametrize("name", list(twin.MODELS))
 def test_equals_one_process(name: str, stage: int):
     twin.assert_equals_one_process(name, run_ranks(4, train, name, stage))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_grid_equals_one_process(stage: int):
+    twin.assert_equals_one_process("gpt2", run_ranks(8, train, "gpt2", stage, "2d", timeout=300))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_cut_sequence_equals_one_process(stage: int, monkeypatch: pytest.MonkeyPatch):
+    whole = twin.batch
+    monkeypatch.setattr(twin, "batch", lambda *args: whole(*args)[:, :EVEN])
+    twin.assert_equals_one_process("gpt2", run_ranks(4, train, "gpt2", stage, "1d", True))

@@ -154,22 +154,23 @@ def test_a_cross_entropy_of_a_cut_vocabulary_widens_few_rows_at_once(tokens):
     assert all(not found for found in run_ranks(5, few_rows_at_once, tokens))
 
 
-def compiled():
+def compiled(sequence):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     whole = [p.detach().clone() for p in model.parameters()]
-    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
     expected = torch.tanh(x @ whole[0].t() + whole[1]) @ whole[2].t() + whole[3]
-    parallelize(model, mesh, Plan({"0": "colwise", "2": "rowwise"}))
+    parallelize(model, mesh, Plan({"0": "colwise", "2": "rowwise"}), sequence=sequence)
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(y, expected)
     (g,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(g, torch.autograd.grad(expected.sum(), x)[0])
 
 
-def test_compiles_to_one_graph():
-    run_ranks(2, compiled)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiles_to_one_graph(sequence):
+    run_ranks(2, compiled, sequence)
 
 
 def errors():
@@ -183,7 +184,7 @@ def errors():
         parallelize(toy, mesh, Plan({"1": "colwise"}))
     with pytest.raises(PlanError, match="did you mean 'colwise'"):
         parallelize(toy, mesh, Plan({"0": "colwize"}))
-    with pytest.raises(PlanError, match="expert"):
+    with pytest.raises(PlanError, match="parameters that are not cut"):
         parallelize(toy, mesh, Plan({"0": "moe_tp_experts"}))
     with pytest.raises(PlanError, match="no tensor-parallel plan"):
         parallelize(toy, mesh)

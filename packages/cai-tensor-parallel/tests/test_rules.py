@@ -154,3 +154,58 @@ def strangers():
 
 def test_a_layer_with_a_forward_of_its_own_is_refused():
     run_ranks(2, strangers)
+
+
+class Latent(nn.Module):
+    """Attention of four query heads over one key/value head, with rotary features that all heads share."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.num_key_value_groups, self.qk_rope_head_dim = 4, 4, 2
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 3)
+        self.kv_a, self.kv_b, self.o_proj = nn.Linear(WIDTH, 6), nn.Linear(4, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        latent, rotary = self.kv_a(x).split((4, 2), -1)
+        q, v = (y.unflatten(-1, (-1, 3)) for y in (self.q_proj(x), self.kv_b(latent)))
+        k = self.k_proj(x).unflatten(-1, (-1, 3)).repeat_interleave(self.num_key_value_groups, -2)
+        return self.o_proj((torch.tanh(q) * k + v * rotary.sum(-1)[..., None, None]).flatten(-2))
+
+
+LATENT = Plan(
+    {
+        "q_proj": "colwise",
+        "k_proj": "colwise",
+        "kv_a": "mla_kv_a_proj",
+        "kv_b": "colwise",
+        "o_proj": "rowwise",
+    }
+)
+
+
+def partly_used(compiled):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(2)
+    whole = Latent().double()
+    x = batch(0).requires_grad_()
+    expected = whole(x)
+    expected.sin().sum().backward()
+    grads, inputs = {n: p.grad for n, p in whole.named_parameters()}, x.grad
+    torch.manual_seed(2)
+    model = parallelize(Latent().double(), mesh, LATENT)
+    params = dict(model.named_parameters())
+    buffer = GradBuffer(FlatChunk(params.items()), list(params.values()), torch.float64, torch.device("cpu"))
+    direct_linears(model, params.values())
+    x = batch(0).requires_grad_()
+    y = (torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model)(x)
+    y.sin().sum().backward()
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, inputs)
+    for (name, p), view in zip(params.items(), buffer.chunk.views(buffer.take()), strict=True):
+        for here, box in layout_of(p).slices():
+            torch.testing.assert_close(view[here], grads[name][box.slices()], msg=name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_of_which_ranks_use_parts_write_whole_gradients_to_chunks(compiled):
+    run_ranks(2, partly_used, compiled, timeout=200)

@@ -51,7 +51,6 @@ def test_fills_in_what_is_open(tiny):
         ({"parallel__shard": 0}, MeshError, ["parallel.shard"]),
         ({"parallel__tensor__size": 8, "parallel__shard": 1, "parallel__pipeline__size": 1}, ConfigError,
          ["4 attention heads", "parallel.tensor.size = 8", "1, 2, 4"]),
-        ({"parallel__tensor__size": 4, "parallel__shard": 1}, ConfigError, ["2 key/value heads", "among 1, 2"]),
         ({"parallel__pipeline__size": 8, "parallel__shard": 1, "parallel__tensor__size": 1}, ConfigError,
          ["4 layers", "parallel.pipeline.size = 8", "at most 4 stages"]),
         ({"train__global_batch": 18}, ConfigError, ["batch sizes disagree", "global_batch = 18", "global_batch to 16"]),

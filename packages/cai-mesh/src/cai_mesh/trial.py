@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_mesh.trial_inputs import small_inputs
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ _SMALL = {
     "intermediate_size": 24,
     "ffn_dim": 24,
     "n_inner": 24,
+    "d_ff": 24,
+    "d_kv": 8,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "num_experts": 4,
@@ -60,6 +67,8 @@ _SMALL = {
     "n_group": 2,
     "topk_group": 1,
     "max_position_embeddings": 64,
+    "max_source_positions": 16,
+    "max_target_positions": 64,
     "sliding_window": 4,
     "rotary_dim": 4,
     "vocab_size": VOCABULARY,
@@ -95,13 +104,9 @@ class SmallModel:
         return (flat * torch.linspace(-1.0, 1.0, flat.numel(), dtype=flat.dtype)).sum()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Token ids, attention mask and labels, all [2, 12]; the first row ends with two padding tokens."""
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(4, VOCABULARY, (2, 12), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[0, -2:] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        return inputs | {"labels": ids} if self.labelled else inputs
+        """What its forward takes, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
+        words = getattr(self.config.get_text_config(), "vocab_size", None) or VOCABULARY
+        return small_inputs(self.model_class, self.config, min(words, VOCABULARY), labelled=self.labelled)
 
 
 def tensors_of(output: Any, name: str = "output") -> dict[str, torch.Tensor]:
@@ -188,6 +193,8 @@ def _shrink(config: Any, shrink: Callable[[Any], None]) -> Any:
         value = getattr(text, name, None)
         if not isinstance(value, int) or value >= VOCABULARY:
             setattr(text, name, None)
+    if (getattr(text, "decoder_start_token_id", None) or 0) >= VOCABULARY:
+        text.decoder_start_token_id = 1
     if getattr(small, "_experts_implementation", None) is not None:
         small._experts_implementation = "eager"
     if small._attn_implementation not in ("eager", "sdpa"):
@@ -196,7 +203,8 @@ def _shrink(config: Any, shrink: Callable[[Any], None]) -> Any:
 
 
 def _smaller_vocabulary(text: Any) -> None:
-    text.vocab_size = min(text.vocab_size, VOCABULARY)
+    if hasattr(text, "vocab_size"):
+        text.vocab_size = min(text.vocab_size, VOCABULARY)
 
 
 def _fewer_layers(text: Any) -> None:
@@ -211,11 +219,12 @@ def _fewer_layers(text: Any) -> None:
 
 def _narrower(text: Any) -> None:
     hidden, heads = text.hidden_size, text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if getattr(text, "word_embed_proj_dim", None) is not None:
         text.word_embed_proj_dim = HIDDEN if text.word_embed_proj_dim == hidden else HIDDEN // 2
-    if getattr(text, "num_key_value_heads", None) is not None:
-        text.num_key_value_heads = HEADS if kv_heads == heads else min(kv_heads, HEADS // 2)
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        own = getattr(text, name, None)
+        if own is not None:
+            setattr(text, name, HEADS if own == heads else min(own, HEADS // 2))
     latent_attention = hasattr(text, "qk_rope_head_dim")
     if vars(text).get("head_dim") is not None and not latent_attention:
         text.head_dim = HIDDEN // HEADS
@@ -224,3 +233,6 @@ def _narrower(text: Any) -> None:
         now = getattr(text, name, None)
         if isinstance(now, int):
             setattr(text, name, min(now, value))
+    patch = getattr(text, "patch_size", None)
+    if isinstance(patch, int) and isinstance(getattr(text, "image_size", None), int):
+        text.image_size = min(text.image_size, 4 * patch)

@@ -1,5 +1,6 @@
 """Tensor parallelism from a plan of roles: `parallelize` an ordinary or Hugging Face model over a mesh axis."""
 
+from cai_tensor_parallel.modes import sub_axes
 from cai_tensor_parallel.parallelize import parallelize
 from cai_tensor_parallel.plan import ROLES, Plan, plan_for
 from cai_tensor_parallel.vocab import (
@@ -17,6 +18,7 @@ __all__ = [
     "gather_logits",
     "parallelize",
     "plan_for",
+    "sub_axes",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
     "vocab_start",

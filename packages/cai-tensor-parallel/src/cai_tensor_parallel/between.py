@@ -1,8 +1,9 @@
 """What reaches a row-cut layer without passing a column cut: its gradient would be one rank's part of it.
 
 The graph of a row-cut layer's input is walked back once, at the first forward that records one. Column-cut layers end
-the walk, and copies whose gradients are summed. A parameter found on the way acts on one rank's features and would get
-the gradient of these alone; so would a result that is whole on every rank. Cut parameters are as they should be.
+the walk, whole ones that sum the gradients of their results, and copies whose gradients are summed. A parameter found
+on the way acts on one rank's features and would get the gradient of these alone; so would a result that is whole on
+every rank. Cut parameters are as they should be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import record_of
 from cai_tensor_parallel.modes.one_d import Column, Row
+from cai_tensor_parallel.modes.whole import Picked, Tail
 
 Found = Callable[[str, list[torch.Tensor]], None]
 """Called with a row-cut layer's name and the parameters before it; with none for something else that is whole."""
@@ -54,7 +56,7 @@ def _whole_before(root: Any) -> Iterator[torch.Tensor | None]:
                 yield leaf
         elif isinstance(rule, Row) or type(node).__name__ == "_ReduceFromBackward":
             yield None
-        elif not isinstance(rule, Column) and type(node).__name__ != "_CopyToBackward":
+        elif not isinstance(rule, Column | Picked | Tail) and type(node).__name__ != "_CopyToBackward":
             ahead = {after for after, _ in node.next_functions if after is not None} - seen
             seen |= ahead
             waiting += ahead

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import layout_of
+from cai_tensor_parallel.modes.context import ModeContext
+from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.vocab import CausalLMLoss, vocab_start
 
 ROWS, TOKENS, COLUMNS = 2, 5, 11
@@ -16,9 +19,11 @@ ROWS, TOKENS, COLUMNS = 2, 5, 11
 
 
 def is_next_token_loss(model: nn.Module) -> bool:
-    """Whether a model's `loss_function` equals the loss of next tokens on random logits, in all its options."""
+    """Whether a model's forward calls its `loss_function`, and that equals the loss of next tokens on random logits,
+    in all its options."""
     own = getattr(model, "loss_function", None)
-    if not callable(own):
+    forward = inspect.unwrap(type(model).forward)
+    if not callable(own) or "loss_function" not in forward.__code__.co_names:
         return False
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -47,12 +52,17 @@ def _agrees(own: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, 
     return torch.allclose(own(**arguments), CausalLMLoss(None, 0)(**arguments), rtol=1e-4)
 
 
-def cut_loss(model: nn.Module, head: nn.Module, group: dist.ProcessGroup) -> None:
+def cut_loss(model: nn.Module, head: nn.Module, context: ModeContext) -> None:
     """Let a model compute its loss from cut logits, or refuse labels where that is not the loss of next tokens."""
     if is_next_token_loss(model):
         weight = head.weight
         assert isinstance(weight, torch.Tensor)
-        model.loss_function = CausalLMLoss(group, vocab_start(weight))  # type: ignore[assignment]
+        loss = CausalLMLoss(context.group, vocab_start(weight))
+        if context.mode in GRIDS:
+            form, ranks, columns = context.grid.inner, context.ranks, layout_of(weight).global_shape[0]
+            start = min(ranks.index(form.features) * -(-columns // ranks.degree(form.features)), columns)
+            loss = CausalLMLoss(ranks.group(form.features), start, ranks.group(form.batch))
+        model.loss_function = loss  # type: ignore[assignment]
         return
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
 

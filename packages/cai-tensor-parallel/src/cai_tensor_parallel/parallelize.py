@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError, did_you_mean
-from cai_mesh.layout import keep_attached, refresh
-from cai_mesh.trial import Trial
+from cai_mesh.layout import Replicate, keep_attached, refresh
+from cai_mesh.trial import SmallModel, Trial
+from cai_tensor_parallel.arguments import cut_arguments
 from cai_tensor_parallel.between import refusal, watch
+from cai_tensor_parallel.complete import completed
+from cai_tensor_parallel.entry import base_of, cut_samples
+from cai_tensor_parallel.heads import informed, regroup, shared_heads_of, shares_heads
 from cai_tensor_parallel.loss import cut_loss, is_next_token_loss
-from cai_tensor_parallel.modes import MODES
-from cai_tensor_parallel.modes.context import ModeContext
-from cai_tensor_parallel.plan import Plan, Role, match, plan_for
+from cai_tensor_parallel.modes import MODES, check_axes, check_mode
+from cai_tensor_parallel.modes.context import ModeContext, Ranks
+from cai_tensor_parallel.modes.draws import Draws, draw_between, draw_inside, drops
+from cai_tensor_parallel.modes.forms import GRIDS
+from cai_tensor_parallel.modes.grid import unsharded
+from cai_tensor_parallel.modes.sequence import Sequence, cut_sequence, survey
+from cai_tensor_parallel.plan import HOLDERS, Plan, Role, match, plan_for
 from cai_tensor_parallel.saving import guard_saving
 from cai_tensor_parallel.shard import Cutter
-from cai_tensor_parallel.verify import trial_of, verified
+from cai_tensor_parallel.verify import told, trial_of, verified
+from cai_tensor_parallel.vocab import gather_logits
+from cai_tensor_parallel.vocabulary import keeps_another_bias, vocabulary_ends
 
 LOGITS = ("whole", "sharded")
 
@@ -33,80 +42,187 @@ def parallelize(
     plan: Plan | None = None,
     *,
     mode: str = "1d",
+    sequence: bool = False,
     logits: Literal["whole", "sharded"] = "whole",
     trial: Trial | None = None,
 ) -> nn.Module:
     """Cut the parameters of a model over the `tp` axis of a mesh and let its modules compute with the parts.
 
-    Names of parameters are kept; each cut one carries a `Layout`. Meta-device models are fine. The input batch must
-    be the same on all ranks of the axis, and they must draw the same random numbers (dropout).
+    Names of parameters are kept; each cut one carries a `Layout`. Meta-device models are fine. All ranks of the axis
+    must have the same input batch and random seed.
 
-    First a small model of the same kind is cut over two virtual ranks, and what it returns, its loss and all gradients
-    are compared with the whole one's. Parameters between a column cut and a row cut that the plan forgot get their
-    gradients summed. A model that is not of transformers is tried where it brings a `trial`; without one only
-    gradients are looked after: what has parameters, or is whole, between two cuts is refused at the first forward.
+    Experts are cut by hidden features: every rank has a part of each. Where there are fewer key/value heads than ranks,
+    or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need.
+
+    First a small model of the same kind is cut over two virtual ranks (four, where ranks share key/value heads), and
+    what it returns, its loss and all gradients are compared with the whole one's. Parameters between two cuts that the
+    plan forgot get their gradients summed. A model that is not of transformers is tried where it brings a `trial`;
+    without one, parameters or whole results between two cuts are refused at the first forward.
 
     Args:
         mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
         plan: None reads the one the model carries or the built-in one, see `plan_for`; one rank needs none.
-        mode: "1d".
+        mode: "1d": features between a column cut and a row cut are cut, Megatron's way. "2d" (axes `tp_row`,
+            `tp_col`), "2.5d" (`tp_depth` too) and "3d" (`tp_i`, `tp_j`, `tp_k`): samples and features stay cut from
+            the embedding to the head, and no rank ever holds a whole hidden state; see `sub_axes`.
+        sequence: in mode 1d, what is not cut by features is cut along the sequence: norms, dropout, residuals.
         logits: of a vocabulary-cut head. "whole": [..., V] on every rank, as the model's loss, `generate()` and a
             loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
-            and so does the model's `loss_function` where it is the loss of next tokens.
+            and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
-    Raises `PlanError` when heads or features do not divide over the axis, a glob matches nothing, a role is not
-    supported, or the small model computes something else; `MeshError` when the mesh has no such axis. Returns the
-    model.
+    Returns the model. Raises `PlanError` when query heads or features do not divide, a glob of `plan` matches nothing,
+    a role is not supported, or the small model computes something else; `MeshError` for a mesh without such axes.
     """
-    cut = _Cut(mode, logits)
+    cut = Cut(mode, logits, sequence)
     mesh = ParallelMesh.of(mesh, alone="tp")
     mesh.require("tp", "parallelize")
     degree = mesh.degree("tp")
     if degree == 1 and plan is None:
         return model
     given, plan = plan, plan or plan_for(model)
-    match(plan, model)
+    roles = match(plan, model)
+    if logits == "sharded" and given is None:
+        _check_head(model, roles)
     if degree == 1:
         return model
+    check_axes(mode, mesh)
     refresh(model)
-    _check_heads(model, degree)
+    _check_heads(model, cut.degree(mesh))
     tried = trial or trial_of(model, labelled=logits == "whole" or is_next_token_loss(model))
-    if tried is not None:
-        added = verified(tried, given, cut)
-        plan = Plan({**plan.roles, **added}, plan.divided)
-    group = mesh.group("tp")
-    assert group is not None  # more than one rank
-    cut(model, plan, group, Cutter.along(mesh, "tp"))
-    watch(model, _refuse(model))
+    plan = _proved(model, mesh, plan, cut, None if tried is None else (tried, given))
+    cut(model, plan, mesh, Cutter.along(mesh, "tp"))
+    if mode == "1d":
+        watch(model, _refuse(model))
     guard_saving(model)
     return model
 
 
+def _proved(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    plan: Plan,
+    cut: Cut,
+    tried: tuple[Trial | SmallModel, Plan | None] | None,
+) -> Plan:
+    """The plan, with what its trial has found to be shared; `tried` is a small model and the plan that was given."""
+    if tried is None and cut.mode in GRIDS:
+        raise PlanError(
+            f"mode {cut.mode} tries itself on a small model first, and there is none",
+            got=type(model).__name__,
+            fix="pass trial=Trial(...) with a small model of the same modules",
+        )
+    if cut.mode in GRIDS and getattr(getattr(model, "cai_stage", None), "count", 1) > 1:
+        raise PlanError(
+            f"mode {cut.mode} cannot cut a stage of a pipeline",
+            cause="a stage gets hidden states that are cut already, and inputs that are not",
+            fix='mode="1d" in pipelines',
+        )
+    if tried is None:
+        return plan
+    shared = shared_heads_of(model) % cut.degree(mesh) != 0
+    if shared and cut.mode in GRIDS:
+        raise PlanError(
+            "the key/value heads do not divide over the ranks that share features",
+            got=f"{shared_heads_of(model)} key/value heads over {cut.degree(mesh)} ranks",
+            fix='choose a degree that divides them, or mode="1d"',
+        )
+    shared = shared or shares_heads(informed(model, match(plan, model), cut.degree(mesh)))
+    group = mesh.group("tp")
+    assert group is not None  # more than one rank
+    added = told(group, lambda: verified(*tried, cut, 4 if shared else 2))
+    return replace(plan, roles={**plan.roles, **added})
+
+
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """What is done to a model on one rank of a group. Globs of the plan that match nothing are left out."""
 
     mode: str
     logits: str
+    sequence: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise PlanError("unknown tensor-parallel mode", got=self.mode, fix=did_you_mean(self.mode, MODES))
+        check_mode(self.mode)
         if self.logits not in LOGITS:
             raise PlanError("unknown form of logits", got=self.logits, fix=did_you_mean(self.logits, LOGITS))
+        if self.sequence and self.mode != "1d":
+            raise PlanError(
+                f"sequence=True is for mode 1d: mode {self.mode} cuts samples and features of the stream already",
+                fix="leave it out",
+            )
 
-    def __call__(self, model: nn.Module, plan: Plan, group: dist.ProcessGroup, cutter: Cutter) -> None:
-        context = ModeContext(group, cutter, sharded_logits=self.logits == "sharded")
-        for name, role in match(plan, model, strict=False).items():
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of the mesh that play `tp`."""
+        return GRIDS[self.mode].axes if self.mode in GRIDS else ("tp",)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether logits stay cut."""
+        return self.logits == "sharded"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Axes over which the features between a column cut and a row cut are cut."""
+        return GRIDS[self.mode].inner.features if self.mode in GRIDS else ("tp",)
+
+    def degree(self, ranks: Ranks) -> int:
+        """Number of ranks along these."""
+        return ranks.degree(self.features)
+
+    @property
+    def copies(self) -> int:
+        """How many times as many samples a trial over two ranks an axis needs as one has."""
+        return 2 ** len(GRIDS[self.mode].stream.batch) if self.mode in GRIDS else 1
+
+    def whole(self, tensor: torch.Tensor, shape: torch.Size, ranks: Ranks) -> torch.Tensor:
+        """Whole logits from what a rank has of them."""
+        if self.mode in GRIDS:
+            return unsharded(tensor, shape[-1], GRIDS[self.mode].inner, ranks)
+        return gather_logits(tensor, shape[-1], ranks.group("tp"))
+
+    def __call__(self, model: nn.Module, plan: Plan, ranks: Ranks, cutter: Cutter) -> None:
+        context = ModeContext(ranks, cutter, self.mode, sharded_logits=self.logits == "sharded")
+        roles = informed(model, match(plan, model, strict=False), self.degree(ranks))
+        if self.mode in GRIDS:
+            roles = completed(model, roles)
+            cut_samples(model, context)
+        if self.sequence:
+            context.sequence, places = Sequence(context.group), survey(model, roles)
+            context.partial = frozenset(filter(places.sums_for, roles))
+            context.enclosed = frozenset(filter(places.encloses, roles))
+            cut_sequence(model, places, context.sequence)
+        for name, role in sorted(roles.items(), key=lambda item: not item[1].parameter):
+            name = name.removesuffix("." + role.parameter) if role.parameter else name
             for module_name, module in _with_parameters(name, model.get_submodule(name), role):
                 context.module_name = module_name
                 MODES[self.mode](module, role, context)
                 if role.kind == "vocab_head" and context.sharded_logits:
-                    cut_loss(model, module, group)
+                    cut_loss(model, module, context)
+        regroup(model, roles, self.degree(ranks))
+        self._draw(model, roles, context)
         _check_sharing(model, cutter)
-        _divide_attributes(model, plan, cutter.degree)
+        cut_arguments(model, plan, ranks.group(self.features))
+        _divide_attributes(model, plan, self.degree(ranks))
         keep_attached(model)
+
+    def _draw(self, model: nn.Module, roles: dict[str, Role], context: ModeContext) -> None:
+        """Let dropout draw different numbers where ranks hold different parts."""
+        if not drops(model):
+            return
+        draws, find = Draws(context.group.rank()), model.get_submodule
+        if self.mode in GRIDS:
+            draw_between(base_of(model), model, model, draws)
+        elif self.sequence:
+            places = survey(model, roles)
+            for first, last in zip(places.first, places.last, strict=True):
+                draw_between(find(first), find(last), model, draws)
+        else:
+            named = [(role.kind, find(name)) for name, role in roles.items() if not role.parameter]
+            columns = [m for kind, m in named if kind in ("colwise", "packed_colwise", "kv_heads")]
+            rows = [m for kind, m in named if kind == "rowwise"]
+            draw_inside(columns, rows, model, draws)
 
 
 def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str, nn.Module]]:
@@ -115,7 +231,7 @@ def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str
     None of a module without any: it stands for one of another pipeline stage. Raises `PlanError` for one that should
     be cut and has its parameters in parts of it, as a layer with an adapter has.
     """
-    if any(True for _ in module.parameters(recurse=False)):
+    if role.kind in (*HOLDERS, "moe_identity_expert") or any(True for _ in module.parameters(recurse=False)):
         return [(name, module)]
     inside = [n for n, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
     if role.kind.startswith("replicated"):
@@ -132,8 +248,13 @@ def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str
 
 
 def _check_sharing(model: nn.Module, cutter: Cutter) -> None:
-    for name, param in model.named_parameters(remove_duplicate=False):
+    """A module of modules that only keeps the bias of its head as its own gets the part; others are refused."""
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
         if cutter.has_cut(param):
+            path, _, own = name.rpartition(".")
+            owner = model.get_submodule(path)
+            if param.dim() == 1 and keeps_another_bias(owner, cutter.cut(owner, own, Replicate())):
+                continue
             raise PlanError(
                 f"{name} is shared with a layer that is cut, and its own module is not cut",
                 fix="give both modules roles that cut alike, or untie them",
@@ -147,19 +268,28 @@ def _refuse(model: nn.Module) -> Callable[[str, list[torch.Tensor]], None]:
     return refuse
 
 
+def _check_head(model: nn.Module, roles: dict[str, Role]) -> None:
+    for getter, end in vocabulary_ends(model):
+        if next(end.parameters(), None) is None:  # it stands for one of another pipeline stage
+            continue
+        cut = any(model.get_submodule(name) is end for name, role in roles.items() if not role.parameter)
+        if getter == "get_output_embeddings" and not cut:
+            raise PlanError(
+                f"the logits of {type(model).__name__} cannot stay cut: its output layer is whole in its plan",
+                got=f"{type(end).__name__}, tied to what is not cut, or not proved to give the same when it is cut",
+                fix='parallelize(..., logits="whole"), or pass a plan that gives it the role vocab_head',
+            )
+
+
 def _check_heads(model: nn.Module, degree: int) -> None:
     config = getattr(model, "config", None)
-    for attribute, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key/value heads"),
-    ):
-        heads = getattr(config, attribute, None)
-        if isinstance(heads, int) and heads % degree:
-            raise PlanError(
-                f"the {what} do not divide over the tensor-parallel ranks",
-                got=f"{heads} {what} over {degree} ranks",
-                fix=f"choose a degree that divides {heads}",
-            )
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % degree:
+        raise PlanError(
+            "the attention heads do not divide over the tensor-parallel ranks",
+            got=f"{heads} attention heads over {degree} ranks",
+            fix=f"choose a degree that divides {heads}",
+        )
 
 
 def _divide_attributes(model: nn.Module, plan: Plan, degree: int) -> None:
@@ -167,5 +297,12 @@ def _divide_attributes(model: nn.Module, plan: Plan, degree: int) -> None:
         for glob, attributes in plan.divided.items():
             if fnmatch.fnmatchcase(name, glob):
                 for attribute in attributes:
+                    count = getattr(module, attribute, degree)
+                    if count % degree:
+                        raise PlanError(
+                            f"{name}: its {attribute} does not divide",
+                            got=f"{count} over {degree} ranks",
+                            fix=f"choose a tensor-parallel degree that divides {count}",
+                        )
                     if hasattr(module, attribute):
-                        setattr(module, attribute, getattr(module, attribute) // degree)
+                        setattr(module, attribute, count // degree)

@@ -11,6 +11,9 @@ from torch import nn
 from cai_mesh.comm import ParallelMesh
 from cai_mesh.layout import Replicate, Shard, attach, attach_to, layout_of, record_of
 
+Cuts = tuple[tuple[tuple[str, ...], Shard | Replicate], ...]
+"""(axes, what is done along them), in order."""
+
 
 @dataclass
 class Cutter:
@@ -33,23 +36,37 @@ class Cutter:
         """Number of parts."""
         return math.prod(degree for _, degree, _ in self.axes)
 
+    def _unnamed(self, cuts: Cuts) -> tuple[str, ...]:
+        named = {name for names, _ in cuts for name in names}
+        return tuple(name for name, _, _ in self.axes if name not in named)
+
     def has_cut(self, whole: nn.Parameter) -> bool:
         """Whether `whole` is a parameter that has been replaced by its part."""
         return id(whole) in self._done
 
+    def is_part(self, param: nn.Parameter) -> bool:
+        """Whether `param` is a part that has replaced its parameter."""
+        return any(part is param for _, part in self._done.values())
+
     def cut(self, module: nn.Module, name: str, placement: Shard | Replicate) -> nn.Parameter:
         """Replace parameter `name` of `module` by this rank's part and return it."""
+        return self.place(module, name, ((tuple(axis for axis, _, _ in self.axes), placement),))
+
+    def place(self, module: nn.Module, name: str, cuts: Cuts) -> nn.Parameter:
+        """The same by several cuts, one after the other; ranks along axes that none names hold the same."""
         whole = module._parameters[name]
         assert whole is not None
         if id(whole) not in self._done:
-            self._done[id(whole)] = (whole, self._part(whole, placement))
+            self._done[id(whole)] = (whole, self._part(whole, cuts))
         part = self._done[id(whole)][1]
         module._parameters[name] = part
         attach_to(module, name)
         return part
 
-    def _part(self, whole: nn.Parameter, placement: Shard | Replicate) -> nn.Parameter:
-        layout = layout_of(whole).across(self.axes, placement)
+    def _part(self, whole: nn.Parameter, cuts: Cuts) -> nn.Parameter:
+        layout = layout_of(whole)
+        for names, placement in (*cuts, (self._unnamed(cuts), Replicate())):
+            layout = layout.across([axis for axis in self.axes if axis[0] in names], placement)
         local = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)
         for index, box in layout.slices():
             local[index] = whole.detach()[box.slices()]

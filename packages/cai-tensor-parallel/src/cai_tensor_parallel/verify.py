@@ -4,33 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, layout_of
 from cai_mesh.trial import SmallModel, Trial, arguments_of, shrunk, tensors_of
 from cai_tensor_parallel.between import owners, refusal, watch
+from cai_tensor_parallel.modes.context import Ranks
 from cai_tensor_parallel.plan import Plan, plan_for
 from cai_tensor_parallel.shard import Cutter
-from cai_tensor_parallel.virtual import on_virtual_ranks
-from cai_tensor_parallel.vocab import gather_logits
+from cai_tensor_parallel.virtual import VirtualRanks, on_virtual_ranks
 
 RANKS = 2
+"""Along every axis of a trial."""
 TOLERANCE = 1e-4
 """Largest difference, relative to the largest value of a tensor: models compute parts of themselves in float32."""
 SMALLEST = 1e-3
 """Gradients below this part of the model's largest are compared with that: what cancels leaves rounding."""
 SHARED = "replicated_with_grad_allreduce"
 
-Cut = Callable[[nn.Module, Plan, dist.ProcessGroup, Cutter], None]
-"""(model, plan, group, cutter): what `parallelize` does to a model. Equal ones do the same."""
+
+class Cut(Protocol):
+    """What `parallelize` does to a model. Equal ones do the same."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def sharded(self) -> bool:
+        """Whether logits stay cut."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """How many times as many samples its trial needs as one has."""
+        ...
+
+    def whole(self, tensor: torch.Tensor, shape: torch.Size, ranks: Ranks) -> torch.Tensor:
+        """Whole logits from what a rank has of them."""
+        ...
+
+    def __call__(self, model: nn.Module, plan: Plan, ranks: Ranks, cutter: Cutter) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -40,10 +64,14 @@ class _Request:
     trial: Trial | SmallModel
     roles: tuple[tuple[str, str], ...]
     divided: tuple[tuple[str, tuple[str, ...]], ...]
+    arguments: tuple[tuple[str, tuple[str, ...]], ...]
     cut: Cut
+    ranks: int
 
     def plan(self, whole: nn.Module) -> Plan:
-        return Plan(dict(self.roles), dict(self.divided)) if self.roles else plan_for(whole)
+        if not self.roles:
+            return plan_for(whole)
+        return Plan(dict(self.roles), dict(self.divided), dict(self.arguments))
 
 
 @dataclass
@@ -68,22 +96,39 @@ def trial_of(model: nn.Module, *, labelled: bool) -> SmallModel | None:
     return shrunk(model, labelled=False)
 
 
-def verified(trial: Trial | SmallModel, plan: Plan | None, cut: Cut) -> dict[str, str]:
+def verified(trial: Trial | SmallModel, plan: Plan | None, cut: Cut, ranks: int = RANKS) -> dict[str, str]:
     """Roles to add to a plan, for parameters between its cuts: with them the cut model computes what it did whole.
 
-    The trial is run whole, and cut over two virtual ranks: what it returns, its loss and all gradients are compared.
+    The trial is run whole, and cut over virtual ranks: what it returns, its loss and all gradients are compared.
     Without a plan it is cut by the one it carries: the model itself may be a stage, without embeddings or head.
     Raises `PlanError` when the cut model computes something else, or does not run.
     """
-    roles, divided = ((), ()) if plan is None else (tuple(plan.roles.items()), tuple(plan.divided.items()))
-    return _verified(_Request(trial, roles, divided, cut))
+    fields = ({}, {}, {}) if plan is None else (plan.roles, plan.divided, plan.arguments)
+    return _verified(_Request(trial, *(tuple(each.items()) for each in fields), cut, ranks))
+
+
+def told(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What `work` returns or raises on the first rank of a group, on all of them: one trial for all, not one each.
+
+    Ranks that are simulated try for themselves.
+    """
+    if dist.get_backend(group) == "fake":
+        return work()
+    result, failure = dict[str, str](), None
+    if group.rank() == 0:
+        try:
+            result = work()
+        except PlanError as error:
+            failure = error
+    result, failure = all_gather_object((result, failure), group)[0]
+    if failure is not None:
+        raise failure
+    return result
 
 
 @lru_cache(maxsize=64)
 def _verified(request: _Request) -> dict[str, str]:
-    with torch.device("cpu"), torch.enable_grad():
-        whole = request.trial.build().double().eval()
-        outputs = _run(whole, request.trial)
+    outputs, whole = _run_whole(request)
     plan, added = request.plan(whole), dict[str, str]()
     results = _on_ranks(request, plan, outputs)
     found = set().union(*(result.between for result in results))
@@ -95,22 +140,36 @@ def _verified(request: _Request) -> dict[str, str]:
     return added
 
 
-def _on_ranks(request: _Request, plan: Plan, outputs: dict[str, torch.Tensor]) -> list[_Result]:
-    trial = request.trial
-    with torch.device("cpu"):  # not in the threads, which share a random generator
-        models = [trial.build().double().eval() for _ in range(RANKS)]
-
-    def run(group: dist.ProcessGroup) -> _Result:
-        model, result = models[group.rank()], _Result()
+def _run_whole(request: _Request) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    try:
         with torch.device("cpu"), torch.enable_grad():
-            request.cut(model, plan, group, Cutter((("tp", RANKS, group.rank()),)))
+            whole = request.trial.build().double().eval()
+            return _run(whole, request), whole
+    except Exception as error:
+        raise PlanError(
+            "a small model of this kind has no gradients to compare with",
+            got=f"{type(error).__name__}: {error}",
+            cause="it does not run in float64 on the CPU in evaluation mode, forward and backward",
+            fix="pass trial=Trial(...)",
+        ) from error
+
+
+def _on_ranks(request: _Request, plan: Plan, outputs: dict[str, torch.Tensor]) -> list[_Result]:
+    axes = dict.fromkeys(request.cut.axes, request.ranks)
+    with torch.device("cpu"):  # not in the threads, which share a random generator
+        models = [request.trial.build().double().eval() for _ in range(math.prod(axes.values()))]
+
+    def run(ranks: VirtualRanks) -> _Result:
+        model, result = models[ranks.rank], _Result()
+        with torch.device("cpu"), torch.enable_grad():
+            request.cut(model, plan, ranks, Cutter(tuple((n, request.ranks, ranks.here[n]) for n in axes)))
             watch(model, _collect(model, result.between))
-            result.outputs = _run(model, trial, outputs, group)
+            result.outputs = _run(model, request, outputs, ranks)
             result.gradients = {n: (layout_of(p), p.grad) for n, p in model.named_parameters()}
         return result
 
     try:
-        return on_virtual_ranks(RANKS, run)
+        return on_virtual_ranks(axes, run)
     except PlanError:
         raise
     except Exception as error:
@@ -136,21 +195,36 @@ def _collect(model: nn.Module, between: set[str]) -> Callable[[str, list[torch.T
 
 def _run(
     model: nn.Module,
-    trial: Trial | SmallModel,
+    request: _Request,
     whole: dict[str, torch.Tensor] | None = None,
-    group: dist.ProcessGroup | None = None,
+    ranks: VirtualRanks | None = None,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward; the loss and what the model returned, cut logits put together as those in `whole`."""
-    output = model(**arguments_of(model, trial.inputs()))
+    trial, cut = request.trial, request.cut
+    output = model(**arguments_of(model, _inputs(trial, cut)))
     found = tensors_of(output)
     for name, tensor in found.items():
-        width = tensor.shape[-1:] if whole is None or name not in whole else whole[name].shape[-1:]
-        if tensor.shape[-1:] != width:
-            found[name] = gather_logits(tensor, width[0], group)
+        shape = tensor.shape if whole is None else whole.get(name, tensor).shape
+        if ranks is not None and cut.sharded and tensor.dim() and tensor.shape != shape:
+            found[name] = cut.whole(tensor, shape, ranks)
     unlabelled = isinstance(trial, SmallModel) and not trial.labelled
     loss = trial.loss(found if unlabelled else output)
     loss.backward()
     return {name: tensor.detach() for name, tensor in found.items()} | {"loss": loss.detach()}
+
+
+def _inputs(trial: Trial | SmallModel, cut: Cut) -> dict[str, Any]:
+    """The trial's inputs; where samples are cut, as many times as many samples, the copies moved on by some tokens."""
+    inputs, copies = dict(trial.inputs()), cut.copies
+    samples = next((t.shape[0] for t in inputs.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
+
+    def more(value: Any) -> Any:
+        if copies == 1 or not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != samples:
+            return value
+        mask = not value.is_floating_point() and bool((value < 2).all())
+        return torch.cat([value if mask else value.roll(shift, -1) for shift in range(copies)])
+
+    return {name: more(value) for name, value in inputs.items()}
 
 
 def _compare(whole: nn.Module, outputs: dict[str, torch.Tensor], result: _Result) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,24 +17,77 @@ SECONDS = 60
 _worlds = itertools.count()
 
 
-def on_virtual_ranks(count: int, function: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
-    """What `function(group)` returns on each of `count` ranks.
+class VirtualRanks:
+    """What one virtual rank knows of the axes: degrees, its indices, and groups, made when they are first asked for.
+
+    Args:
+        axes: degree by name, outermost first; all of them together are `tp`.
+        rank: this one's number in row-major order.
+        store: shared by all.
+        world: a name no other set of virtual ranks has.
+    """
+
+    def __init__(self, axes: Mapping[str, int], rank: int, store: dist.Store, world: str) -> None:
+        self.axes, self.rank, self.store, self.world = dict(axes), rank, store, world
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        left, self.here = rank, dict[str, int]()
+        for name, degree in reversed(self.axes.items()):
+            left, self.here[name] = divmod(left, degree)
+
+    def leaves(self, axes: str | Sequence[str]) -> tuple[str, ...]:
+        asked = (axes,) if isinstance(axes, str) else tuple(axes)
+        return tuple(name for name in self.axes if name in asked or "tp" in asked)
+
+    def degree(self, axes: str | Sequence[str]) -> int:
+        return math.prod(self.axes[name] for name in self.leaves(axes))
+
+    def index(self, axes: str | Sequence[str]) -> int:
+        position = 0
+        for name in self.leaves(axes):
+            position = position * self.axes[name] + self.here[name]
+        return position
+
+    def group(self, axes: str | Sequence[str]) -> dist.ProcessGroup | None:
+        names = self.leaves(axes)
+        if self.degree(names) == 1:
+            return None
+        if names not in self._groups:
+            others = [f"{name}{at}" for name, at in sorted(self.here.items()) if name not in names]
+            label = f"{self.world}/{'+'.join(names)}/{'.'.join(others)}"
+            self._groups[names] = _join(
+                dist.PrefixStore(label, self.store),
+                self.index(names),
+                self.degree(names),
+                f"{label}/{self.rank}",
+            )
+        return self._groups[names]
+
+    def close(self) -> None:
+        """Leave all groups: ranks that wait for this one hear of it."""
+        for group in self._groups.values():
+            torch._C._distributed_c10d._unregister_process_group(group.group_name)
+            group.abort()
+
+
+def on_virtual_ranks(axes: Mapping[str, int], function: Callable[[VirtualRanks], Any]) -> list[Any]:
+    """What `function(ranks)` returns on each rank of a mesh with these axes.
 
     Raises the error of the rank that failed first; the errors of others only say that it left.
     """
-    store, world = dist.HashStore(), next(_worlds)
+    store, world = dist.HashStore(), f"cai virtual {next(_worlds)}"
+    count = math.prod(axes.values())
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
-        group = _join(store, rank, count, f"cai virtual {world}.{rank}")
+        ranks = VirtualRanks(axes, rank, store, world)
         try:
-            results[rank] = function(group)
+            ranks.group("tp")
+            results[rank] = function(ranks)
         except BaseException as error:
             errors.append(error)
         finally:
-            torch._C._distributed_c10d._unregister_process_group(group.group_name)
-            group.abort()
+            ranks.close()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:

@@ -151,10 +151,21 @@ def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGrou
 
 
 class CausalLMLoss:
-    """Stands in for a Hugging Face model's `loss_function` when its logits are cut by vocabulary."""
+    """Stands in for a Hugging Face model's `loss_function` when its logits are cut by vocabulary.
 
-    def __init__(self, group: dist.ProcessGroup | None, vocab_start: int):
-        self.group, self.vocab_start = group, vocab_start
+    Args:
+        group: ranks that hold the other columns.
+        vocab_start: this rank's first column.
+        samples: ranks that hold the logits of other samples; labels are those of all (None: all samples are here).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, vocab_start: int, samples: dist.ProcessGroup | None = None
+    ):
+        self.group, self.vocab_start, self.samples = group, vocab_start, samples
+
+    def __deepcopy__(self, memo: dict) -> CausalLMLoss:
+        return self  # process groups belong to the process
 
     def __call__(
         self,
@@ -169,13 +180,16 @@ class CausalLMLoss:
         """The loss of next-token prediction: mean over targets, or the sum over `num_items_in_batch`."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != ignore_index).sum()
+        if self.samples is not None:
+            shift_labels = shift_labels.chunk(self.samples.size())[self.samples.rank()]
         loss = vocab_parallel_cross_entropy(
             logits.flatten(0, -2),
             shift_labels.flatten(),
             self.group,
             vocab_start=self.vocab_start,
             ignore_index=ignore_index,
-            reduction=reduction,
+            reduction="sum",
         )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return reduce_from(loss, self.samples) / num_items_in_batch

@@ -17,6 +17,8 @@ class Tensor:
     """Algorithm that splits the matrix products."""
     size: int = 1
     """Tensor-parallel degree."""
+    sequence: bool = False
+    """Cut along the sequence what tensor-parallel ranks hold alike: norms, residuals, and what is kept of them."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,15 @@ if TYPE_CHECKING:
     from cai_mesh.comm.p2p import receive, send, start_exchange
     from cai_mesh.comm.peer import PeerGather, PeerReduce, Peers, check_device
     from cai_mesh.comm.spec import MeshSpec
-    from cai_mesh.comm.started import Members, Started, gathered, start_sum
+    from cai_mesh.comm.started import (
+        Members,
+        Started,
+        gathered,
+        start_broadcast,
+        start_scatter_sum,
+        start_sum,
+        start_sum_at,
+    )
     from cai_mesh.comm.streams import SideStream
     from cai_mesh.comm.turns import Turns
 
@@ -92,8 +100,11 @@ __all__ = [
     "scatter_to",
     "send",
     "shift",
+    "start_broadcast",
     "start_exchange",
+    "start_scatter_sum",
     "start_sum",
+    "start_sum_at",
     "swap_shards",
 ]
 
@@ -137,7 +148,15 @@ __getattr__ = lazy(
         "p2p": ("receive", "send", "start_exchange"),
         "peer": ("PeerGather", "PeerReduce", "Peers", "check_device"),
         "spec": ("MeshSpec",),
-        "started": ("Members", "Started", "gathered", "start_sum"),
+        "started": (
+            "Members",
+            "Started",
+            "gathered",
+            "start_broadcast",
+            "start_scatter_sum",
+            "start_sum",
+            "start_sum_at",
+        ),
         "streams": ("SideStream",),
         "turns": ("Turns",),
     },

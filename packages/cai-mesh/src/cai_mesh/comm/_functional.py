@@ -30,10 +30,15 @@ def gather(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
     return wait(_gather_single(x.contiguous(), dim, name))
 
 
+def start_scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+    """This rank's part along `dim` of the sum over the ranks, to be waited for."""
+    ran_on(x.device)
+    return _scatter_single(x.contiguous(), "sum", dim, name)
+
+
 def scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
     """This rank's part along `dim` of the sum over the ranks."""
-    ran_on(x.device)
-    return wait(_scatter_single(x.contiguous(), "sum", dim, name))
+    return wait(start_scatter_sum(x, dim, name))
 
 
 def swap_rows(

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from cai_mesh.comm import _functional
 from cai_mesh.comm._exit import ran_on
 
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Members:
@@ -64,6 +66,29 @@ def start_sum(x: torch.Tensor, ranks: Members) -> Started:
     ran_on(x.device)
     x = x.contiguous()
     return Started(x, dist.all_reduce(x, group=ranks.group, async_op=True))
+
+
+def start_broadcast(x: torch.Tensor, source: int, ranks: Members) -> Started:
+    """Start to send the `x` of rank number `source` into the `x` of the others; that of `source` is only read."""
+    ran_on(x.device)
+    return Started(x, dist.broadcast(x.data, group=ranks.group, group_src=source, async_op=True))
+
+
+def start_sum_at(x: torch.Tensor, target: int, ranks: Members) -> Started:
+    """Start to sum `x` over the ranks, for rank number `target` alone. `x` is given away; elsewhere it is undefined."""
+    ran_on(x.device)
+    x = x.contiguous()
+    return Started(x, dist.reduce(x, group=ranks.group, group_dst=target, async_op=True))
+
+
+def start_scatter_sum(x: torch.Tensor, dim: int, ranks: Members) -> Started:
+    """Start to sum `x` over the ranks and keep this rank's of equal parts along `dim`."""
+    if torch.compiler.is_compiling():
+        return Started(_functional.start_scatter_sum(x, dim, ranks.name), None)
+    parts = torch.stack(x.chunk(ranks.size, dim))
+    out = torch.empty_like(parts[0])
+    ran_on(x.device)
+    return Started(out, _scatter_sum(out, parts.flatten(0, 1), group=ranks.group, async_op=True))
 
 
 def gathered(x: torch.Tensor, dim: int, ranks: Members) -> torch.Tensor:

@@ -259,13 +259,15 @@ def _run_products(self: nn.Module, products: LinearProducts | None, input: torch
 def own_products(module: nn.Module) -> LinearProducts | None:
     """The products of a linear layer: torch's, those it brings as `linear_products`, or None for anything else.
 
-    Conv1D is GPT-2's layer of transformers, with a weight [in, out]. A subclass with a forward of its own that brings
-    no products is something else.
+    Conv1D is GPT-2's layer of transformers, with a weight [in, out]; FalconLinear is torch's, product and bias one
+    after the other. Another subclass with a forward of its own that brings no products is something else.
     """
     brought = getattr(module, "linear_products", None)
     if brought is not None:
         return brought
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    kind = type(module)
+    plain = kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
+    if isinstance(module, nn.Linear) and plain:
         return PLAIN
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return TRANSPOSED

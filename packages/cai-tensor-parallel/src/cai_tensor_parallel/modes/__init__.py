@@ -1,14 +1,85 @@
-"""Algorithms by mode."""
+"""Algorithms by mode, and the axes each needs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import nn
 
-from cai_tensor_parallel.modes import one_d
+from cai_mesh.comm import ParallelMesh
+from cai_mesh.errors import MeshError, PlanError, did_you_mean
+from cai_tensor_parallel.modes import grid, one_d
 from cai_tensor_parallel.modes.context import ModeContext
+from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.plan import Role
 
-MODES: dict[str, Callable[[nn.Module, Role, ModeContext], None]] = {"1d": one_d.apply}
+MODES: dict[str, Callable[[nn.Module, Role, ModeContext], None]] = {
+    "1d": one_d.apply,
+    **dict.fromkeys(GRIDS, grid.apply),
+}
 """Mode name to the function that gives one module its role: cuts its parameters and replaces its forward."""
+
+
+def check_mode(mode: str) -> None:
+    """Raise `PlanError` for a mode that there is not."""
+    if mode not in MODES:
+        raise PlanError("unknown tensor-parallel mode", got=mode, fix=did_you_mean(mode, MODES))
+
+
+def sub_axes(mode: str, degree: int, depth: int = 1) -> dict[str, int]:
+    """Degrees of the axes that play `tp` in a mode, outermost first.
+
+    Args:
+        mode: "1d", "2d", "2.5d" or "3d".
+        degree: ranks in all.
+        depth: of 2.5d: how many grids hold the same weights.
+
+    Raises `PlanError` where the mode has no such number of ranks: 2d takes q x q, 2.5d depth x q x q, 3d l x l x l,
+    with q and l of 2 at least.
+    """
+    check_mode(mode)
+    if mode == "1d":
+        return {"tp": degree}
+    power = 3 if mode == "3d" else 2
+    shared = depth if mode == "2.5d" else 1
+    side = round((degree / shared) ** (1 / power))
+    if degree % shared or side**power * shared != degree or (side == 1 and degree > 1):
+        form = {"2d": "q x q", "2.5d": f"{depth} x q x q", "3d": "l x l x l"}[mode]
+        near = sorted({max(side + step, 2) ** power * shared for step in (-1, 0, 1)})
+        raise PlanError(
+            f"mode {mode} has no grid of this many ranks",
+            got=f"{degree} ranks" + (f" with depth {depth}" if mode == "2.5d" else ""),
+            expected=f"{form}: {', '.join(map(str, near))}",
+            fix="change the tensor-parallel degree"
+            + (", the depth" if mode == "2.5d" else "")
+            + " or the mode",
+        )
+    names = GRIDS[mode].axes
+    return {name: depth if name == "tp_depth" else side for name in names}
+
+
+def check_axes(mode: str, mesh: ParallelMesh) -> None:
+    """Raise `MeshError` where the dimensions that play `tp` are not those of the mode, or their degrees not alike."""
+    if mode == "1d":
+        return
+    wanted, found = GRIDS[mode].axes, mesh.leaves("tp")
+    sizes = {name: mesh.degree(name) for name in found}
+    sides = {size for name, size in sizes.items() if name != "tp_depth"}
+    if found == wanted and len(sides) == 1:
+        return
+    raise MeshError(
+        f"mode {mode} needs a mesh with axes {', '.join(wanted)}",
+        got=sizes or "no axis tp",
+        expected="the axes in this order, all of one degree"
+        + (" but for tp_depth" if mode == "2.5d" else ""),
+        fix=_axes_fix(mode, math.prod(sizes.values())),
+    )
+
+
+def _axes_fix(mode: str, degree: int) -> str:
+    try:
+        sizes = sub_axes(mode, degree)
+    except PlanError:
+        return "another number of tensor-parallel ranks"
+    return f"init_device_mesh(..., {tuple(sizes.values())}, mesh_dim_names={tuple(sizes)})"

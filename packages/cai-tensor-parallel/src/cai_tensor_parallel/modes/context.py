@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+import collections.abc
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
+from cai_mesh.comm import Members
+from cai_tensor_parallel.modes.forms import GRIDS, Axes, Grid
 from cai_tensor_parallel.shard import Cutter
+
+if TYPE_CHECKING:
+    from cai_tensor_parallel.modes.sequence import Sequence
+
+
+class Ranks(Protocol):
+    """Degrees, indices and groups along axes: a `ParallelMesh`, or the virtual ranks of a trial."""
+
+    def degree(self, axes: str | collections.abc.Sequence[str]) -> int: ...
+
+    def index(self, axes: str | collections.abc.Sequence[str]) -> int: ...
+
+    def group(self, axes: str | collections.abc.Sequence[str]) -> dist.ProcessGroup | None: ...
 
 
 @dataclass
 class ModeContext:
-    """Group and parameter cutter of one `parallelize` call.
+    """Ranks and parameter cutter of one `parallelize` call.
 
     Args:
+        ranks: of the axis `tp` and its parts.
+        cutter: of parameters over them.
+        mode: its name.
         sharded_logits: an output layer cut by vocabulary leaves its results cut.
+        sequence: how the stream is cut along the sequence, in mode 1d (None: it is not).
+        partial: column-cut layers for which somebody else sums the gradient of the input.
+        enclosed: layers that see the whole sequence, although it is cut elsewhere.
         module_name: for errors.
     """
 
-    group: dist.ProcessGroup
+    ranks: Ranks
     cutter: Cutter
+    mode: str = "1d"
     sharded_logits: bool = False
+    sequence: Sequence | None = None
+    partial: frozenset[str] = frozenset()
+    enclosed: frozenset[str] = frozenset()
     module_name: str = ""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of `tp`."""
+        group = self.ranks.group("tp")
+        assert group is not None  # more than one rank
+        return group
+
+    @property
+    def grid(self) -> Grid:
+        """How activations lie in a mode that cuts samples and features."""
+        return GRIDS[self.mode]
+
+    def members(self, axes: Axes) -> Members | None:
+        """The ranks along some axes; None where this one is alone."""
+        group = self.ranks.group(axes)
+        return None if group is None else Members.of(group)

@@ -14,13 +14,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cai_mesh.comm import Members, copy_to, gathered, start_sum
+from cai_mesh.comm import Members, gather_from, gathered, start_scatter_sum, start_sum
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import TRANSPOSED, Local, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
 from cai_mesh.protocols import TensorHandle
+from cai_tensor_parallel.heads import picked_heads
 from cai_tensor_parallel.modes.context import ModeContext
-from cai_tensor_parallel.plan import Role
+from cai_tensor_parallel.modes.experts import count_once, sum_parts
+from cai_tensor_parallel.modes.parameters import cut_parameter
+from cai_tensor_parallel.modes.sequence import DIM, Sequence
+from cai_tensor_parallel.modes.shared import sum_gradients
+from cai_tensor_parallel.modes.whole import Picked, Tail
+from cai_tensor_parallel.plan import STREAM_ROLES, Role, is_lookup
 from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
 
 Tensors = tuple[torch.Tensor, ...]
@@ -36,10 +42,12 @@ class Column(Local):
         ranks: that share the layer.
         gather: so many features of all ranks are put together again, for a result used alike on all ranks; 0: they
             stay cut.
+        partial: the gradient of x is left as this rank's part: who has gathered x sums it.
     """
 
     ranks: Members
     gather: int = 0
+    partial: bool = False
 
     @property
     def key(self) -> str:
@@ -63,7 +71,7 @@ class Column(Local):
             start = min(self.ranks.rank * -(-self.gather // self.ranks.size), self.gather)
             dy = dy[..., start : start + weight.shape[int(self.products is TRANSPOSED)]].contiguous()
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
-        return (Ready(None) if dx is None else start_sum(dx, self.ranks)), operands, db
+        return (Ready(dx) if dx is None or self.partial else start_sum(dx, self.ranks)), operands, db
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,12 @@ class Row(Local):
     Args:
         ranks: that share the layer.
         split: x comes whole, and each rank takes its part of it.
+        sequence: where it is on, the sum is scattered along the sequence.
     """
 
     ranks: Members
     split: bool = False
+    sequence: Sequence | None = None
 
     @property
     def key(self) -> str:
@@ -90,26 +100,52 @@ class Row(Local):
         if self.split:
             x = self.ranks.own_part(x, -1)
         y, saved = self.products.forward(x, weight, None)
-        y = start_sum(y, self.ranks).wait()
+        scattered = self.sequence is not None and self.sequence.on
+        y = (start_scatter_sum(y, DIM, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
         return (y if bias is None else y + bias), saved
 
     def backward(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
+        if dy.shape[DIM:-1] != saved[0].shape[DIM:-1]:
+            return self._gathered(dy, weight, saved, **needs)
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         if dx is None or not self.split:
             return Ready(dx), operands, db
         return Ready(gathered(dx, -1, self.ranks)), operands, db
 
+    def _gathered(
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
+    ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
+        """The same of a gradient that is cut along the sequence; that of the bias is summed over the ranks."""
+        db = start_sum(dy.flatten(0, -2).sum(0), self.ranks) if needs["needs_bias"] else None
+        whole = gathered(dy, DIM, self.ranks)
+        dx, operands, _ = self.products.backward(whole, weight, saved, **(needs | {"needs_bias": False}))
+        if dx is not None and self.split:
+            dx = gathered(dx, -1, self.ranks)
+        return Ready(dx), operands, None if db is None else db.wait()
+
 
 def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
     """Give one module its role. Raises `PlanError` when the module cannot play it."""
-    if role.kind == "replicated":
+    if role.kind in ("replicated", "replicate", "local_params", *STREAM_ROLES):
         return
-    if role.kind == "replicated_with_grad_allreduce":
-        _share_partial(module, context)
-    elif role.kind == "vocab_embedding":
+    if role.parameter:
+        cut_parameter(module, role, context)
+    elif role.kind == "replicated_with_grad_allreduce":
+        sum_gradients(module, context.group, context.cutter)
+    elif role.kind in ("vocab_embedding", "embedding_rowwise"):
         _cut_embedding(module, context)
+    elif role.kind == "embedding_colwise":
+        _cut_embedding_features(module, context)
+    elif role.kind in ("moe_tp_experts", "all_reduce"):
+        sum_parts(module, context)
+    elif role.kind == "moe_identity_expert":
+        count_once(module, context)
+    elif role.kind in ("kv_heads", "mla_kv_a_proj"):
+        _use_part(module, role, context)
+    elif role.kind == "colwise" and isinstance(module, nn.Embedding):
+        _cut_columns_of_table(module, context)
     else:
         _cut_linear(module, role, context)
 
@@ -117,13 +153,13 @@ def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
 def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     products, ranks = own_products(module), Members.of(context.group)
     if products is None:
-        raise _cannot_be_cut(module, context)
+        raise cannot_be_cut(module, context)
     weight = module._parameters.get("weight")
     if weight is None:
-        raise _cannot_be_cut(module, context, "weight computed from other parameters")
+        raise cannot_be_cut(module, context, "weight computed from other parameters")
     rowwise = role.kind.startswith("rowwise")
     dim = int(rowwise) if products is not TRANSPOSED else int(not rowwise)
-    sections = _sections(weight.shape[dim], role, context)
+    sections = sections_of(weight.shape[dim], role, context)
     if role.kind != "vocab_head" and (weight.shape[dim] // role.blocks) % context.cutter.degree:
         raise PlanError(
             f"{context.module_name}: its {'input' if rowwise else 'output'} features do not divide",
@@ -135,20 +171,36 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
         check(*(size // context.cutter.degree if d == dim else size for d, size in enumerate(weight.shape)))
     rule: Local
     if rowwise:
-        rule = Row(products, ranks, split=role.kind == "rowwise_split_input")
+        sequence = None if context.module_name in context.enclosed else context.sequence
+        rule = Row(products, ranks, split=role.kind == "rowwise_split_input", sequence=sequence)
     else:
-        whole = role.kind == "colwise_gather_output" or (
+        whole = role.kind in ("colwise_gather_output", "classifier") or (
             role.kind == "vocab_head" and not context.sharded_logits
         )
-        rule = Column(products, ranks, gather=weight.shape[dim] if whole else 0)
+        partial = context.module_name in context.partial
+        rule = Column(products, ranks, gather=weight.shape[dim] if whole else 0, partial=partial)
     if not route(module, rule):
-        raise _cannot_be_cut(module, context)
+        raise cannot_be_cut(module, context)
     context.cutter.cut(module, "weight", Shard(dim, sections))
     if module._parameters.get("bias") is not None:
         context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections))
 
 
-def _cannot_be_cut(module: nn.Module, context: ModeContext, why: str = "forward of its own") -> PlanError:
+def _use_part(module: nn.Module, role: Role, context: ModeContext) -> None:
+    """Leave a linear layer whole, and let this rank use its part of the results."""
+    products, ranks = own_products(module), Members.of(context.group)
+    if products is None:
+        raise cannot_be_cut(module, context)
+    rule: Local = Tail(products, ranks, role.width)
+    if role.heads is not None:
+        picked = picked_heads(*role.heads, context.cutter.degree, ranks.rank)
+        rule = Picked(products, ranks, role.heads[1], picked)
+    if not route(module, rule):
+        raise cannot_be_cut(module, context)
+
+
+def cannot_be_cut(module: nn.Module, context: ModeContext, why: str = "forward of its own") -> PlanError:
+    """The error for what is no linear layer."""
     return PlanError(
         f"{context.module_name} cannot be cut as a linear layer",
         got=f"{type(module).__name__} with a {why}",
@@ -157,7 +209,8 @@ def _cannot_be_cut(module: nn.Module, context: ModeContext, why: str = "forward 
     )
 
 
-def _sections(size: int, role: Role, context: ModeContext) -> tuple[int, ...] | None:
+def sections_of(size: int, role: Role, context: ModeContext) -> tuple[int, ...] | None:
+    """Lengths of the blocks packed in a layer's output; None for one."""
     if role.blocks == 1:
         return None
     if size % role.blocks:
@@ -168,7 +221,7 @@ def _sections(size: int, role: Role, context: ModeContext) -> tuple[int, ...] | 
 
 
 def _cut_embedding(module: nn.Module, context: ModeContext) -> None:
-    _check_embedding(module, context)
+    check_embedding(module, context)
     assert isinstance(module, nn.Embedding)
     vocabulary = module.weight.shape[0]
     start = vocab_start(context.cutter.cut(module, "weight", Shard(0)))
@@ -184,41 +237,60 @@ def _cut_embedding(module: nn.Module, context: ModeContext) -> None:
             vocab_size=vocabulary,
             sparse=self.sparse,
         )
-        return rows * self.embed_scale.to(self.weight.dtype) if scaled else rows
+        if not scaled:
+            return rows
+        scale = self.embed_scale
+        return rows * (scale.to(self.weight.dtype) if isinstance(scale, torch.Tensor) else scale)
 
     module.forward = types.MethodType(forward, module)
 
 
-def _check_embedding(module: nn.Module, context: ModeContext) -> None:
+def _cut_embedding_features(module: nn.Module, context: ModeContext) -> None:
+    check_embedding(module, context)
+    assert isinstance(module, nn.Embedding)
+    width = module.weight.shape[1]
+    if width % context.cutter.degree:
+        raise PlanError(
+            f"{context.module_name}: its features do not divide",
+            got=f"{width} features over {context.cutter.degree} ranks",
+            fix="choose a tensor-parallel degree that divides them",
+        )
+    context.cutter.cut(module, "weight", Shard(1))
+    original, group = module.forward, context.group
+
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        return gather_from(original(ids), -1, group)
+
+    module.forward = types.MethodType(forward, module)
+
+
+def _cut_columns_of_table(module: nn.Embedding, context: ModeContext) -> None:
+    """A table of values for every head, as of relative positions: each rank looks up those of its heads."""
+    check_embedding(module, context)
+    if module.embedding_dim % context.cutter.degree:
+        raise PlanError(
+            f"{context.module_name}: its columns do not divide",
+            got=f"{module.embedding_dim} columns over {context.cutter.degree} ranks",
+            fix="choose a tensor-parallel degree that divides them",
+        )
+    context.cutter.cut(module, "weight", Shard(1))
+
+
+def check_embedding(module: nn.Module, context: ModeContext) -> None:
     """Raise `PlanError` for what is not a lookup, alone or times `embed_scale`, in a weight of its own."""
     got = ""
     if not isinstance(module, nn.Embedding) or module._parameters.get("weight") is None:
         got = f"{type(module).__name__} without a weight of its own"
     elif "forward" in module.__dict__:
         got = f"{type(module).__name__} with a replaced forward"
-    elif type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale"):
+    elif not is_lookup(module):
         got = f"{type(module).__name__}, which computes more than a lookup"
     elif module.max_norm is not None or module.scale_grad_by_freq:
         got = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
     if got:
         raise PlanError(
-            f"{context.module_name} cannot be cut by vocabulary",
+            f"{context.module_name} cannot be cut as a lookup",
             got=got,
             expected="a plain Embedding",
             fix="pass a plan that gives it the role replicated",
         )
-
-
-def _share_partial(module: nn.Module, context: ModeContext) -> None:
-    """Sum the gradients of parameters that every rank applies to its own part of the activations."""
-    original, group = module.forward, context.group
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = {name: p for name, p in self._parameters.items() if p is not None}
-        self._parameters.update({name: copy_to(p, group) for name, p in own.items()})
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._parameters.update(own)
-
-    module.forward = types.MethodType(forward, module)

@@ -52,19 +52,24 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
 def check_model(config: Config, model: PretrainedConfig) -> None:
     """Raises ConfigError when heads, layers or positions do not fit the degrees and the sequence length.
 
-    What a config does not say (a state space model has no heads) is left to the transforms.
+    What a config does not say (a state space model has no heads) is left to the transforms, and so are key/value heads,
+    which ranks can share.
     """
     tensor, pipeline = config.parallel.tensor.size, config.parallel.pipeline.size
     heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
-    key_value = getattr(model, "num_key_value_heads", None) or heads
-    for what, count in (("attention", heads), ("key/value", key_value)):
-        if isinstance(count, int) and count % tensor:
-            raise ConfigError(
-                f"{count} {what} heads do not divide over parallel.tensor.size = {tensor}",
-                got=f"{count} / {tensor}",
-                expected=f"a size among {divisors(count)}",
-                fix=f"choose one of these sizes or a model with more {what} heads",
-            )
+    if isinstance(heads, int) and heads % tensor:
+        raise ConfigError(
+            f"{heads} attention heads do not divide over parallel.tensor.size = {tensor}",
+            got=f"{heads} / {tensor}",
+            expected=f"a size among {divisors(heads)}",
+            fix="choose one of these sizes or a model with more attention heads",
+        )
+    if config.parallel.tensor.sequence and config.data.sequence_length % tensor:
+        raise ConfigError(
+            "parallel.tensor.sequence cuts sequences over the tensor-parallel ranks",
+            got=f"data.sequence_length = {config.data.sequence_length} over {tensor} ranks",
+            expected=f"a multiple of {tensor}",
+        )
     if isinstance(layers, int) and layers < pipeline:
         raise ConfigError(
             f"{layers} layers cannot be split over parallel.pipeline.size = {pipeline} stages",

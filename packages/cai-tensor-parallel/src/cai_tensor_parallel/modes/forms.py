@@ -1,0 +1,61 @@
+"""How activations and weights lie over the ranks of a mode: data that the roles read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an activation [batch, ..., features] lies over the ranks.
+
+    Args:
+        batch: axes over which the samples are cut, in mesh order.
+        features: axes over which the features are cut.
+    """
+
+    batch: Axes = ()
+    features: Axes = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A mode in which samples and features stay cut from the embedding to the head.
+
+    A linear layer leads from one form to a form; a column-cut one from `stream` to `inner`, a row-cut one back.
+
+    Args:
+        axes: dimensions of the mesh that play `tp`, outermost first.
+        stream: of the residual stream.
+        inner: between a column-cut and a row-cut layer.
+        rows: the axis over which the rows of a vocabulary, and a weight's output features where `thirds` is empty, are
+            cut; the samples too, so that what its ranks look up is summed and scattered over them.
+        thirds: axis over which each part of a weight is cut once more; it is gathered before it is used.
+        copies: axis whose ranks hold the same weights.
+    """
+
+    axes: Axes
+    stream: Form
+    inner: Form
+    rows: str
+    thirds: Axes = ()
+    copies: Axes = ()
+
+
+TWO_D = Form(batch=("tp_row",), features=("tp_col",))
+DEEP = Form(batch=("tp_depth", "tp_row"), features=("tp_col",))
+
+GRIDS = {
+    "2d": Grid(("tp_row", "tp_col"), TWO_D, TWO_D, rows="tp_row"),
+    "2.5d": Grid(("tp_depth", "tp_row", "tp_col"), DEEP, DEEP, rows="tp_row", copies=("tp_depth",)),
+    "3d": Grid(
+        ("tp_i", "tp_j", "tp_k"),
+        Form(batch=("tp_i", "tp_j"), features=("tp_k",)),
+        Form(batch=("tp_i", "tp_k"), features=("tp_j",)),
+        rows="tp_j",
+        thirds=("tp_i",),
+    ),
+}
+"""By name of the mode."""

@@ -1,0 +1,254 @@
+"""Sequence parallelism in mode 1d: between the cuts every rank holds its part of the sequence.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198). What stands
+before column-cut layers is gathered along the sequence, what a row-cut layer makes is summed and scattered along it.
+The communication is that of the all-reduces it replaces; norms, dropout and residuals are done once and kept once.
+
+The stream is cut where the first block begins and put together where the last ends: what a model computes of its
+whole inputs (masks, positions) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_mesh.comm import all_gather, gather_from, scatter_to
+from cai_mesh.errors import PlanError
+from cai_tensor_parallel.modes.shared import sum_gradients
+from cai_tensor_parallel.plan import STREAM_ROLES, Role
+
+DIM = 1
+"""Of the sequence in a hidden state [samples, sequence, features]."""
+PARTS = ("moe_tp_experts", "all_reduce")
+"""Roles of modules that sum what they return over the ranks, for the whole sequence."""
+ALIKE = ("kv_heads", "mla_kv_a_proj")
+INWARD = ("colwise", "packed_colwise", "colwise_gather_output", *ALIKE)
+"""Roles of layers that use the whole sequence; the gradient that comes back from `ALIKE` is whole on every rank."""
+
+
+class Sequence:
+    """Whether the stream is cut: always with gradients; without them a length that does not divide stays whole.
+
+    Args:
+        group: the ranks of `tp`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.on = group, True  # also for a block that is recomputed, before which nobody enters
+
+    def __deepcopy__(self, memo: dict) -> Sequence:
+        return self  # hooks of a copied model hold this one
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the first block: cut the hidden states."""
+        length = _hidden(module, args, kwargs).shape[DIM]
+        self.on = length % self.group.size() == 0
+        if not self.on and torch.is_grad_enabled():
+            self.on = True
+            raise PlanError(
+                "sequence=True cuts a sequence over the tensor-parallel ranks",
+                got=f"length {length} over {self.group.size()} ranks",
+                expected=f"a multiple of {self.group.size()}",
+                fix="pad the batch, or sequence=False",
+            )
+        return self._changed(args, kwargs, lambda x: scatter_to(x, DIM, self.group))
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After the last block: the hidden states whole again, used alike on all ranks."""
+        if not self.on:
+            self.on = True
+            return output
+        return self._first(output, lambda x: gather_from(x, DIM, self.group))
+
+    def gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before column-cut layers, which each use the whole sequence in their own way."""
+        return self._changed(args, kwargs, lambda x: all_gather(x, DIM, self.group))
+
+    def gather_alike(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same before a module that uses it alike on all ranks too, such as a router."""
+        return self._changed(args, kwargs, lambda x: gather_from(x, DIM, self.group))
+
+    def keep_part(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After a module that has seen the whole sequence: this rank's part of what it returns."""
+        return self._first(output, lambda x: scatter_to(x, DIM, self.group)) if self.on else output
+
+    @staticmethod
+    def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if isinstance(output, torch.Tensor):
+            return change(output)
+        return type(output)((change(output[0]), *output[1:]))
+
+    def _changed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
+        if not self.on:
+            return None
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = _name(kwargs)
+        return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _name(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+
+
+def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    found = args[0] if args else kwargs[_name(kwargs)] if kwargs else None
+    if not isinstance(found, torch.Tensor) or found.dim() != 3:
+        raise PlanError(
+            f"{type(module).__name__} gets no hidden states [samples, sequence, features] to cut",
+            got=f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__,
+            fix="sequence=False",
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the stream of a model is cut, gathered and put together: names of modules.
+
+    Args:
+        first, last: the blocks at which the stream is cut and put together, of every stack of blocks.
+        gathered: before these it is gathered, and the gradients that come back are summed.
+        alike: before these too, but what comes back is whole already: all ranks use it alike.
+        enclosed: modules that see the whole sequence, as those with experts, which choose among all tokens: it is
+            gathered before them, and each rank keeps its part of what they return.
+        streams: modules with whole parameters that see their rank's part of the sequence.
+    """
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    gathered: frozenset[str]
+    alike: frozenset[str]
+    enclosed: frozenset[str]
+    streams: tuple[str, ...]
+
+    def sums_for(self, name: str) -> bool:
+        """Whether somebody else sums the gradient of a layer's input."""
+        return _is_below(name, self.gathered)
+
+    def encloses(self, name: str) -> bool:
+        """Whether a layer sees the whole sequence."""
+        return _is_below(name, self.enclosed)
+
+
+def _is_below(name: str, places: Iterable[str]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
+    """Find the places of a model by its roles.
+
+    A stack is an outermost list of blocks with row-cut layers; without one the model is the only block. The sequence
+    is gathered before the parent of column-cut layers, or before these where the parent is more than that, such as a
+    block with its norms. A parent with whole parameters of its own, such as a router's, uses what is gathered alike.
+    """
+    rows = [name for name, role in roles.items() if role.kind.startswith("row")]
+    tops = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(row.startswith(name + ".") for row in rows)
+    ]
+    tops = [name for name in tops if not any(name.startswith(other + ".") for other in tops)]
+    within = tuple(top + "." for top in tops) or ("",)
+    inside = {name: role for name, role in roles.items() if name.startswith(within)}
+    experts = [name for name, role in inside.items() if role.kind in PARTS]
+    enclosed = {name if _is_block(name, tops) else name.rpartition(".")[0] for name in experts}
+    inward = [n for n, role in inside.items() if role.kind in INWARD and not _is_below(n, enclosed)]
+    places = {_gathering(model, name, roles) for name in inward}
+    alike = {place for place in places if _whole_below(model, place, roles)}
+    streams = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(within)
+        and _holds(module)
+        and _is_whole(name, roles)
+        and roles.get(name, Role("")).kind not in ALIKE
+        and not _is_below(name, places | enclosed)
+    ]
+    stacks = [_blocks(model, top) for top in tops]
+    return Places(
+        tuple(f"{top}.{blocks[0]}" for top, blocks in zip(tops, stacks, strict=True)) or ("",),
+        tuple(f"{top}.{blocks[-1]}" for top, blocks in zip(tops, stacks, strict=True)) or ("",),
+        frozenset(places - alike),
+        frozenset(alike),
+        frozenset(enclosed),
+        tuple(streams),
+    )
+
+
+def _is_block(name: str, tops: list[str]) -> bool:
+    """Whether what is above a module is a block of a stack, or nothing."""
+    above = name.rpartition(".")[0]
+    return not above or above.rpartition(".")[0] in tops
+
+
+def _blocks(model: nn.Module, top: str) -> list[str]:
+    """Names of a list's blocks that are here: others stand for those of another pipeline stage."""
+    blocks = model.get_submodule(top).named_children()
+    return [name for name, block in blocks if next(block.parameters(), None) is not None]
+
+
+def _gathering(model: nn.Module, name: str, roles: dict[str, Role]) -> str:
+    """The parent of a column-cut layer, or the layer where the parent holds a norm of the stream, or is a list."""
+    parent = name.rpartition(".")[0]
+    module = model.get_submodule(parent)
+    norms = any(
+        "norm" in type(inner).__name__.lower() and _holds(inner) and _is_whole(below, roles)
+        for below, inner in module.named_modules(prefix=parent)
+    )
+    return name if not parent or norms or isinstance(module, nn.ModuleList) else parent
+
+
+def _whole_below(model: nn.Module, place: str, roles: dict[str, Role]) -> bool:
+    inside = model.get_submodule(place).named_modules(prefix=place)
+    return any(_holds(module) and _is_whole(name, roles) for name, module in inside)
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values())
+
+
+def _is_whole(name: str, roles: dict[str, Role]) -> bool:
+    return roles.get(name, Role("replicated")).kind in ("replicated", "replicate", *ALIKE, *STREAM_ROLES)
+
+
+def cut_sequence(model: nn.Module, places: Places, state: Sequence) -> None:
+    """Install what cuts, gathers and puts together the stream of a model."""
+    find = model.get_submodule
+    for name in places.first:
+        find(name).register_forward_pre_hook(state.enter, with_kwargs=True)
+    for name in places.gathered:
+        find(name).register_forward_pre_hook(state.gather, with_kwargs=True)
+    for name in places.alike:
+        find(name).register_forward_pre_hook(state.gather_alike, with_kwargs=True)
+    for name in places.enclosed:
+        find(name).register_forward_pre_hook(state.gather_alike, with_kwargs=True)
+        find(name).register_forward_hook(state.keep_part, with_kwargs=True)
+    for name in places.last:
+        find(name).register_forward_hook(state.leave, with_kwargs=True)
+    for name in places.streams:
+        sum_gradients(find(name), state.group)
+    model.register_forward_hook(_whole_states(state.group), with_kwargs=True)
+
+
+def _whole_states(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Hidden states of blocks that a model returns beside its result are put together."""
+
+    def gather(model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        states = output.get("hidden_states") if hasattr(output, "keys") else None
+        if isinstance(states, tuple) and states:
+            length = max(state.shape[DIM] for state in states)
+            output["hidden_states"] = tuple(
+                state if state.shape[DIM] == length else gather_from(state, DIM, group) for state in states
+            )
+        return output
+
+    return gather

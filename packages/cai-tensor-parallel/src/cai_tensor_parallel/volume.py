@@ -1,0 +1,96 @@
+"""How many numbers a rank receives for one layer, forward and backward, in each mode: closed forms.
+
+With p ranks and rings, a gather of parts x receives (p-1) |x|, a sum of x scattered over the ranks (p-1)/p |x|, a sum
+of x for all of them twice that. A sum for each rank in turn receives (p-1)/p |x| on average, and so does a part that
+each sends to all. For x [T, in] and W [out, in] of the whole layer:
+
+    1d          column: 2 (p-1)/p T in     row: 2 (p-1)/p T out
+    1d, cut     for the two places where the sequence is gathered and the two where it is scattered: 2 (p-1)/p T h each
+    2d, q x q   (q-1)/q^2 (2 T out + 3 in out)
+    2.5d        the same with T/d, and 2 (d-1)/d in out / q^2 for the depth d
+    3d, l^3     (l-1)/l^3 (3 T in + 2 T out + 3 in out)
+
+Three products by themselves, as Xu and You make them in 2d (arXiv:2104.05343), receive (q-1)/q^2 (3 T in + 3 in out):
+here the gradient of the output is sent once for both products that read it. Bian et al. (arXiv:2105.14450) gather and
+scatter in 3d what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a decoder with grouped queries and a gated mlp, without biases.
+
+    Args:
+        tokens: samples times their length, of all ranks.
+        hidden: features of the residual stream.
+        inner: features of the mlp.
+        shared: features of all key heads (or value heads).
+    """
+
+    tokens: int
+    hidden: int
+    inner: int
+    shared: int
+
+    def linears(self) -> Iterator[tuple[int, int, bool]]:
+        """(input features, output features, whether the layer is column-cut) of every linear layer."""
+        yield self.hidden, self.hidden, True
+        yield self.hidden, self.shared, True
+        yield self.hidden, self.shared, True
+        yield self.hidden, self.hidden, False
+        yield self.hidden, self.inner, True
+        yield self.hidden, self.inner, True
+        yield self.inner, self.hidden, False
+
+
+NORMS = 2
+"""Of a layer; each has one weight [hidden] and one statistic a token, sent as two numbers."""
+
+
+def received(mode: str, layer: Layer, ranks: int, *, depth: int = 1, sequence: bool = False) -> float:
+    """Numbers that a rank receives in a layer's forward and backward, on average over the ranks.
+
+    Args:
+        mode: "1d", "2d", "2.5d" or "3d".
+        ranks: in all; q x q, depth x q x q, l x l x l.
+        sequence: of 1d: the stream is cut along the sequence.
+    """
+    if mode == "1d":
+        return _one_d(layer, ranks, sequence)
+    if mode == "3d":
+        return _three_d(layer, round(ranks ** (1 / 3)))
+    return _two_d(layer, round((ranks / depth) ** 0.5), depth)
+
+
+def _one_d(layer: Layer, p: int, sequence: bool) -> float:
+    share, tokens = 2 * (p - 1) / p, layer.tokens
+    if sequence:
+        return share * (4 * tokens * layer.hidden + NORMS * layer.hidden)
+    return share * tokens * sum(n if column else m for n, m, column in layer.linears())
+
+
+def _two_d(layer: Layer, q: int, depth: int) -> float:
+    tokens, found = layer.tokens / depth, 0.0
+    for n, m, _ in layer.linears():
+        found += (q - 1) / q**2 * (2 * tokens * m + 3 * n * m)
+        found += 2 * (depth - 1) / depth * n * m / q**2
+    return found + _norms(layer, features=q, samples=depth * q)
+
+
+def _three_d(layer: Layer, side: int) -> float:
+    found = 0.0
+    for n, m, _ in layer.linears():
+        found += (side - 1) / side**3 * (3 * layer.tokens * n + 2 * layer.tokens * m + 3 * n * m)
+    return found + _norms(layer, features=side, samples=side**2)
+
+
+def _norms(layer: Layer, *, features: int, samples: int) -> float:
+    """Two numbers a token gathered, two summed over the ranks that share features; and the weight's gradient."""
+    tokens = layer.tokens / samples
+    statistics = (features - 1) * 2 * tokens + 2 * (features - 1) / features * 2 * tokens
+    return NORMS * (statistics + 2 * (samples - 1) / samples * layer.hidden / features)
