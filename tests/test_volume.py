@@ -19,6 +19,6 @@ def test_every_mode_receives_what_its_closed_form_says(tmp_path):
         [sys.executable, ROOT / "benchmarks/volume.py", *sizes, "--out", out], check=True, capture_output=True
     )
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 14
+    assert len(rows) == 16
     for row in rows:
         assert row["counted"] == pytest.approx(row["formula"], rel=1e-12), row

@@ -11,7 +11,7 @@ from sweep.columns import COLUMNS
 from sweep.configs import model_types, tiny
 
 DOZEN = {
-    "llama": ["zero3", "tp2"],
+    "llama": ["zero3", "tp2", "tp2 sequence"],
     "gpt2": ["kernels", "offloaded", "pp2"],  # tied embeddings, Conv1D
     "mixtral": ["zero3"],  # experts
     "deepseek_v3": ["kernels"],  # latent attention, groups of experts

@@ -145,12 +145,18 @@ def test_needed_leaves_room():
 def test_a_plan_is_refused_for_what_ranks_refuse(tmp_path):
     from transformers import AutoConfig
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    AutoConfig.for_model("mixtral", **sizes, num_key_value_heads=2, vocab_size=96).save_pretrained(tmp_path)
-    changes = {**ALONE, "model.name": str(tmp_path), "precision.compute": "bf16"}
-    assert plan(recipes.load("llama-tiny", changes)).peak > 0
-    with pytest.raises(PlanError):
-        plan(recipes.load("llama-tiny", {**changes, "parallel.tensor.size": 2}))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def planned(name, ranks, **options):
+        AutoConfig.for_model(name, **sizes, vocab_size=96, **options).save_pretrained(tmp_path)
+        changes = {**ALONE, "model.name": str(tmp_path), "precision.compute": "bf16"}
+        return plan(recipes.load("llama-tiny", {**changes, "parallel.tensor.size": ranks}), ranks=ranks)
+
+    assert planned("mixtral", 2, intermediate_size=48).peak < planned("mixtral", 1, intermediate_size=48).peak
+    with pytest.raises(PlanError, match="gate_up_proj does not divide"):
+        planned("mixtral", 2, intermediate_size=47)
+    with pytest.raises(PlanError, match="no tensor-parallel plan"):
+        planned("mamba", 2)
 
 
 def test_sizes_that_depend_on_values_are_said_to():
