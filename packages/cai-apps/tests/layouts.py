@@ -39,6 +39,9 @@ class Case:
     linear: str = "compute"
     recompute: str = "none"
     compile: str = "auto"
+    mode: str = "1d"
+    sequence: bool = False
+    microbatches: int = 4
 
     @property
     def world(self) -> int:
@@ -57,6 +60,14 @@ CASES = {
     "tensor2-pipeline2": Case(tensor=2, pipeline=2),
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
 }
+MODES = {
+    "tensor2-sequence": Case(tensor=2, sequence=True),
+    "tensor4-2d": Case(tensor=4, mode="2d"),
+    "data2-tensor4-2d-zero3": Case(data=2, tensor=4, mode="2d", zero=3, microbatches=2),
+    "tensor8-2.5d": Case(tensor=8, mode="2.5d", microbatches=2),
+    "tensor8-3d": Case(tensor=8, mode="3d", microbatches=2),
+}
+"""Modes of tensor parallelism."""
 SWAPPED = {
     "one": Case(kernels="on"),
     "data2-zero3": Case(data=2, zero=3, kernels="on"),
@@ -108,14 +119,14 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
         replicate=case.replicate,
         shard=case.data,
         zero=case.zero,  # type: ignore[arg-type]
-        tensor=c.Tensor(size=case.tensor),
+        tensor=c.Tensor(case.mode, case.tensor, sequence=case.sequence),  # type: ignore[arg-type]
         pipeline=c.Pipeline(size=case.pipeline, schedule=case.schedule),  # type: ignore[arg-type]
     )
     ranks = case.data * case.replicate
     train = c.Train(
         steps=steps,
         global_batch=BATCH,
-        microbatch_size=max(1, BATCH // ranks // 4),
+        microbatch_size=max(1, BATCH // ranks // case.microbatches),
         seed=7,
         kernels=case.kernels,  # type: ignore[arg-type]
         compile=case.compile,  # type: ignore[arg-type]

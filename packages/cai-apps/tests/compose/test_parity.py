@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from layouts import BATCH, CASES, FP8, SWAPPED, UNPLANNED, trained, twin
+from layouts import BATCH, CASES, FP8, MODES, SWAPPED, UNPLANNED, trained, twin
 
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -14,8 +14,13 @@ CORE = [
     *(("gpt2", name, "fp64") for name in ("data2-zero3", "tensor2", "pipeline2-1f1b", "2x2x2-zero1")),
     *(("llama", name, "fp32") for name in ("data2-zero2", "tensor2-pipeline2")),
     ("gpt2", "2x2x2-zero1", "fp32"),
+    ("llama", "tensor2-sequence", "fp64"),
+    ("gpt2", "tensor4-2d", "fp64"),
+    ("llama", "tensor4-2d", "fp32"),
 ]
 """Every layout, and every pair of (model, dimension) and (dtype, dimension); the matrix runs the whole product."""
+
+LAYOUTS = {**CASES, **MODES}
 
 expected = functools.cache(twin)
 
@@ -23,7 +28,7 @@ expected = functools.cache(twin)
 @pytest.mark.parametrize(("model", "layout", "dtype"), CORE)
 def test_equals_the_plain_loop(model, layout, dtype):
     losses, gradients, parameters = expected(model, dtype)
-    results = run_ranks(CASES[layout].world, trained, model, CASES[layout], dtype, timeout=240)
+    results = run_ranks(LAYOUTS[layout].world, trained, model, LAYOUTS[layout], dtype, timeout=240)
     got_losses, got_gradients, got_parameters = results[0]
     tolerance = 1e-9 if dtype == "fp64" else 2e-4  # float32 rounds differently from CPU to CPU
     for other in results[1:]:

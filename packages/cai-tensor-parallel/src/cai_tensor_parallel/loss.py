@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import layout_of
-from cai_tensor_parallel.modes.context import ModeContext
+from cai_tensor_parallel.modes import check_mode
+from cai_tensor_parallel.modes.context import ModeContext, Ranks
 from cai_tensor_parallel.modes.forms import GRIDS
-from cai_tensor_parallel.vocab import CausalLMLoss, vocab_start
+from cai_tensor_parallel.vocab import CausalLMLoss, ShardedLogits, vocab_start
 
 ROWS, TOKENS, COLUMNS = 2, 5, 11
 """Of the logits on which a loss is tried where the model has no vocabulary size."""
@@ -49,19 +51,41 @@ def _agrees(own: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, 
     if "ignore_index" in case:
         labels = labels.clamp(min=0)
     arguments = {"logits": logits, "labels": labels, "vocab_size": columns} | case
-    return torch.allclose(own(**arguments), CausalLMLoss(None, 0)(**arguments), rtol=1e-4)
+    return torch.allclose(own(**arguments), CausalLMLoss(ShardedLogits())(**arguments), rtol=1e-4)
+
+
+def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> ShardedLogits:
+    """How the logits lie of a model of transformers that `parallelize(..., logits="sharded")` has cut.
+
+    For a loss of one's own: `vocab_parallel_cross_entropy(logits, lie.own(labels), lie.columns, vocab_start=lie.start)`,
+    whose sum over samples is `lie.summed` of it. Without an output layer, as on another pipeline stage, they lie here.
+
+    Args:
+        mesh, mode: that `parallelize` got.
+    """
+    check_mode(mode)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    ranks = ParallelMesh.of(mesh, alone="tp")
+    if not isinstance(weight, torch.Tensor) or ranks.degree("tp") == 1:
+        return ShardedLogits()
+    return lying(weight, ranks, mode)
+
+
+def lying(weight: torch.Tensor, ranks: Ranks, mode: str) -> ShardedLogits:
+    """How logits of a weight [V, features], as this rank holds it, lie."""
+    if mode not in GRIDS:
+        return ShardedLogits(ranks.group("tp"), vocab_start(weight))
+    form, columns = GRIDS[mode].inner, layout_of(weight).global_shape[0]
+    start = min(ranks.index(form.features) * -(-columns // ranks.degree(form.features)), columns)
+    return ShardedLogits(ranks.group(form.features), start, ranks.group(form.batch))
 
 
 def cut_loss(model: nn.Module, head: nn.Module, context: ModeContext) -> None:
     """Let a model compute its loss from cut logits, or refuse labels where that is not the loss of next tokens."""
     if is_next_token_loss(model):
-        weight = head.weight
-        assert isinstance(weight, torch.Tensor)
-        loss = CausalLMLoss(context.group, vocab_start(weight))
-        if context.mode in GRIDS:
-            form, ranks, columns = context.grid.inner, context.ranks, layout_of(weight).global_shape[0]
-            start = min(ranks.index(form.features) * -(-columns // ranks.degree(form.features)), columns)
-            loss = CausalLMLoss(ranks.group(form.features), start, ranks.group(form.batch))
+        assert isinstance(head.weight, torch.Tensor)
+        loss = CausalLMLoss(lying(head.weight, context.ranks, context.mode))
         model.loss_function = loss  # type: ignore[assignment]
         return
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -150,19 +151,38 @@ def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGrou
     return gather_from(padded, -1, group)[..., :vocab_size]
 
 
-class CausalLMLoss:
-    """Stands in for a Hugging Face model's `loss_function` when its logits are cut by vocabulary.
+@dataclass(frozen=True)
+class ShardedLogits:
+    """How logits lie over ranks: [samples of this rank, ..., columns of this rank].
 
     Args:
-        group: ranks that hold the other columns.
-        vocab_start: this rank's first column.
-        samples: ranks that hold the logits of other samples; labels are those of all (None: all samples are here).
+        columns: ranks that hold the other columns (None: all are here).
+        start: this rank's first column.
+        samples: ranks that hold other samples (None: all are here).
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, vocab_start: int, samples: dist.ProcessGroup | None = None
-    ):
-        self.group, self.vocab_start, self.samples = group, vocab_start, samples
+    columns: dist.ProcessGroup | None = None
+    start: int = 0
+    samples: dist.ProcessGroup | None = None
+
+    def own(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels [B, ...] of this rank's samples."""
+        return labels if self.samples is None else labels.chunk(self.samples.size())[self.samples.rank()]
+
+    def summed(self, loss: torch.Tensor) -> torch.Tensor:
+        """The sum of losses over the samples of all ranks, used alike on all."""
+        return reduce_from(loss, self.samples)
+
+
+class CausalLMLoss:
+    """Stands in for a Hugging Face model's `loss_function` when its logits are cut.
+
+    Args:
+        lie: over which ranks; labels are those of all samples.
+    """
+
+    def __init__(self, lie: ShardedLogits):
+        self.lie = lie
 
     def __deepcopy__(self, memo: dict) -> CausalLMLoss:
         return self  # process groups belong to the process
@@ -182,14 +202,12 @@ class CausalLMLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != ignore_index).sum()
-        if self.samples is not None:
-            shift_labels = shift_labels.chunk(self.samples.size())[self.samples.rank()]
         loss = vocab_parallel_cross_entropy(
             logits.flatten(0, -2),
-            shift_labels.flatten(),
-            self.group,
-            vocab_start=self.vocab_start,
+            self.lie.own(shift_labels).flatten(),
+            self.lie.columns,
+            vocab_start=self.lie.start,
             ignore_index=ignore_index,
             reduction="sum",
         )
-        return reduce_from(loss, self.samples) / num_items_in_batch
+        return self.lie.summed(loss) / num_items_in_batch

@@ -90,7 +90,8 @@ def rewrite(
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
-    parallelize(model, mesh, logits="sharded", sequence=config.parallel.tensor.sequence)
+    tensor = config.parallel.tensor
+    parallelize(model, mesh, mode=tensor.mode, logits="sharded", sequence=tensor.sequence)
     loss = workload.loss(model, mesh)
     swap(model, kinds=_kernels(config, device, compiled))
     return loss

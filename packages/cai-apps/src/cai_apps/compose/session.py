@@ -15,7 +15,7 @@ from cai_apps.compose.weights import Weights
 from cai_apps.compose.workload import Batch, Workload
 from cai_apps.config.sections import RunConfig
 from cai_mesh import rng
-from cai_mesh.comm import coordinate
+from cai_mesh.comm import ParallelMesh, coordinate
 from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner
 from cai_zero import LossScale
@@ -52,7 +52,8 @@ class Session:
 
         Returns this data rank's part of the loss, a float64 scalar, on every rank.
         """
-        differing = {a: i for a, i in coordinate(self.mesh).items() if a != "tp"}
+        alike = ParallelMesh.of(self.mesh).leaves("tp")
+        differing = {a: i for a, i in coordinate(self.mesh).items() if a not in alike}
         rng.seed_torch(self.config.train.seed, self.steps, differing)
         self.model.train()
         with self.workload.running():

@@ -13,10 +13,13 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True)
 class Tensor:
-    mode: Literal["1d"] = "1d"
-    """Algorithm that splits the matrix products."""
+    mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    """Algorithm that splits the matrix products. 1d cuts features within a layer; the others cut samples and features
+    from the embedding to the head: 2d on q x q ranks, 2.5d on depth x q x q, 3d on l x l x l."""
     size: int = 1
     """Tensor-parallel degree."""
+    depth: int | None = None
+    """Of mode 2.5d: how many grids hold the same weights; None: 2."""
     sequence: bool = False
     """Cut along the sequence what tensor-parallel ranks hold alike: norms, residuals, and what is kept of them."""
 

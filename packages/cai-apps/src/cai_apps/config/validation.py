@@ -34,7 +34,44 @@ def mesh_spec(config: RunConfig) -> MeshSpec:
         dp_replicate=parallel.replicate,
         dp_shard=parallel.shard,
         tp=parallel.tensor.size,
+        tp_axes=() if parallel.tensor.mode == "1d" else tuple(grid_of(parallel).items()),
     )
+
+
+def grid_of(parallel: Parallel) -> dict[str, int]:
+    """Degrees of the dimensions of a grid of tensor-parallel ranks. Raises PlanError where the mode has no such."""
+    from cai_tensor_parallel import sub_axes  # with torch, which reading a config does without
+
+    tensor = parallel.tensor
+    return sub_axes(tensor.mode, tensor.size, 2 if tensor.depth is None else tensor.depth)
+
+
+def check_tensor(config: RunConfig) -> None:
+    """Raises ConfigError for a grid of tensor-parallel ranks that cannot run as asked, `shard` being resolved."""
+    tensor, train = config.parallel.tensor, config.train
+    if tensor.depth is not None and tensor.mode != "2.5d":
+        raise ConfigError(
+            'parallel.tensor.depth is for parallel.tensor.mode = "2.5d"',
+            got=f'depth {tensor.depth}, mode "{tensor.mode}"',
+        )
+    if tensor.mode == "1d":
+        return
+    if tensor.sequence or config.parallel.pipeline.size > 1 or config.precision.linear == "fp8":
+        raise ConfigError(
+            f'parallel.tensor.mode = "{tensor.mode}" cuts samples and features from the embedding to the head',
+            got=f"parallel.tensor.sequence = {tensor.sequence}, parallel.pipeline.size ="
+            f' {config.parallel.pipeline.size}, precision.linear = "{config.precision.linear}"',
+            expected='no sequence, one stage, linear layers that are not "fp8"',
+            fix='leave these out, or parallel.tensor.mode = "1d"',
+        )
+    *_, side = grid_of(config.parallel).values()  # features are cut over one side, samples over all the rest
+    cut = tensor.size // side
+    if train.microbatch_size % cut:
+        raise ConfigError(
+            f'parallel.tensor.mode = "{tensor.mode}" cuts the samples of a microbatch over {cut} ranks',
+            got=f"train.microbatch_size = {train.microbatch_size}",
+            expected=f"a multiple of {cut}",
+        )
 
 
 def check_optimizer(options: Optimizer) -> None:
@@ -98,6 +135,7 @@ def resolve(config: R, world_size: int) -> R:
     check_memory(config, world_size)
     check_optimizer(config.optimizer)
     check_wire(config.parallel)
+    check_tensor(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     schedule = config.lr_schedule
     if schedule.decay_steps is None:

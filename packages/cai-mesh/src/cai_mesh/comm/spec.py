@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from cai_mesh.comm.axes import AXES
+from cai_mesh.comm.axes import AXES, SUB_AXES
 from cai_mesh.errors import MeshError
 
 
@@ -23,9 +23,13 @@ class MeshSpec:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    tp_axes: tuple[tuple[str, int], ...] = ()
+    """Dimensions in place of `tp`, outermost first, with degrees that make it: (("tp_row", 2), ("tp_col", 2))."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "tp_axes":
+                continue
             degree = getattr(self, field.name)
             open_axis = degree == -1 and field.name in AXES
             if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and not open_axis):
@@ -37,10 +41,16 @@ class MeshSpec:
                 )
         if sum(getattr(self, axis) == -1 for axis in AXES) > 1:
             raise MeshError("more than one mesh axis is -1", got=self, expected="at most one axis left open")
+        self._check_tensor()
 
     def sizes(self) -> dict[str, int]:
         """Degree by dense axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    def dimensions(self) -> dict[str, int]:
+        """Degree by dimension of the mesh, outermost first: those of `tp_axes` in place of `tp`."""
+        dense = self.sizes()
+        return dense if not self.tp_axes else {a: d for a, d in dense.items() if a != "tp"} | dict(self.tp_axes)
 
     @property
     def world_size(self) -> int:
@@ -66,6 +76,15 @@ class MeshSpec:
         spec = replace(self, **{open_axis: world_size // fixed}) if open_axis else self
         spec._check_experts()
         return spec
+
+    def _check_tensor(self) -> None:
+        unknown = [name for name, _ in self.tp_axes if name not in SUB_AXES["tp"]]
+        if unknown or (self.tp_axes and math.prod(degree for _, degree in self.tp_axes) != self.tp):
+            raise MeshError(
+                "the dimensions that take the place of tp do not make it",
+                got=f"tp {self.tp} as {dict(self.tp_axes)}",
+                expected=f"some of {', '.join(SUB_AXES['tp'])}, whose degrees multiply to {self.tp}",
+            )
 
     def _check_experts(self) -> None:
         ranks = self.dp_shard * self.cp * self.tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         build=lambda: causal_model(model),
         inputs=lambda batch: {"input_ids": batch["input_ids"]},
         target=lambda batch: batch["labels"],
-        loss=NextTokenLoss.of,
+        loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode),
         example=lambda samples: _example(samples, config.data.sequence_length),
         initializer=initializer,
         running=PositionsKnown(),
