@@ -10,7 +10,7 @@ from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.models import load_model_config
 from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import launched
-from cai_mesh.errors import CaiError, ConfigError, MeshError
+from cai_mesh.errors import CaiError, ConfigError, MeshError, PlanError
 
 
 def changed(config: Config, **values) -> Config:
@@ -58,6 +58,13 @@ def test_fills_in_what_is_open(tiny):
         ({"data__sequence_length": 1024}, ConfigError, ["sequence_length", "at most 512"]),
         ({"model__weights": "pretrained"}, ConfigError, ["needs the tokenizer", "data.tokenizer"]),
         ({"model__weights": "pretrained", "data__tokenizer": "gpt2"}, ConfigError, ["only a shape"]),
+        ({"parallel__tensor__mode": "2d"}, PlanError, ["mode 2d has no grid", "2 ranks", "q x q: 4"]),
+        ({"parallel__tensor__depth": 2}, ConfigError, ["parallel.tensor.depth is for", "2.5d"]),
+        ({"parallel__tensor__mode": "2d", "parallel__tensor__size": 4, "parallel__shard": 1}, ConfigError,
+         ["parallel.pipeline.size = 2", "one stage", 'mode = "1d"']),
+        ({"parallel__tensor__mode": "3d", "parallel__tensor__size": 8, "parallel__shard": 1,
+          "parallel__pipeline__size": 1, "train__microbatch_size": 2}, ConfigError, ["over 4 ranks", "a multiple of 4"]),
+        ({"parallel__tensor__sequence": True, "data__sequence_length": 127}, ConfigError, ["127", "a multiple of 2"]),
         ({"train__steps": 0}, ConfigError, ["train.steps", "at least 1"]),
         ({"data__validation_fraction": 1.0}, ConfigError, ["validation_fraction"]),
     ],

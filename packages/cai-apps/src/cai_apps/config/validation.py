@@ -46,6 +46,14 @@ def grid_of(parallel: Parallel) -> dict[str, int]:
     return sub_axes(tensor.mode, tensor.size, 2 if tensor.depth is None else tensor.depth)
 
 
+def sharing_features(parallel: Parallel) -> int:
+    """How many tensor-parallel ranks cut features between them: a side of a grid, all of them in mode 1d."""
+    if parallel.tensor.mode == "1d":
+        return parallel.tensor.size
+    *_, side = grid_of(parallel).values()
+    return side
+
+
 def check_tensor(config: RunConfig) -> None:
     """Raises ConfigError for a grid of tensor-parallel ranks that cannot run as asked, `shard` being resolved."""
     tensor, train = config.parallel.tensor, config.train
@@ -64,8 +72,7 @@ def check_tensor(config: RunConfig) -> None:
             expected='no sequence, one stage, linear layers that are not "fp8"',
             fix='leave these out, or parallel.tensor.mode = "1d"',
         )
-    *_, side = grid_of(config.parallel).values()  # features are cut over one side, samples over all the rest
-    cut = tensor.size // side
+    cut = tensor.size // sharing_features(config.parallel)
     if train.microbatch_size % cut:
         raise ConfigError(
             f'parallel.tensor.mode = "{tensor.mode}" cuts the samples of a microbatch over {cut} ranks',

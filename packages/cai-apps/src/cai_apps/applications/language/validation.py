@@ -55,12 +55,12 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
     What a config does not say (a state space model has no heads) is left to the transforms, and so are key/value heads,
     which ranks can share.
     """
-    tensor, pipeline = config.parallel.tensor.size, config.parallel.pipeline.size
+    tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline.size
     heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
     if isinstance(heads, int) and heads % tensor:
         raise ConfigError(
-            f"{heads} attention heads do not divide over parallel.tensor.size = {tensor}",
-            got=f"{heads} / {tensor}",
+            f"{heads} attention heads do not divide over the ranks that share features",
+            got=f"{heads} / {tensor}, of parallel.tensor.size = {config.parallel.tensor.size}",
             expected=f"a size among {divisors(heads)}",
             fix="choose one of these sizes or a model with more attention heads",
         )
