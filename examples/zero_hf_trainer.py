@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/zero_hf_trainer.py --stage 3
 
 `ZeroTrainer` is the whole of it: a Trainer whose model is not wrapped in DistributedDataParallel and whose optimizer
-(or, in stage 3, whose model) is sharded. Accumulation, clipping, schedules, logging, evaluation, complete models on
+(or, in stage 3, whose model) is sharded. With `--tensor 2` pairs of ranks hold the parts of a model that `parallelize`
+cuts, and read the same samples. Accumulation, clipping, schedules, logging, evaluation, complete models on
 disk and resumption, on another number of ranks too, work as they do without it.
-Needs torch, transformers, accelerate, cai-mesh[hf] and cai-zero.
+Needs torch, transformers, accelerate, cai-mesh[hf] and cai-zero; cai-tensor-parallel for `--tensor`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
 from cai_zero.integrations.transformers import ZeroTrainer
@@ -47,6 +49,7 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that hold the parts of a model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--output", default="runs/zero-hf-trainer")
@@ -55,11 +58,12 @@ def main() -> None:
 
     data = samples()
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    data_ranks = world // options.tensor
     arguments = TrainingArguments(
         output_dir=options.output,
         max_steps=options.steps,
-        per_device_train_batch_size=4 // world,
-        per_device_eval_batch_size=4 // world,
+        per_device_train_batch_size=4 // data_ranks,
+        per_device_eval_batch_size=4 // data_ranks,
         gradient_accumulation_steps=2,
         learning_rate=3e-3,
         lr_scheduler_type="linear",
@@ -74,12 +78,20 @@ def main() -> None:
         disable_tqdm=True,
         report_to=[],
     )
+    model, mesh = build_model(), None
+    if options.tensor > 1:
+        from cai_tensor_parallel import parallelize
+
+        shape = (data_ranks, options.tensor)
+        mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
+        parallelize(model, mesh)
     trainer = ZeroTrainer(
-        model=build_model(),
+        model=model,
         args=arguments,
         train_dataset=data[8:],
         eval_dataset=data[:8],
         stage=options.stage,
+        mesh=mesh,
     )
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model()

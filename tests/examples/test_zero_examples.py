@@ -136,19 +136,25 @@ def printed_history(printed: str) -> list[dict]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
 
 
-@pytest.mark.parametrize(("stage", "resumed_at"), [(2, 3), (3, 1)])
+SHARDED, CUT = ("--stage", "2"), ("--stage", "0", "--tensor", "2")
+
+
+@pytest.mark.parametrize(
+    ("form", "resumed_in"),
+    [(SHARDED, ("--stage", "3")), (("--stage", "3"), ("--stage", "1")), (CUT, SHARDED), (SHARDED, CUT)],
+)
 def test_hf_trainer(
-    stage: int,
-    resumed_at: int,
+    form: tuple[str, ...],
+    resumed_in: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    """Against `Trainer` itself in one process; then again from the middle, on another stage."""
+    """Against `Trainer` itself in one process; then again from the middle, in another form."""
     module = example("zero_hf_trainer")
     plain = tmp_path / "plain"
     monkeypatch.setattr(
-        module, "ZeroTrainer", lambda stage, **arguments: kept.append(Trainer(**arguments)) or kept[0]
+        module, "ZeroTrainer", lambda stage, mesh, **arguments: kept.append(Trainer(**arguments)) or kept[0]
     )
     kept: list[Trainer] = []
     words = ["--steps", str(STEPS), "--save-steps", "2"]
@@ -158,9 +164,7 @@ def test_hf_trainer(
     expected = printed_history(capsys.readouterr().out)
 
     output = tmp_path / "sharded"
-    got = printed_history(
-        start("zero_hf_trainer", "--stage", str(stage), "--save-steps", "2", "--output", str(output))
-    )
+    got = printed_history(start("zero_hf_trainer", *form, "--save-steps", "2", "--output", str(output)))
     assert len(logged(got, "loss")) == STEPS and len(logged(got, "eval_loss")) == STEPS // 2
     for key in ("loss", "eval_loss", "learning_rate"):
         assert logged(got, key) == pytest.approx(logged(expected, key), rel=1e-5)
@@ -174,7 +178,7 @@ def test_hf_trainer(
     again = tmp_path / "resumed"
     resumed = printed_history(
         start(
-            *("zero_hf_trainer", "--stage", str(resumed_at), "--save-steps", "2", "--output", str(again)),
+            *("zero_hf_trainer", *resumed_in, "--save-steps", "2", "--output", str(again)),
             *("--resume", str(output / "checkpoint-2")),
         )
     )

@@ -66,7 +66,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         degrees = f"replicate{self.replicate}-shard{self.shard}-tensor{self.tensor}-pipeline{self.pipeline}"
-        form = "" if (self.mode, self.sequence) == ("1d", "false") else f"-{self.mode}-sequence {self.sequence}"
+        form = (
+            "" if (self.mode, self.sequence) == ("1d", "false") else f"-{self.mode}-sequence {self.sequence}"
+        )
         return f"{self.model}-{degrees}-zero{self.zero}-{self.schedule}{form}"
 
 

@@ -18,6 +18,7 @@ from cai_tensor_parallel.arguments import cut_arguments
 from cai_tensor_parallel.between import refusal, watch
 from cai_tensor_parallel.complete import completed
 from cai_tensor_parallel.entry import base_of, cut_samples
+from cai_tensor_parallel.gradients import show_gradients
 from cai_tensor_parallel.heads import informed, regroup, shared_heads_of, shares_heads
 from cai_tensor_parallel.loss import cut_loss, is_next_token_loss
 from cai_tensor_parallel.modes import MODES, check_axes, check_mode
@@ -32,6 +33,7 @@ from cai_tensor_parallel.shard import Cutter
 from cai_tensor_parallel.verify import told, trial_of, verified
 from cai_tensor_parallel.vocab import gather_logits
 from cai_tensor_parallel.vocabulary import keeps_another_bias, vocabulary_ends
+from cai_tensor_parallel.wrapping import guard_wrapping
 
 LOGITS = ("whole", "sharded")
 
@@ -81,8 +83,7 @@ def parallelize(
     if degree == 1 and plan is None:
         return model
     given, plan = plan, plan or plan_for(model)
-    roles = match(plan, model)
-    if logits == "sharded" and given is None:
+    if (roles := match(plan, model)) and logits == "sharded" and given is None:
         _check_head(model, roles)
     if degree == 1:
         return model
@@ -95,6 +96,8 @@ def parallelize(
     if mode == "1d":
         watch(model, _refuse(model))
     guard_saving(model)
+    guard_wrapping(model, mesh)
+    show_gradients(model, mesh)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +13,25 @@ from cai_mesh.layout import layout_of
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Let `save_pretrained`, and pickling of cut tensors of the model's `state_dict`, raise `CheckpointError`."""
+    """Let `save_pretrained`, and pickling of cut tensors of the model's `state_dict`, raise `CheckpointError`.
+
+    `save_pretrained` with a `state_dict` of whole tensors writes these.
+    """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refuse  # type: ignore[assignment]
+        model.save_pretrained = types.MethodType(_save_whole, model)  # type: ignore[assignment]
     for module in model.modules():
         if any(p is not None and _is_cut(p) for p in module._parameters.values()):
             module.register_state_dict_post_hook(_mark)
+
+
+def _save_whole(model: nn.Module, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    whole = {
+        name: layout_of(param).global_shape for name, param in model.named_parameters() if _is_cut(param)
+    }
+    if state_dict is None or any(state_dict[n].shape != whole[n] for n in whole.keys() & state_dict.keys()):
+        _refuse()
+    save: Any = type(model).save_pretrained
+    return save(model, *args, state_dict=state_dict, **kwargs)
 
 
 def _is_cut(param: torch.Tensor) -> bool:

@@ -50,7 +50,9 @@ class MeshSpec:
     def dimensions(self) -> dict[str, int]:
         """Degree by dimension of the mesh, outermost first: those of `tp_axes` in place of `tp`."""
         dense = self.sizes()
-        return dense if not self.tp_axes else {a: d for a, d in dense.items() if a != "tp"} | dict(self.tp_axes)
+        return (
+            dense if not self.tp_axes else {a: d for a, d in dense.items() if a != "tp"} | dict(self.tp_axes)
+        )
 
     @property
     def world_size(self) -> int:

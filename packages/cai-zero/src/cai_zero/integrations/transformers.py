@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Trainer
 
 from cai_mesh import checkpoint
+from cai_mesh.comm import DATA_AXES, AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import is_kept
+from cai_mesh.layout import layout_of
 from cai_zero import (
     full_state_dict,
     load_full_state_dict,
@@ -23,12 +26,15 @@ from cai_zero import (
     shard_optimizer,
 )
 from cai_zero.integrations import sync_of
+from cai_zero.integrations.data_ranks import read_by_data_ranks
 
 
 class ZeroTrainer(Trainer):
-    """A `Trainer` with ZeRO over all ranks of the job; checkpoints can be resumed on other ranks and stages.
+    """A `Trainer` with ZeRO over the data ranks of the job; checkpoints can be resumed on other ranks and stages.
 
     Args:
+        mesh: of all ranks. Those along its data axes (`dp_replicate`, `dp_shard`) read different samples; all others,
+            such as the tensor-parallel ranks of a model that `parallelize` has cut, the same. None: all are data ranks.
         stage: 0 to 3: the model and the Trainer's own optimizer are sharded here. None: they are already, by
             `shard_optimizer`, `shard_module` or `cai_gemini.offload`, and the optimizer is handed over:
             `ZeroTrainer(model, args, optimizers=(optimizer, None))`.
@@ -36,16 +42,17 @@ class ZeroTrainer(Trainer):
     Raises `PlanError` for stage None without an optimizer.
     """
 
-    def __init__(self, *args: Any, stage: int | None = None, **kwargs: Any):
-        self.stage = stage
+    def __init__(self, *args: Any, stage: int | None = None, mesh: AnyMesh | None = None, **kwargs: Any):
+        self.stage, self.mesh = stage, None if mesh is None else ParallelMesh.of(mesh)
         super().__init__(*args, **kwargs)
         if stage is None and self.optimizer is None:
             raise PlanError(
                 "ZeroTrainer was given neither a stage nor an optimizer",
                 fix="stage=3, or optimizers=(the optimizer that was sharded, None)",
             )
-        self.mesh = None  # one process, started without torchrun
-        if stage is not None and self.args.world_size > 1:
+        if (
+            self.mesh is None and stage is not None and self.args.world_size > 1
+        ):  # else: one process, no torchrun
             self.mesh = init_device_mesh(
                 self.args.device.type, (self.args.world_size,), mesh_dim_names=("dp_shard",)
             )
@@ -57,6 +64,17 @@ class ZeroTrainer(Trainer):
         self.accelerator.prepare_model = lambda model, **_: prepare(
             model, device_placement=False, evaluation_mode=True
         )
+        if self.mesh is not None:
+            read_by_data_ranks(self.accelerator, self.mesh)
+            self.gather_function = partial(
+                self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
+
+    def get_tp_size(self) -> int:
+        """How many ranks read the same samples."""
+        if not isinstance(self.mesh, ParallelMesh):
+            return super().get_tp_size()
+        return self.args.world_size // self.mesh.degree(DATA_AXES)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """A model that is sharded or offloaded already is where it belongs."""
@@ -99,7 +117,7 @@ class ZeroTrainer(Trainer):
 
     @property
     def _is_sharded(self) -> bool:
-        return any(is_kept(param) for param in self.model.parameters())
+        return any(is_kept(p) or layout_of(p).sharded_axes for p in self.model.parameters())
 
     def _load_weights(self, directory: str) -> None:
         """What `save_model` wrote there, read by rank 0 into host memory."""

@@ -1,0 +1,47 @@
+"""Wrappers that take ranks with different parts of a model for copies of it are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cai_mesh.comm import ParallelMesh
+from cai_mesh.errors import PlanError
+
+
+def guard_wrapping(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Let a forward raise `PlanError` where torch averages gradients, or shards parameters, over the ranks of `tp`.
+
+    `DistributedDataParallel` and `fully_shard` do so by default: over all ranks. Over the data ranks they are right.
+    """
+    group = mesh.group("tp")
+    assert group is not None  # more than one rank
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+
+    def check(model: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and others & set(dist.get_process_group_ranks(wrapper.process_group)):
+            raise _refusal(model, "DistributedDataParallel", "process_group=mesh['dp'].get_group()")
+        for param in model.parameters():
+            over = getattr(param, "device_mesh", None)
+            if over is not None and others & set(over.mesh.flatten().tolist()):
+                raise _refusal(model, "fully_shard", "mesh=mesh['dp']")
+            if over is not None:  # all are over the same ranks
+                return
+
+    model.register_forward_pre_hook(check)
+
+
+def _refusal(model: nn.Module, wrapper: str, right: str) -> PlanError:
+    return PlanError(
+        f"{wrapper} takes the tensor-parallel ranks of {type(model).__name__} for copies of it",
+        cause="its group has ranks with different parts of the model: their gradients would be averaged",
+        fix=f"{right} of a mesh with an axis dp beside tp; without data ranks, no wrapper. transformers' Trainer: "
+        "cai_zero.integrations.transformers.ZeroTrainer(..., stage=0, mesh=mesh)",
+    )
