@@ -31,6 +31,9 @@ ALIKE = ("kv_heads", "mla_kv_a_proj")
 INWARD = ("colwise", "packed_colwise", "colwise_gather_output", *ALIKE)
 """Roles of layers that use the whole sequence; the gradient that comes back from `ALIKE` is whole on every rank."""
 
+OF_HEADS = ("q_", "k_", "kv_", "qk_", "query", "key")
+"""How transformers begins the names of norms inside an attention."""
+
 
 class Sequence:
     """Whether the stream is cut: always with gradients; without them a length that does not divide stays whole.
@@ -164,6 +167,9 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     inward = [n for n, role in inside.items() if role.kind in INWARD and not _is_below(n, enclosed)]
     places = {_gathering(model, name, roles) for name in inward}
     alike = {place for place in places if _whole_below(model, place, roles)}
+    blocks = [f"{top}.{block}" for top in tops for block in _blocks(model, top)]
+    mixers = {name for block in blocks for name in _mixers(model, block, roles)}
+    enclosed |= {name for name in mixers if not _is_below(name, places | enclosed)}
     streams = [
         name
         for name, module in model.named_modules()
@@ -201,10 +207,30 @@ def _gathering(model: nn.Module, name: str, roles: dict[str, Role]) -> str:
     parent = name.rpartition(".")[0]
     module = model.get_submodule(parent)
     norms = any(
-        "norm" in type(inner).__name__.lower() and _holds(inner) and _is_whole(below, roles)
+        "norm" in type(inner).__name__.lower()
+        and _holds(inner)
+        and _is_whole(below, roles)
+        and not below.rpartition(".")[2].startswith(OF_HEADS)
         for below, inner in module.named_modules(prefix=parent)
     )
     return name if not parent or norms or isinstance(module, nn.ModuleList) else parent
+
+
+def _mixers(model: nn.Module, name: str, roles: dict[str, Role]) -> set[str]:
+    """The topmost modules below one, whole in themselves, that are more than a norm or a layer for each position.
+
+    An attention or a state space that nobody cuts, for one, needs the whole sequence.
+    """
+    found = set[str]()
+    for own, module in model.get_submodule(name).named_children():
+        below = f"{name}.{own}"
+        if any(_is_below(cut, [below]) and not _is_whole(cut, roles) for cut in roles):
+            found |= _mixers(model, below, roles) if below not in roles else set()
+        elif next(module.parameters(), None) is not None:
+            leaf = not any(next(child.parameters(), None) is not None for child in module.children())
+            by_position = leaf and (isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower())
+            found |= set() if by_position else {below}
+    return found
 
 
 def _whole_below(model: nn.Module, place: str, roles: dict[str, Role]) -> bool:
