@@ -1,4 +1,4 @@
-"""Numbers that a tensor-parallel rank receives for one layer, counted on simulated ranks and by closed form.
+"""Numbers that a tensor-parallel rank receives and keeps for one layer, on simulated ranks and by closed form.
 
     python benchmarks/volume.py --ranks 4,8,16,64 [--hidden 1024 --sequence 512 --batch 32] [--out FILE]
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cai_mesh.comm import ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_tensor_parallel import parallelize, sub_axes
-from cai_tensor_parallel.volume import Layer, received
+from cai_tensor_parallel.volume import Layer, kept, received
 
 FORMS = [
     ("1d", 1, False),
@@ -81,8 +81,26 @@ def _tensors(arg: Any) -> list[torch.Tensor]:
     return [t for each in arg for t in _tensors(each)] if isinstance(arg, list | tuple) else []
 
 
+KEPT = "kept"
+
+
+class Keeper:
+    """Adds up what is kept for backward, each memory once, parameters and what is no larger than a vector left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.total = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if tensor.dim() > 1 and memory.data_ptr() not in self.seen:
+            self.seen.add(memory.data_ptr())
+            self.total += memory.nbytes() // tensor.itemsize
+        return tensor
+
+
 def counted(form: tuple[str, int, bool], options: argparse.Namespace, ranks: int) -> dict[str, float]:
-    """What the first of `ranks` receives in one layer: a model of two layers, less one of one layer."""
+    """What the first of `ranks` receives and keeps in one layer: a model of two layers, less one of one layer."""
     both = [_model(form, options, ranks, layers) for layers in (1, 2)]
     return {name: both[1][name] - both[0].get(name, 0.0) for name in both[1]}
 
@@ -108,9 +126,10 @@ def _model(
     model = LlamaForCausalLM(config)
     parallelize(model, ParallelMesh.of(mesh), mode=mode, sequence=sequence)
     ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
-    with Counter() as counter:
+    keeper = Keeper(model)
+    with Counter() as counter, torch.autograd.graph.saved_tensors_hooks(keeper.pack, lambda kept: kept):
         model(input_ids=ids, use_cache=False).logits.sum().backward()
-    return counter.seen
+    return counter.seen | {KEPT: float(keeper.total)}
 
 
 def main() -> None:
@@ -155,8 +174,9 @@ def _row(
     row: dict[str, Any] = {"mode": mode, "depth": depth, "sequence": sequence, "ranks": ranks}
     row["formula"] = received(mode, layer, ranks, depth=depth, sequence=sequence)
     if not options.formula:
-        row["by operator"] = counted(form, options, ranks)
-        row["counted"] = sum(row["by operator"].values())
+        found = counted(form, options, ranks)
+        row["kept"], row["kept, formula"] = found.pop(KEPT), kept(mode, layer, ranks, sequence=sequence)
+        row["by operator"], row["counted"] = found, sum(found.values())
     print(json.dumps(row), flush=True)
     return [row]
 

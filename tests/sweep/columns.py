@@ -41,6 +41,7 @@ from sweep.plain_loop import (
     reference,
     targets,
 )
+from sweep.shares import shares
 
 CPU = torch.device("cpu")
 
@@ -122,6 +123,10 @@ def train(model_config: PretrainedConfig, **options: Any) -> Trained:
         session = apply(config, workload(config, model_config), device=CPU)
     except (CaiError, KernelError) as error:
         raise _Refusal(str(error)) from error
+    shared, tensor = None, config.parallel.tensor.size
+    if tensor > 1:
+        whole = materialize(meta_model(model_config), initializer, seed=SEED, dtype=torch.float32, device=CPU)
+        shared = shares(whole, session.model.eval(), batch(0)[0], tensor)
     losses, first = [], 0.0
     for step in range(STEPS):
         microbatches, total = _microbatches(session, step)
@@ -132,7 +137,7 @@ def train(model_config: PretrainedConfig, **options: Any) -> Trained:
         losses.append(_over_data_ranks(session, loss))
     microbatches, total = _microbatches(session, STEPS)
     losses.append(_over_data_ranks(session, session.evaluate(microbatches, total=total)))
-    return Trained(losses, first, _parameters(session))
+    return Trained(losses, first, _parameters(session), shared)
 
 
 def _over_data_ranks(session: Session, loss: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sweep.columns import COLUMNS
+from sweep.shares import ENOUGH
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 OUTCOMES = ("right", "refused", "wrong", "crashed")
@@ -47,6 +48,7 @@ def text(table: Table) -> str:
         *(f"- **{name}**: {column.what}" for name, column in COLUMNS.items()),
         "",
         *_counts(ran),
+        *_shared(ran),
         "## Types\n",
         *_rows(ran),
         *_reasons(table, ran),
@@ -62,6 +64,24 @@ def _counts(ran: Table) -> list[str]:
     return [*lines, ""]
 
 
+def _shared(ran: Table) -> list[str]:
+    """How many types tensor-parallel ranks share almost all of, for every column that says so."""
+    lines = []
+    for name in COLUMNS:
+        found = [row[name]["shares"] for row in ran.values() if "shares" in row.get(name, {})]
+        if found:
+            both = sum(min(shares) >= ENOUGH for shares in found)
+            nearly = (
+                sum(shares[0] >= ENOUGH for shares in found),
+                sum(shares[1] >= ENOUGH for shares in found),
+            )
+            lines.append(
+                f"- {name}: of {len(found)} types that are right the ranks share at least {ENOUGH:.0%} of the bytes of "
+                f"the blocks' parameters in {nearly[0]}, of the FLOPs of their products in {nearly[1]}, of both in {both}"
+            )
+    return [*lines, ""] if lines else []
+
+
 def _rows(ran: Table) -> list[str]:
     lines = [f"| type | parameters | {' | '.join(COLUMNS)} |", f"|---|--:|{'---|' * len(COLUMNS)}"]
     for name, row in sorted(ran.items()):
@@ -73,7 +93,10 @@ def _rows(ran: Table) -> list[str]:
 def _word(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return ""
-    return entry["outcome"] if entry["outcome"] == "right" else f"**{entry['outcome']}**"
+    if entry["outcome"] != "right":
+        return f"**{entry['outcome']}**"
+    least = min(entry.get("shares", [1.0]))
+    return "right" if least >= ENOUGH else f"right ({least:.0%} shared)"
 
 
 def _reasons(table: Table, ran: Table) -> list[str]:

@@ -21,11 +21,15 @@ and hold nothing but rounding, about 1e-9; a smaller number would turn that into
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop leaves: the loss of every step and of an evaluation, the first gradients' norm, all parameters."""
+    """What a loop leaves: the loss of every step and of an evaluation, the first gradients' norm, all parameters.
+
+    Of tensor-parallel ranks also the parts of the blocks' bytes and FLOPs that they share.
+    """
 
     losses: list[float]
     norm: float
     parameters: dict[str, Tensor]
+    shares: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

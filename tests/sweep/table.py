@@ -152,15 +152,16 @@ def cell(column: str, model_type: str, expected: Reference) -> Entry:
     rounding = {} if expected.exact is None else differences(expected.exact, expected.trained)
     wrong = expected.strange or too_much(found, rounding)
     exact = settled(column, model_type) if wrong and not expected.strange else None
+    shared = {} if got.shares is None else {"shares": [round(share, 3) for share in got.shares]}
     if exact is not None and not too_much(exact, {}):
         return {
             "outcome": "right",
             "float64": summary(exact),
             "differences": summary(found),
             "seconds": seconds,
-        }
+        } | shared
     outcome = {"outcome": "wrong", "reason": wrong} if wrong else {"outcome": "right"}
-    return outcome | {"differences": summary(found), "seconds": seconds}
+    return outcome | {"differences": summary(found), "seconds": seconds} | shared
 
 
 def settled(column: str, model_type: str) -> dict[str, float] | None:

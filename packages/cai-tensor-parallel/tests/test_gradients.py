@@ -121,6 +121,42 @@ def test_gradients_read_written_and_put_in_place():
         assert none is None
 
 
+def averaged_by_hand(form):
+    mesh = mesh_of(dp=2, tp=2)
+    group = mesh["dp"].get_group()
+    model = parallelize(small(), mesh["tp"])
+    ids = batch(0).chunk(2)[group.rank()]
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    if form == "one by one":
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+            gradient /= 2
+    elif form == "waited for":
+        for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
+            work.wait()
+        torch._foreach_div_(gradients, 2)
+    else:
+        flat = torch._utils._flatten_dense_tensors(gradients)
+        dist.all_reduce(flat, group=group)
+        for gradient, mean in zip(
+            gradients, torch._utils._unflatten_dense_tensors(flat / 2, gradients), strict=True
+        ):
+            gradient.copy_(mean)
+    found = {n: BoxedTensor.like(p, p.grad) for n, p in model.named_parameters()}
+    return full(found, mesh["tp"].get_group())
+
+
+@pytest.mark.parametrize("form", ["one by one", "waited for", "in one message"])
+def test_gradients_that_a_loop_averages_itself(form):
+    model = small()
+    for ids in batch(0).chunk(2):
+        (model(input_ids=ids, labels=ids).loss / 2).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    for found in run_ranks(4, averaged_by_hand, form):
+        assert_same_as_one_device(found, expected, tolerance=1e-9)
+
+
 def in_stages():
     model = small()
     parallelize(model, mesh_of(pp=2, tp=2))

@@ -67,7 +67,10 @@ class PartKeeper:
 
 
 def show_gradients(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Let the cut parameters of a model show their gradients as parts of a whole, replaced ones from a forward on."""
+    """Let the cut parameters of a model show their gradients as parts of a whole, replaced ones from a forward on.
+
+    Sparse ones (an `Embedding` with `sparse=True`) are left as they are.
+    """
     _adopt(model, mesh)
     _hide_in_steps()
 
@@ -79,7 +82,9 @@ def show_gradients(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def _adopt(model: nn.Module, mesh: ParallelMesh) -> None:
-    for _, _, param in sites(model):
+    for module, _, param in sites(model):
+        if getattr(module, "sparse", False):
+            continue
         if type(param) is nn.Parameter and layout_of(param).sharded_axes and not param.is_meta:
             ShownParameter.adopt(param, PartKeeper(param, mesh), 0)
 

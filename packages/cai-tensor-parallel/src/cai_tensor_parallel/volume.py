@@ -1,4 +1,4 @@
-"""How many numbers a rank receives for one layer, forward and backward, in each mode: closed forms.
+"""How many numbers a rank receives for one layer, and how many it keeps for backward, in each mode: closed forms.
 
 With p ranks and rings, a gather of parts x receives (p-1) |x|, a sum of x scattered over the ranks (p-1)/p |x|, a sum
 of x for all of them twice that. A sum for each rank in turn receives (p-1)/p |x| on average, and so does a part that
@@ -65,6 +65,24 @@ def received(mode: str, layer: Layer, ranks: int, *, depth: int = 1, sequence: b
     if mode == "3d":
         return _three_d(layer, round(ranks ** (1 / 3)))
     return _two_d(layer, round((ranks / depth) ** 0.5), depth)
+
+
+def kept(mode: str, layer: Layer, ranks: int, *, sequence: bool = False) -> float:
+    """Numbers of activations that a rank keeps of a layer from its forward to its backward.
+
+    Of the stream, for each norm: what comes in, that by its size, and what the layers behind it take in. Within:
+    queries, keys, values and what attention makes of them; what the mlp makes of both its inputs, the one after its
+    function, and their product. A grid cuts all of it over all ranks, 1d what is within, `sequence` the stream as well,
+    but for what is gathered for the layers behind a norm. A few numbers a token, of norms and attention, are left out.
+
+    Args: those of `received`.
+    """
+    stream = NORMS * 2 * layer.hidden
+    gathered = NORMS * layer.hidden
+    within = 2 * layer.hidden + 2 * layer.shared + 4 * layer.inner
+    if mode != "1d":
+        return layer.tokens * (stream + gathered + within) / ranks
+    return layer.tokens * (stream / (ranks if sequence else 1) + gathered + within / ranks)
 
 
 def _one_d(layer: Layer, p: int, sequence: bool) -> float:

@@ -52,8 +52,11 @@ class ShardGradient(torch.Tensor):
         return self.part
 
     def whole(self) -> torch.Tensor:
-        """All of it, in memory of its own; collective. Raises `LayoutError` for that of a parameter that is a shard."""
-        if self.place.alone:
+        """All of it that is shown, in memory of its own where not all of that is here; collective then.
+
+        Raises `LayoutError` for that of a parameter that is a shard.
+        """
+        if self.place.alone or self.is_here:
             return self.part.view(self.place.shape)
         if self.place.local:
             raise LayoutError(
@@ -65,6 +68,12 @@ class ShardGradient(torch.Tensor):
         full[self.place.low : self.place.high] = self.part
         all_reduce(full, self.place.shard)
         return full.to(self.dtype).view(self.place.shape)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what is shown is what this rank has, of a larger gradient: a tensor-parallel rank's part."""
+        place = self.place
+        return not place.local and (place.low, place.high) == (0, place.shape.numel())
 
     def share_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that is shaped as the whole or can be made so."""
@@ -256,6 +265,12 @@ def _written(func: Any, args: Any, kwargs: Any, kind: type) -> list[Any]:
 
 def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     for grad in _shards(args, kwargs):
+        if func.namespace == "c10d" and not (grad.is_here or grad.place.alone):
+            raise LayoutError(
+                "a collective was asked for of a gradient of which this rank has a part",
+                cause="its gradients are reduced over the data ranks already, when they are read",
+                fix="leave the collective out",
+            )
         if grad.place.local and (
             not grad.place.alone or func._schema.name.removeprefix("aten::") in _BY_PLACE
         ):

@@ -67,6 +67,8 @@ class BoxedTensor:
             boxed = BoxedTensor.from_flat(slices[0].layout, slices[0].range, local)
             return replace(boxed, owner=slices[0].owner)
         layout = layout_of(param)
+        if local.dim() == 1:  # a gradient that is shown has its part flat
+            local = local.view(layout.local_shape)
         pieces = tuple((box, local[index]) for index, box in layout.slices())
         return BoxedTensor(layout.global_shape, value.dtype, pieces, owner)
 
