@@ -28,7 +28,8 @@ DIM = 1
 PARTS = ("moe_tp_experts", "all_reduce")
 """Roles of modules that sum what they return over the ranks, for the whole sequence."""
 ALIKE = ("kv_heads", "mla_kv_a_proj")
-INWARD = ("colwise", "packed_colwise", "colwise_gather_output", *ALIKE)
+GATHERED = "colwise_gather_output"
+INWARD = ("colwise", "packed_colwise", GATHERED, *ALIKE)
 """Roles of layers that use the whole sequence; the gradient that comes back from `ALIKE` is whole on every rank."""
 
 OF_HEADS = ("q_", "k_", "kv_", "qk_", "query", "key")
@@ -164,12 +165,13 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     inside = {name: role for name, role in roles.items() if name.startswith(within)}
     experts = [name for name, role in inside.items() if role.kind in PARTS]
     enclosed = {name if _is_block(name, tops) else name.rpartition(".")[0] for name in experts}
-    inward = [n for n, role in inside.items() if role.kind in INWARD and not _is_below(n, enclosed)]
-    places = {_gathering(model, name, roles) for name in inward}
-    alike = {place for place in places if _whole_below(model, place, roles)}
     blocks = [f"{top}.{block}" for top in tops for block in _blocks(model, top)]
     mixers = {name for block in blocks for name in _mixers(model, block, roles)}
-    enclosed |= {name for name in mixers if not _is_below(name, places | enclosed)}
+    inward = [n for n, role in inside.items() if role.kind in INWARD and not _is_below(n, enclosed)]
+    cut = {_gathering(model, n, roles) for n in inward if roles[n].kind != GATHERED}
+    enclosed |= {name for name in mixers if not _is_below(name, cut | enclosed)}
+    places = {_gathering(model, name, roles) for name in inward if not _is_below(name, enclosed)}
+    alike = {place for place in places if _whole_below(model, place, roles)}
     streams = [
         name
         for name, module in model.named_modules()
@@ -217,14 +219,18 @@ def _gathering(model: nn.Module, name: str, roles: dict[str, Role]) -> str:
 
 
 def _mixers(model: nn.Module, name: str, roles: dict[str, Role]) -> set[str]:
-    """The topmost modules below one, whole in themselves, that are more than a norm or a layer for each position.
+    """The topmost modules below one that make whole results of their own, and are more than a norm or a linear layer.
 
-    An attention or a state space that nobody cuts, for one, needs the whole sequence.
+    An attention or a state space that nobody cuts, or whose layers gather what they make, needs the whole sequence.
     """
+
+    def parts(name: str) -> bool:
+        return not _is_whole(name, roles) and roles[name].kind != GATHERED
+
     found = set[str]()
     for own, module in model.get_submodule(name).named_children():
         below = f"{name}.{own}"
-        if any(_is_below(cut, [below]) and not _is_whole(cut, roles) for cut in roles):
+        if any(_is_below(cut, [below]) and parts(cut) for cut in roles):
             found |= _mixers(model, below, roles) if below not in roles else set()
         elif next(module.parameters(), None) is not None:
             leaf = not any(next(child.parameters(), None) is not None for child in module.children())
