@@ -40,9 +40,13 @@ the cause and the fix. Nothing is wrong in silence.
   warns. `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
 - **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.
 - **A plain tensor put into `.grad`** in stages 0 to 2 is this rank's, and is averaged over the ranks.
+- **A model that `parallelize` has cut**, without ZeRO, shows its gradients the same way: a rank reads its part, in its
+  shape, with the norms and sums of the whole. A data-parallel loop may average them by collectives of its own; those
+  of ZeRO are averaged already, and a collective of one is refused.
 - **Accelerate, Trainer, Fabric**: shard or offload first, then hand model and optimizer over through
-  `cai_zero.integrations`: `accelerate.prepare(accelerator, model, optimizer, ...)`, `transformers.ZeroTrainer`,
-  `fabric.ZeroStrategy`. By themselves they would wrap the model in DistributedDataParallel, which is refused.
+  `cai_zero.integrations`: `accelerate.prepare(accelerator, model, optimizer, ...)`, `transformers.ZeroTrainer`
+  (with `mesh=` for tensor-parallel ranks, which read the same samples), `fabric.ZeroStrategy`. By themselves they
+  would wrap the model in DistributedDataParallel, which is refused.
 
 ## Cases
 """

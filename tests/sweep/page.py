@@ -76,8 +76,9 @@ def _shared(ran: Table) -> list[str]:
                 sum(shares[1] >= ENOUGH for shares in found),
             )
             lines.append(
-                f"- {name}: of {len(found)} types that are right the ranks share at least {ENOUGH:.0%} of the bytes of "
-                f"the blocks' parameters in {nearly[0]}, of the FLOPs of their products in {nearly[1]}, of both in {both}"
+                f"- {name}: of {len(found)} types that are right the ranks share at least {ENOUGH:.0%} of the bytes "
+                f"of the blocks' parameters in {nearly[0]}, of the FLOPs of their products in {nearly[1]}, of both "
+                f"in {both}"
             )
     return [*lines, ""] if lines else []
 

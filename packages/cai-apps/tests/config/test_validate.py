@@ -65,6 +65,8 @@ def test_fills_in_what_is_open(tiny):
         ({"parallel__tensor__mode": "3d", "parallel__tensor__size": 8, "parallel__shard": 1,
           "parallel__pipeline__size": 1, "train__microbatch_size": 2}, ConfigError,
          ["over 4 ranks", "a multiple of 4"]),
+        ({"parallel__tensor__mode": "2d", "parallel__tensor__size": 4, "parallel__shard": 2,
+          "parallel__pipeline__size": 1, "train__compile": "on"}, ConfigError, ["one graph of a block"]),
         ({"parallel__tensor__sequence": True, "data__sequence_length": 127}, ConfigError, ["127", "a multiple of 2"]),
         ({"train__steps": 0}, ConfigError, ["train.steps", "at least 1"]),
         ({"data__validation_fraction": 1.0}, ConfigError, ["validation_fraction"]),

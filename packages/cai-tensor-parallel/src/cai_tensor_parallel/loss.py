@@ -58,7 +58,8 @@ def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> Shar
     """How the logits lie of a model of transformers that `parallelize(..., logits="sharded")` has cut.
 
     For a loss of one's own: `vocab_parallel_cross_entropy(logits, lie.own(labels), lie.columns,
-    vocab_start=lie.start)`, whose sum over samples is `lie.summed` of it. Without an output layer, as on another pipeline stage, they lie here.
+    vocab_start=lie.start)`, whose sum over samples is `lie.summed` of it. Without an output layer, as on another
+    pipeline stage, all is here.
 
     Args:
         mesh, mode: that `parallelize` got.

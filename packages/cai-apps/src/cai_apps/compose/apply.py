@@ -73,8 +73,9 @@ def transform(
 
 
 def is_compiled(config: RunConfig, device: torch.device) -> bool:
-    """Whether blocks are compiled on such a device."""
-    return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    """Whether blocks are compiled on such a device. Those of a grid of tensor-parallel ranks are not one graph."""
+    usual = device.type == "cuda" and config.parallel.tensor.mode == "1d"
+    return config.train.compile == "on" or (config.train.compile == "auto" and usual)
 
 
 def rewrite(

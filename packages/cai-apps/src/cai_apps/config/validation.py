@@ -64,6 +64,13 @@ def check_tensor(config: RunConfig) -> None:
         )
     if tensor.mode == "1d":
         return
+    if train.compile == "on":
+        raise ConfigError(
+            'train.compile = "on" makes one graph of a block',
+            got=f'parallel.tensor.mode = "{tensor.mode}"',
+            cause="the products of a grid look up groups of ranks while they run",
+            fix='set train.compile to "off" or "auto", or parallel.tensor.mode to "1d"',
+        )
     if tensor.sequence or config.parallel.pipeline.size > 1 or config.precision.linear == "fp8":
         raise ConfigError(
             f'parallel.tensor.mode = "{tensor.mode}" cuts samples and features from the embedding to the head',
