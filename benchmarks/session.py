@@ -34,12 +34,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--text", action="store_true", help="bytes of Python's standard library, not random tokens"
     )
+    parser.add_argument(
+        "--imaginary", type=int, default=0, metavar="RANKS",
+        help="this process stands for the first of so many: what it computes and keeps, without communication",
+    )  # fmt: skip
     parser.add_argument("--form", default="", help="name of this run in the output")
     parser.add_argument("--out", type=Path, help="file to append to")
     return parser.parse_args()
 
 
 def value(text: str):
+    if text in ("true", "false"):
+        return text == "true"
     for kind in (int, float):
         try:
             return kind(text)
@@ -80,7 +86,12 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    if options.imaginary:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.imaginary)
+    else:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
     config = recipes.load(
         options.recipe, {k: value(v) for k, _, v in (s.partition("=") for s in options.set)}
     )

@@ -60,8 +60,8 @@ def apply_norm(
     if form.narrow:
         y = y.to(x.dtype)
     if weight is not None:
-        weight = copy_to(weight, group)
-        y = y * ((weight if form.narrow else weight.to(y.dtype)) + form.offset)
+        scale = copy_to(weight, group)
+        y = y * ((scale if form.narrow else scale.to(y.dtype)) + form.offset)
     if bias is not None:
         y = y + copy_to(bias, group)
     return y if form.narrow else y.to(x.dtype)

@@ -32,6 +32,10 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any,
     return fill(default, rest, command=command, description=description), Path(recipe or "run").stem
 
 
+TRUTH = {"true": "True", "false": "False"}
+"""As TOML writes them, to as tyro reads them."""
+
+
 def fill(default: T, arguments: list[str], *, command: str, description: str) -> T:
     """`default`, a config dataclass, with the values of --section.key flags. Leaves after printing the help."""
     import tyro
@@ -39,12 +43,17 @@ def fill(default: T, arguments: list[str], *, command: str, description: str) ->
     return tyro.cli(
         type(default),
         default=default,
-        args=arguments,
+        args=[_spelled(argument) for argument in arguments],
         prog=f"cai {command} RECIPE|FILE.toml",
         description=description,
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
     )
+
+
+def _spelled(argument: str) -> str:
+    flag, mark, value = argument.rpartition("=")
+    return flag + mark + TRUTH.get(value, value)
 
 
 def check_flags(arguments: list[str], kind: type) -> None:

@@ -157,7 +157,7 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        names = {"int": "an integer", "float": "a number", "str": "a string"}
+        names = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
         expected = " or ".join(names[option.__name__] for option in options)
         raise _wrong_value(dotted, value, expected, origin)
     return value
