@@ -25,9 +25,17 @@ def sum_over(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
-    """The parts of all ranks, of equal size, put together along `dim`."""
+    """The parts of all ranks, of equal size, put together along `dim`.
+
+    torch puts parts together along another dim than 0 by code that compilers of torch 2.11 do not follow; where all
+    dims before it have one element, as a batch of one sequence has, nothing is copied here.
+    """
     ran_on(x.device)
-    return wait(_gather_single(x.contiguous(), dim, name))
+    dim %= x.dim()
+    if dim == 0 or not x.shape[0]:
+        return wait(_gather_single(x.contiguous(), dim, name))
+    parts = wait(_gather_single(x.contiguous(), 0, name)).unflatten(0, (-1, x.shape[0]))
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def start_scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
