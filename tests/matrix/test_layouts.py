@@ -46,6 +46,7 @@ compute = "fp64"
 [train]
 steps = {steps}
 global_batch = 16
+microbatch_size = {samples}
 device = "cpu"
 [log]
 directory = "{directory}"
@@ -63,6 +64,7 @@ class Case(NamedTuple):
     schedule: str = "1f1b"
     mode: str = "1d"
     sequence: str = "false"
+    samples: int = 1
 
     def __str__(self) -> str:
         degrees = f"replicate{self.replicate}-shard{self.shard}-tensor{self.tensor}-pipeline{self.pipeline}"
@@ -91,8 +93,11 @@ def tensor_cases() -> list[Case]:
     """Modes of tensor parallelism, alone and with what they compose with."""
     found = []
     for model in ("llama-tiny", "gpt2-tiny"):
-        found += [Case(model, tensor=size, mode=mode) for mode, size in (("2d", 4), ("2.5d", 8), ("3d", 8))]
-        found += [Case(model, shard=2, zero=zero, tensor=4, mode="2d") for zero in (1, 3)]
+        found += [
+            Case(model, tensor=size, mode=mode, samples=4)
+            for mode, size in (("2d", 4), ("2.5d", 8), ("3d", 8))
+        ]
+        found += [Case(model, shard=2, zero=zero, tensor=4, mode="2d", samples=4) for zero in (1, 3)]
         found += [Case(model, tensor=size, sequence="true") for size in (2, 4)]
         found += [Case(model, shard=2, zero=zero, tensor=2, sequence="true") for zero in (1, 3)]
         found += [Case(model, tensor=2, pipeline=2, sequence="true")]

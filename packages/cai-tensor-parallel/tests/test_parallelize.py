@@ -201,3 +201,20 @@ def test_plans_come_from_the_model():
     gpt2 = plan_for(build("gpt2"))
     assert gpt2.roles["transformer.h.*.attn.c_attn"] == "packed_colwise:3"
     assert gpt2.roles["lm_head"] == "vocab_head"
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_blocks_of_transformers_are_one_graph(device, sequence):
+    """On simulated ranks: what is computed means nothing, the graph is the one of real ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = dist.init_device_mesh(device, (2,), mesh_dim_names=("tp",))
+        model = parallelize(build("llama"), mesh, sequence=sequence).to(device)
+        block = model.model.layers[0]
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+        model(input_ids=torch.zeros(2, 12, dtype=torch.int64, device=device)).logits.sum().backward()
+    finally:
+        dist.destroy_process_group()
