@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from cai_mesh.comm import Members, gathered, start_scatter_sum, start_sum
-from cai_mesh.gradients import TRANSPOSED, Local, Ready
+from cai_mesh.gradients import TRANSPOSED, Ready
 from cai_mesh.protocols import TensorHandle
-
-Tensors = tuple[torch.Tensor, ...]
+from cai_tensor_parallel.modes.summed import Summed, Tensors
 
 
 @dataclass(frozen=True)
-class Cube(Local):
+class Cube(Summed):
     """A linear layer on a cube of ranks. Activations are [samples, ..., features].
 
     Args:
@@ -76,17 +75,11 @@ class Cube(Local):
             dx = start_scatter_sum(product, 0, self.outs)
         dw: Tensors = ()
         if needs_weight:
-            part = self._product(dy_all, gathered(saved[0], 0, self.outs), weight)
+            shape = list(weight.shape)
+            shape[self._dim] *= self.thirds.size
+            part = self.part_of_sum((dy_all, gathered(saved[0], 0, self.outs)), shape, weight)
             dw = (start_scatter_sum(part, self._dim, self.thirds).wait(),)
         return dx, dw, None if bias is None else bias.wait()
-
-    def _product(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a sum that is a weight's gradient, in float32 at least."""
-        shape = list(weight.shape)
-        shape[self._dim] *= self.thirds.size
-        out = torch.empty(shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-        self.products.write_weight_grad((dy, x), out, fresh=True)
-        return out
 
     @property
     def _dim(self) -> int:
@@ -95,9 +88,3 @@ class Cube(Local):
 
     def _whole(self, weight: torch.Tensor) -> torch.Tensor:
         return gathered(weight, self._dim, self.thirds)
-
-    def weight_grad(self, operands: Tensors) -> torch.Tensor:
-        return operands[0]
-
-    def write_weight_grad(self, operands: Tensors, out: torch.Tensor, *, fresh: bool) -> None:
-        out.copy_(operands[0]) if fresh else out.add_(operands[0])

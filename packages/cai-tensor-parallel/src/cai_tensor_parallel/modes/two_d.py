@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from cai_mesh.comm import Members, start_broadcast, start_sum, start_sum_at
-from cai_mesh.gradients import TRANSPOSED, Local, Ready
+from cai_mesh.gradients import TRANSPOSED, Ready
 from cai_mesh.protocols import TensorHandle
-
-Tensors = tuple[torch.Tensor, ...]
+from cai_tensor_parallel.modes.summed import Summed, Tensors
 
 
 @dataclass(frozen=True)
-class Summa(Local):
+class Summa(Summed):
     """A linear layer on a grid of ranks.
 
     Args:
@@ -87,20 +86,12 @@ class Summa(Local):
                 dx = product if dx is None else dx.add_(product)
             if not needs_weight:
                 continue
-            summing = start_sum_at(self._product(operands, part), number, self.rows)
+            summing = start_sum_at(self.part_of_sum(operands, part.shape, part), number, self.rows)
             own = summing if number == self.rows.rank else own
             if before is not None:
                 before.wait()
             before = summing
         return Ready(dx), self._over_depth(own, before), None if bias is None else bias.wait()
-
-    def _product(self, operands: Tensors, part: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a sum that is a weight's gradient, in float32 at least."""
-        out = torch.empty(
-            part.shape, dtype=torch.promote_types(part.dtype, torch.float32), device=part.device
-        )
-        self.products.write_weight_grad(operands, out, fresh=True)
-        return out
 
     def _over_depth(self, own: TensorHandle | None, last: TensorHandle | None) -> Tensors:
         if own is None or last is None:
@@ -109,12 +100,6 @@ class Summa(Local):
         summed = own.wait()
         assert summed is not None
         return (summed if self.depth is None else start_sum(summed, self.depth).wait(),)
-
-    def weight_grad(self, operands: Tensors) -> torch.Tensor:
-        return operands[0]
-
-    def write_weight_grad(self, operands: Tensors, out: torch.Tensor, *, fresh: bool) -> None:
-        out.copy_(operands[0]) if fresh else out.add_(operands[0])
 
     def _weights(self, weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The blocks of this rank's column, one after the other."""
