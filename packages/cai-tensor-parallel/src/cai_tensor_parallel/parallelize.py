@@ -83,7 +83,8 @@ def parallelize(
     if degree == 1 and plan is None:
         return model
     given, plan = plan, plan or plan_for(model)
-    if (roles := match(plan, model)) and logits == "sharded" and given is None:
+    roles = match(plan, model)
+    if logits == "sharded" and given is None:
         _check_head(model, roles)
     if degree == 1:
         return model
@@ -93,12 +94,17 @@ def parallelize(
     tried = trial or trial_of(model, labelled=logits == "whole" or is_next_token_loss(model))
     plan = _proved(model, mesh, plan, cut, None if tried is None else (tried, given))
     cut(model, plan, mesh, Cutter.along(mesh, "tp"))
+    _guard(model, mesh, mode)
+    show_gradients(model, mesh)
+    return model
+
+
+def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
+    """Let what would go wrong in silence be refused: parts between cuts, in files, taken for copies by wrappers."""
     if mode == "1d":
         watch(model, _refuse(model))
     guard_saving(model)
     guard_wrapping(model, mesh)
-    show_gradients(model, mesh)
-    return model
 
 
 def _proved(
