@@ -179,8 +179,8 @@ def wrapped(kind):
         model = parallelize(small(), mesh["tp"])
         model = DistributedDataParallel(model, process_group=group)
     else:
-        for block in model.model.layers:
-            fully_shard(block)
+        for unit in model.model.layers if kind == "units" else [model]:
+            fully_shard(unit)
         with pytest.raises(PlanError, match="fully_shard takes the tensor-parallel ranks"):
             model(input_ids=batch(0))
         return None
@@ -189,7 +189,7 @@ def wrapped(kind):
     return float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+@pytest.mark.parametrize("kind", ["ddp", "units", "one unit"])
 def test_wrappers_over_all_ranks_are_refused(kind):
     model = small()
     model(input_ids=batch(0), labels=batch(0)).loss.backward()

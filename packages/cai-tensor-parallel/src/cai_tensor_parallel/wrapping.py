@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cai_mesh.comm import ParallelMesh
@@ -28,14 +29,20 @@ def guard_wrapping(model: nn.Module, mesh: ParallelMesh) -> None:
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and others & set(dist.get_process_group_ranks(wrapper.process_group)):
             raise _refusal(model, "DistributedDataParallel", "process_group=mesh['dp'].get_group()")
-        for param in model.parameters():
-            over = getattr(param, "device_mesh", None)
-            if over is not None and others & set(over.mesh.flatten().tolist()):
-                raise _refusal(model, "fully_shard", "mesh=mesh['dp']")
-            if over is not None:  # all are over the same ranks
-                return
+        over = _sharded_over(model)
+        if over is not None and others & set(over.mesh.flatten().tolist()):
+            raise _refusal(model, "fully_shard", "mesh=mesh['dp']")
 
     model.register_forward_pre_hook(check)
+
+
+def _sharded_over(model: nn.Module) -> DeviceMesh | None:
+    """The ranks over which torch has sharded a model's parameters, those of a model without units unsharded by now."""
+    for param in model.parameters():
+        if hasattr(param, "device_mesh"):
+            return param.device_mesh  # type: ignore[no-any-return]
+    state = getattr(model, "_get_fsdp_state", lambda: None)()
+    return getattr(getattr(getattr(state, "_fsdp_param_group", None), "mesh_info", None), "mesh", None)
 
 
 def _refusal(model: nn.Module, wrapper: str, right: str) -> PlanError:
