@@ -79,6 +79,27 @@ def test_an_ordinary_loop_clips_by_the_norm_of_the_model(name, axes, mode, copie
         assert_same_as_one_device(parameters, expected, tolerance=1e-7)
 
 
+def mixing(kind):
+    model = parallelize(small(), mesh_of(tp=2))
+    model(input_ids=batch(0), labels=batch(0)).loss.backward()
+    before = model.lm_head.weight.detach().clone()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    with pytest.raises(
+        PlanError, match=r"does not treat elements independently|runs forward and backward itself"
+    ):
+        optimizer.step(lambda: 0.0)
+    assert torch.equal(model.lm_head.weight, before)
+    whole = [p for n, p in model.named_parameters() if "norm" in n]
+    getattr(torch.optim, kind)(whole, lr=0.1).step(
+        lambda: torch.zeros(())
+    )  # of parameters that every rank has whole
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "LBFGS"])
+def test_optimizers_that_mix_elements_are_refused(kind):
+    run_ranks(2, mixing, kind)
+
+
 def materialized():
     with torch.device("meta"):
         model = build("llama", vocab_size=100)

@@ -1,7 +1,8 @@
 """What a loop reads as the gradient of a cut parameter: a rank's part, whose norms and sums are those of the whole.
 
 So torch's own `clip_grad_norm_`, a loss scale's search for infinities, and whoever logs a norm, see the model and not a
-rank of it. Inside an optimizer's step gradients are plain tensors: it steps a part as any tensor.
+rank of it. Inside an optimizer's step gradients are plain tensors: it steps a part as any tensor. One that would step a
+part otherwise than the whole (Adafactor, LBFGS, Muon) is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.optim.optimizer import (
 from cai_mesh.comm import ParallelMesh
 from cai_mesh.gradients import Place, ShardGradient, ShownParameter, hide, raw_grad, set_raw_grad, show
 from cai_mesh.layout import layout_of, reduce_of, sites
+from cai_mesh.storage import check_elementwise
 
 
 class PartKeeper:
@@ -91,8 +93,17 @@ def _adopt(model: nn.Module, mesh: ParallelMesh) -> None:
 
 @functools.cache
 def _hide_in_steps() -> None:
-    """Of every optimizer of the process: torch tells of a step nowhere else."""
-    register_optimizer_step_pre_hook(lambda optimizer, *_: hide(_parts(optimizer)))
+    """Of every optimizer of the process: torch tells of a step nowhere else. One that mixes elements is refused."""
+    tried = weakref.WeakSet[Optimizer]()
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        parts = _parts(optimizer)
+        if parts and optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
+            check_elementwise(optimizer)
+            tried.add(optimizer)
+        hide(parts)
+
+    register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(lambda optimizer, *_: show(_parts(optimizer)))
 
 
