@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from loops.kit import Net, adamw, net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,6 +51,22 @@ def another_optimizer_beside_a_sharded_one():
     other = torch.optim.SGD(model.head.parameters(), lr=0.1)
     loss_of(model).backward()
     other.step()
+
+
+def averaged_again(stage: int) -> Callable[[], None]:
+    """As a data-parallel loop does with gradients of its own."""
+
+    def misuse() -> None:
+        model = net()
+        if stage == 3:
+            shard_module(model, mesh())
+        else:
+            shard_optimizer(adamw(model.parameters()), mesh(), model=model, stage=stage)
+        loss_of(model).backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+
+    return misuse
 
 
 def wrapped(stage: int) -> Callable[[], None]:
@@ -167,6 +184,8 @@ MISUSES: dict[str, tuple[Callable[[], None], int, str]] = {
     "optimizer before shard_module": (optimizer_before_shard_module, 2, "sharded since it was built"),
     "the inner optimizer steps": (step_of_the_optimizer_that_was_sharded, 2, "that a sharded optimizer has"),
     "another optimizer": (another_optimizer_beside_a_sharded_one, 2, "that a sharded optimizer has"),
+    "averaged again": (averaged_again(1), 2, "reduced over the data ranks already"),
+    "averaged again, stage 3": (averaged_again(3), 2, "reduced over the data ranks already"),
     "DDP around it": (wrapped(1), 2, "reduced already"),
     "DDP around it, stage 3": (wrapped(3), 2, "reduced already"),
     "save_pretrained, stage 3": (flat_tensors_saved("zero3"), 2, "flat parameters"),

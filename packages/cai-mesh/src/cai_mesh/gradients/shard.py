@@ -71,9 +71,9 @@ class ShardGradient(torch.Tensor):
 
     @property
     def is_here(self) -> bool:
-        """Whether what is shown is what this rank has, of a larger gradient: a tensor-parallel rank's part."""
+        """Whether what is shown is what every rank has, of a larger gradient: tensor-parallel ranks' parts."""
         place = self.place
-        return not place.local and (place.low, place.high) == (0, place.shape.numel())
+        return not place.local and place.shard is None and (place.low, place.high) == (0, place.shape.numel())
 
     def share_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that is shaped as the whole or can be made so."""
