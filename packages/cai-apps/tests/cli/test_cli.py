@@ -154,3 +154,12 @@ def test_doctor_tells_of_memory_and_tests_a_directory(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--nvme", str(tmp_path / "gone"))
     assert code == 0
     assert f"{tmp_path / 'gone'} does not do as memory.nvme" in out
+
+
+@pytest.mark.parametrize("given", [["true"], ["True"], None])
+def test_true_is_read_as_toml_writes_it(given):
+    from cai_apps.cli.config_arguments import parse
+
+    flag = "--parallel.tensor.sequence"
+    arguments = ["llama-tiny", flag, *given] if given else ["llama-tiny", flag + "=true"]
+    assert parse(arguments, command="plan", description="")[0].parallel.tensor.sequence is True

@@ -60,6 +60,7 @@ def test_a_value_of_one_of_two_types(tmp_path):
         ("[memory]\ndevice_memory = 2.5\n", ["memory.device_memory", "an integer or a string"]),
         ("[memory]\ndevice_memory = true\n", ["memory.device_memory", "an integer or a string"]),
         ("[parallel]\ntensor = 2\n", ["parallel.tensor", "a table"]),
+        ("[parallel]\ntensor = { sequence = 3 }\n", ["parallel.tensor.sequence", "true or false"]),
         ("[train\n", ["not valid TOML"]),
     ],
 )
