@@ -53,15 +53,20 @@ def another_optimizer_beside_a_sharded_one():
     other.step()
 
 
+def sharded_net(stage: int) -> Net:
+    model = net()
+    if stage == 3:
+        shard_module(model, mesh())
+    else:
+        shard_optimizer(adamw(model.parameters()), mesh(), model=model, stage=stage)
+    return model
+
+
 def averaged_again(stage: int) -> Callable[[], None]:
     """As a data-parallel loop does with gradients of its own."""
 
     def misuse() -> None:
-        model = net()
-        if stage == 3:
-            shard_module(model, mesh())
-        else:
-            shard_optimizer(adamw(model.parameters()), mesh(), model=model, stage=stage)
+        model = sharded_net(stage)
         loss_of(model).backward()
         for param in model.parameters():
             dist.all_reduce(param.grad)
@@ -73,11 +78,7 @@ def wrapped(stage: int) -> Callable[[], None]:
     """As accelerate, Trainer and Fabric do with the model they are given."""
 
     def misuse() -> None:
-        model = net()
-        if stage == 3:
-            shard_module(model, mesh())
-        else:
-            shard_optimizer(adamw(model.parameters()), mesh(), model=model, stage=stage)
+        model = sharded_net(stage)
         nn.parallel.DistributedDataParallel(model)
 
     return misuse
