@@ -55,10 +55,10 @@ def _agrees(own: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, 
 
 
 def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> ShardedLogits:
-    """How the logits lie of a model of transformers that `parallelize(..., logits="sharded")` has cut.
+    """How logits are laid out over the ranks after `parallelize(..., logits="sharded")` of a model of transformers.
 
-    For a loss of one's own: `vocab_parallel_cross_entropy(logits, lie.own(labels), lie.columns,
-    vocab_start=lie.start)`, whose sum over samples is `lie.summed` of it. Without an output layer, as on another
+    For a loss of one's own: `vocab_parallel_cross_entropy(logits, form.own(labels), form.columns,
+    vocab_start=form.start)`, whose sum over samples is `form.summed` of it. Without an output layer, as on another
     pipeline stage, all is here.
 
     Args:
@@ -70,11 +70,11 @@ def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> Shar
     ranks = ParallelMesh.of(mesh, alone="tp")
     if not isinstance(weight, torch.Tensor) or ranks.degree("tp") == 1:
         return ShardedLogits()
-    return lying(weight, ranks, mode)
+    return form_of_logits(weight, ranks, mode)
 
 
-def lying(weight: torch.Tensor, ranks: Ranks, mode: str) -> ShardedLogits:
-    """How logits of a weight [V, features], as this rank holds it, lie."""
+def form_of_logits(weight: torch.Tensor, ranks: Ranks, mode: str) -> ShardedLogits:
+    """How the logits of an output weight [V, features] are laid out, from this rank's part of it."""
     if mode not in GRIDS:
         return ShardedLogits(ranks.group("tp"), vocab_start(weight))
     form, columns = GRIDS[mode].inner, layout_of(weight).global_shape[0]
@@ -86,7 +86,7 @@ def cut_loss(model: nn.Module, head: nn.Module, context: ModeContext) -> None:
     """Let a model compute its loss from cut logits, or refuse labels where that is not the loss of next tokens."""
     if is_next_token_loss(model):
         assert isinstance(head.weight, torch.Tensor)
-        loss = CausalLMLoss(lying(head.weight, context.ranks, context.mode))
+        loss = CausalLMLoss(form_of_logits(head.weight, context.ranks, context.mode))
         model.loss_function = loss  # type: ignore[assignment]
         return
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)

@@ -153,7 +153,7 @@ def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class ShardedLogits:
-    """How logits lie over ranks: [samples of this rank, ..., columns of this rank].
+    """How logits are laid out over ranks: [samples of this rank, ..., columns of this rank].
 
     Args:
         columns: ranks that hold the other columns (None: all are here).
@@ -178,11 +178,11 @@ class CausalLMLoss:
     """Stands in for a Hugging Face model's `loss_function` when its logits are cut.
 
     Args:
-        lie: over which ranks; labels are those of all samples.
+        form: over which ranks; labels are those of all samples.
     """
 
-    def __init__(self, lie: ShardedLogits):
-        self.lie = lie
+    def __init__(self, form: ShardedLogits):
+        self.form = form
 
     def __deepcopy__(self, memo: dict) -> CausalLMLoss:
         return self  # process groups belong to the process
@@ -204,10 +204,10 @@ class CausalLMLoss:
             num_items_in_batch = (shift_labels != ignore_index).sum()
         loss = vocab_parallel_cross_entropy(
             logits.flatten(0, -2),
-            self.lie.own(shift_labels).flatten(),
-            self.lie.columns,
-            vocab_start=self.lie.start,
+            self.form.own(shift_labels).flatten(),
+            self.form.columns,
+            vocab_start=self.form.start,
             ignore_index=ignore_index,
             reduction="sum",
         )
-        return self.lie.summed(loss) / num_items_in_batch
+        return self.form.summed(loss) / num_items_in_batch

@@ -18,10 +18,10 @@ class NextTokenLoss:
     """Cross-entropy of next tokens, summed.
 
     Args:
-        lie: over which tensor-parallel ranks logits are cut.
+        form: how logits are cut over tensor-parallel ranks.
     """
 
-    lie: ShardedLogits
+    form: ShardedLogits
 
     @classmethod
     def of(cls, model: nn.Module, mesh: DeviceMesh, mode: str = "1d") -> NextTokenLoss:
@@ -29,13 +29,13 @@ class NextTokenLoss:
         return cls(sharded_logits(model, mesh, mode=mode))
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
-        """`output.logits` [B, S, V] as they lie and labels [B, S] (-100: no target) -> scalar, float32 or wider."""
+        """`output.logits` [B, S, V] in that form and labels [B, S] (-100: no target) -> scalar, float32 or wider."""
         logits = output.logits[:, :-1].flatten(0, 1)
-        labels = self.lie.own(labels[:, 1:]).flatten()
-        if self.lie.columns is None:
+        labels = self.form.own(labels[:, 1:]).flatten()
+        if self.form.columns is None:
             wide = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(wide, labels, reduction="sum")
         loss = vocab_parallel_cross_entropy(
-            logits, labels, self.lie.columns, vocab_start=self.lie.start, reduction="sum"
+            logits, labels, self.form.columns, vocab_start=self.form.start, reduction="sum"
         )
-        return self.lie.summed(loss)
+        return self.form.summed(loss)
