@@ -36,6 +36,9 @@ ALLOWED = {
             "safetensors",
             "tokenizers",
             "datasets",
+            "diffusers",
+            "PIL",
+            "sklearn",
         ),
     },
 }

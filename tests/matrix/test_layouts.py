@@ -101,6 +101,7 @@ def tensor_cases() -> list[Case]:
         found += [Case(model, tensor=size, sequence="true") for size in (2, 4)]
         found += [Case(model, shard=2, zero=zero, tensor=2, sequence="true") for zero in (1, 3)]
         found += [Case(model, tensor=2, pipeline=2, sequence="true")]
+        found += [Case(model, tensor=4, pipeline=2, mode="2d", samples=4)]
     return found
 
 

@@ -9,11 +9,10 @@ import twin
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
-from cai_mesh.errors import PlanError
 from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
-from cai_tensor_parallel import parallelize
+from cai_tensor_parallel import parallelize, sub_axes
 
 MICROBATCHES = 4
 
@@ -22,9 +21,11 @@ EVEN = 8
 """A length that two ranks can divide."""
 
 
-def train(name: str, schedule: str, sequence: bool = False):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    model = parallelize(split(twin.build(name), mesh), mesh, logits="sharded", sequence=sequence)
+def train(name: str, schedule: str, sequence: bool = False, mode: str = "1d"):
+    axes = {"pp": 2} | sub_axes(mode, 2 if mode == "1d" else 4)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    stage = split(twin.build(name), mesh)
+    model = parallelize(stage, mesh, logits="sharded", mode=mode, sequence=sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss_fn(output, ids):
@@ -61,11 +62,6 @@ def test_a_stream_that_is_cut_passes_from_stage_to_stage(name: str, monkeypatch:
     twin.assert_equals_one_process(name, run_ranks(4, train, name, "1f1b", True))
 
 
-def grid():
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "tp_row", "tp_col"))
-    with pytest.raises(PlanError, match="stage of a pipeline"):
-        parallelize(split(twin.build("llama"), mesh), mesh, mode="2d")
-
-
-def test_a_grid_in_a_stage_is_refused():
-    run_ranks(8, grid, timeout=300)
+def test_a_stream_that_a_grid_cuts_passes_from_stage_to_stage():
+    results = run_ranks(8, train, "gpt2", "1f1b", False, "2d", timeout=300)
+    twin.assert_equals_one_process("gpt2", results)

@@ -1,8 +1,10 @@
-"""A tiny config for any causal language model of transformers: generic by the names of its sizes, then a few extras."""
+"""A tiny config for any model of transformers: generic by the names of its sizes, then a few extras."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -60,6 +62,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_size": [3, 4]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "distilbert": {"dim": 64, "hidden_dim": 96},
     "doge": {"keep_window_size": 64},  # it keeps the largest of values that are all equal at the start
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
@@ -70,6 +73,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "use_dsa": True,
     },
+    "encoder-decoder": {"pad_token_id": 0},
+    "esm": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 2},
+    "esmc": {"vocab_size": VOCAB},
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -82,6 +88,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "nystromformer": {"conv_kernel_size": 15},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -91,6 +98,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 48]},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 6400},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 128,
@@ -111,29 +120,57 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny(model_type: str) -> PretrainedConfig:
+@dataclass(frozen=True)
+class Small:
+    """What makes a config small.
+
+    Args:
+        sizes: as `SIZES`.
+        extras: as `EXTRAS`.
+        lists: whether a list of sizes is made small in each place, whatever the number of layers.
+        kept: names that stay as they are.
+    """
+
+    sizes: Sequence[tuple[str, int]]
+    extras: Mapping[str, Mapping[str, Any]]
+    lists: bool = False
+    kept: tuple[str, ...] = ()
+
+    def size_of(self, name: str) -> int | None:
+        """What a size of this name is at most; None: it is no size."""
+        return next((most for pattern, most in self.sizes if re.fullmatch(pattern, name)), None)
+
+
+TEXT = Small(SIZES, EXTRAS)
+
+
+def tiny(model_type: str, small: Small = TEXT) -> PretrainedConfig:
     """A config of a few thousand parameters: small sizes, every kind of layer at least once, no dropout, no cache.
 
     Raises NotBuilt when transformers refuses the values.
     """
     try:
-        config = _shrink(CONFIG_MAPPING[model_type]())
+        config = _shrink(CONFIG_MAPPING[model_type](), small)
     except Exception as error:
         raise NotBuilt(f"its config refuses small sizes: {first_line(error.__cause__ or error)}") from error
     for part in _parts(config):
         part.use_cache = False
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
     return config
 
 
-def _shrink(config: PretrainedConfig) -> PretrainedConfig:
+def _shrink(config: PretrainedConfig, small: Small) -> PretrainedConfig:
     """A small version of `config`: what differs is given to its constructor, which derives the rest."""
-    extras = EXTRAS.get(config.model_type, {})
+    extras = small.extras.get(config.model_type, {})
     values: dict[str, Any] = {}
     layers, count = _layers(config), getattr(config, "num_hidden_layers", None)
     for name, value in vars(config).items():
-        small = size_of(name) if name in UNSET and value is None else _small(name, value, layers, count)
-        if small is not value:
-            values[name] = small
+        unset = name in UNSET and value is None
+        less = small.size_of(name) if unset else _small(name, value, layers, small, count)
+        if less is not value and name not in small.kept:
+            values[name] = less
     values |= _heads(config)
     if vars(config).get("is_decoder") is False and not config.is_encoder_decoder:
         values["is_decoder"] = True
@@ -152,27 +189,32 @@ def _heads(config: PretrainedConfig) -> dict[str, int]:
     return {own[1]: min(heads, 4) if shared in (None, heads) else min(shared, 2)}
 
 
-def _small(name: str, value: Any, layers: list[int], count: Any = None) -> Any:
+def _small(name: str, value: Any, layers: list[int], small: Small, count: Any = None) -> Any:
     """The small version of one value; the very same object where it may stay."""
     if isinstance(value, PretrainedConfig):
-        return _shrink(value)
+        return _shrink(value, small)
     if isinstance(value, bool) or name.startswith("_"):
         return value
     if isinstance(value, float) and re.search("drop|_pdrop|jitter|mask_.*_prob", name) and value:
         return 0.0
     if isinstance(value, int):
-        most = size_of(name)
+        most = small.size_of(name)
         return value if most is None or value <= most else most
     if isinstance(value, list) and name.endswith(("token_id", "token_ids", "suppress_tokens")):
         return [min(v, RESERVED - 1) for v in value]
     if isinstance(value, list) and layers and len(value) == count:
-        return [_small(name, value[i], []) for i in layers]
+        return [_small(name, value[i], [], small) for i in layers]
+    if small.lists and isinstance(value, list | tuple):
+        return type(value)(_in_place(name, each, small) for each in value)
     return value
 
 
-def size_of(name: str) -> int | None:
-    """What a size of this name is at most; None: it is no size."""
-    return next((most for pattern, most in SIZES if re.fullmatch(pattern, name)), None)
+def _in_place(name: str, value: Any, small: Small) -> Any:
+    """One of a list of sizes: heads become a power of two, which divides the widths."""
+    less = _small(name, value, [], small)
+    if re.search("heads", name) and isinstance(less, int):
+        return 1 << (less.bit_length() - 1)
+    return less
 
 
 def _layers(config: PretrainedConfig) -> list[int]:

@@ -1,6 +1,6 @@
-"""The masked and the sequence-to-sequence models of transformers, with their own loss, against a plain loop in float64.
+"""Masked, sequence-to-sequence, image and speech models of transformers against a plain loop in float64.
 
-python tests/sweep/heads.py [--types a,b] [--page]
+python tests/sweep/heads.py [--kinds a,b] [--types a,b] [--columns a,b] [--page]
 
 Each type is built tiny, from one seed, and trained for two steps of SGD, clipped; then it is evaluated. What cai does
 to it is what a user does: one call before the loop. Results go to docs/proof/heads.json, the page is docs/heads.md.
@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
-from transformers.models.auto import modeling_auto
 
 from cai_gemini import Tuning, offload
 from cai_gemini.simulate import Rates
@@ -36,43 +34,17 @@ from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_mesh.testing import RankError, run_ranks
 from cai_tensor_parallel import parallelize
 from cai_zero import full_state_dict, shard_module, shard_optimizer
-from sweep.configs import LENGTH, PARAMETER_LIMIT, RESERVED, VOCAB, NotBuilt, first_line, tiny
+from sweep.configs import NotBuilt, first_line
+from sweep.heads_page import page
+from sweep.kinds import KINDS, batch, build, loss_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs" / "proof" / "heads.json", ROOT / "docs" / "heads.md"
-KINDS = {
-    "masked": (AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "seq2seq": (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-}
 STEPS, RATE, CLIP, TIMEOUT = 2, 0.05, 0.5, 90.0
 CLOSE = 5e-7
 """Some models compute a part in float32 whatever their dtype, EuroBERT its logits: a bit of a loss is 1.1e-7 of it."""
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
 Made = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def build(kind: str, model_type: str) -> nn.Module:
-    """The model, of one seed. Raises NotBuilt where transformers does not build it small."""
-    config = tiny(model_type)
-    if kind == "masked":
-        config.is_decoder = False
-    elif getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 1
-    torch.manual_seed(0)
-    try:
-        model = KINDS[kind][0].from_config(config).double().train()
-    except Exception as error:
-        raise NotBuilt(f"transformers does not build it: {first_line(error)}") from error
-    if sum(p.numel() for p in model.parameters()) > PARAMETER_LIMIT:
-        raise NotBuilt("its smallest config known here is large")
-    return model
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    ids, labels = torch.randint(RESERVED, VOCAB, (2, 2, LENGTH), generator=generator)
-    labels[:, ::3] = -100
-    return {"input_ids": ids, "labels": labels}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -109,6 +81,10 @@ def tp2(model: nn.Module) -> Made:
     return plain(parallelize(model, _mesh("tp")))
 
 
+def tp2_sequence(model: nn.Module) -> Made:
+    return plain(parallelize(model, _mesh("tp"), sequence=True))
+
+
 COLUMNS: dict[str, tuple[Callable[[nn.Module], Made], int, str]] = {
     "swap": (
         with_kernels,
@@ -119,6 +95,7 @@ COLUMNS: dict[str, tuple[Callable[[nn.Module], Made], int, str]] = {
     "zero1": (zero1, 2, "two ranks, each with half of the optimizer's state, and the same batch"),
     "zero3": (zero3, 2, "two ranks, each with half of every parameter, and the same batch"),
     "tp2": (tp2, 2, "two ranks that share every layer"),
+    "tp2 sequence": (tp2_sequence, 2, "the same, and what the layers do not cut is cut along the sequence"),
 }
 
 
@@ -131,7 +108,7 @@ def trained(kind: str, model_type: str, column: str) -> dict[str, Any]:
     shapes = {name: param.shape for name, param in model.named_parameters()}
     try:
         model, optimizer = COLUMNS[column][0](model) if column in COLUMNS else plain(model)
-        losses = _loop(model, optimizer, column)
+        losses = _loop(kind, model, optimizer, column)
         return {"losses": losses, "weights": _weights(model, column, shapes)}
     except (CaiError, NotImplementedError) as error:
         return {"refused": str(error)}
@@ -139,32 +116,28 @@ def trained(kind: str, model_type: str, column: str) -> dict[str, Any]:
         return {"crashed": first_line(error)}
 
 
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, column: str) -> list[float]:
+def _loop(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, column: str) -> list[float]:
     losses = []
     for step in range(STEPS):
         torch.manual_seed(step)
-        loss = model(**batch(step), use_cache=False) if _caches(model) else model(**batch(step))
-        loss.loss.backward()
-        if column == "tp2":  # torch's own would count a rank's parts
+        loss = loss_of(model, batch(kind, model, step))
+        loss.backward()
+        if column.startswith("tp2"):  # torch's own would count a rank's parts
             clip_grad_norm_(model.parameters(), CLIP, _mesh("tp"))
         else:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.loss.item())
+        losses.append(loss.item())
     model.eval()
     with torch.no_grad():
-        return [*losses, model(**batch(STEPS)).loss.item()]
-
-
-def _caches(model: nn.Module) -> bool:
-    return bool(getattr(model.config, "is_encoder_decoder", False))
+        return [*losses, loss_of(model, batch(kind, model, STEPS)).item()]
 
 
 def _weights(model: nn.Module, column: str, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
     if column == "zero3":
         return full_state_dict(model, only=lambda name: name in shapes)
-    if column == "tp2":
+    if column.startswith("tp2"):
         boxes = {
             n: BoxedTensor.from_param(p) for n, p in model.named_parameters() if canonical_name(n, p) == n
         }
@@ -195,60 +168,43 @@ def judged(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str]:
     return {"outcome": "right"}
 
 
-def run_row(kind: str, model_type: str) -> dict[str, Any]:
+def run_row(kind: str, model_type: str, columns: list[str]) -> dict[str, Any]:
+    """The outcomes of some columns of a row, beside what it is; or {"not built": why}."""
     try:
         wanted = run_ranks(1, trained, kind, model_type, "plain", timeout=TIMEOUT)[0]
     except RankError as error:
         wanted = {"crashed": str(error).strip().splitlines()[-1][:200]}
+    head = {"head": KINDS[kind].of(model_type)[0]}
     for reason in ("not built", "crashed", "refused"):
         if reason in wanted:
-            return {"not built": wanted[reason]}
-    return {column: cell(kind, model_type, column, wanted) for column in COLUMNS}
+            return head | {"not built": wanted[reason]}
+    return head | {column: cell(kind, model_type, column, wanted) for column in columns}
 
 
-# -- the page ------------------------------------------------------------------------------------------------------
-
-
-def page(table: dict[str, dict[str, Any]]) -> str:
-    lines = ["# Masked and sequence-to-sequence models\n"]
-    lines.append(
-        "Every model type for which transformers has a masked or a sequence-to-sequence language model, built tiny\n"
-        "and trained for two steps by its own loss, in float64, as a plain loop does and with one call of cai before\n"
-        "it; then evaluated. **right** is equal within 5e-7 in every loss and weight, **refused** an error of cai.\n"
-        "Written by `python tests/sweep/heads.py`.\n"
-    )
-    lines += [f"- **{name}**: {what}." for name, (_, _, what) in COLUMNS.items()]
-    for kind in KINDS:
-        rows = {k.split(":")[1]: row for k, row in table.items() if k.startswith(f"{kind}:")}
-        ran = {name: row for name, row in rows.items() if "not built" not in row}
-        lines += [f"\n## {kind.capitalize()}: {len(rows)} types, {len(ran)} run here\n"]
-        lines += ["| | right | refused | wrong | crashed |", "|---|--:|--:|--:|--:|"]
-        for column in COLUMNS:
-            found = [row[column]["outcome"] for row in ran.values()]
-            counts = " | ".join(str(found.count(o)) for o in ("right", "refused", "wrong", "crashed"))
-            lines.append(f"| {column} | {counts} |")
-        lines += ["", f"| type | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-        lines += [
-            f"| {name} | {' | '.join(row[c]['outcome'] for c in COLUMNS)} |"
-            for name, row in sorted(ran.items())
-        ]
-    return "\n".join(lines).rstrip() + "\n"
+def written(table: dict[str, dict[str, Any]]) -> str:
+    return page(table, {name: what for name, (_, _, what) in COLUMNS.items()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds, by commas; all of them without it")
     parser.add_argument("--types", help="model types, by commas; all of them without it")
+    parser.add_argument("--columns", default=",".join(COLUMNS), help="columns, by commas")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
     options = parser.parse_args()
+    columns = options.columns.split(",")
     table = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for kind, (_, names) in KINDS.items():
-        chosen = options.types.split(",") if options.types else sorted(names)
-        for model_type in [] if options.page else [name for name in chosen if name in names]:
-            row = table[f"{kind}:{model_type}"] = run_row(kind, model_type)
-            told = row.get("not built") or ", ".join(f"{c}: {row[c]['outcome']}" for c in COLUMNS)
+    for kind in options.kinds.split(","):
+        types = KINDS[kind].types
+        chosen = options.types.split(",") if options.types else types
+        for model_type in [] if options.page else [name for name in chosen if name in types]:
+            key, row = f"{kind}:{model_type}", run_row(kind, model_type, columns)
+            table[key] = row if "not built" in row else {**table.get(key, {}), **row}
+            table[key] = {c: v for c, v in table[key].items() if "not built" in row or c != "not built"}
+            told = row.get("not built") or ", ".join(f"{c}: {row[c]['outcome']}" for c in columns)
             print(f"{kind} {model_type:<24} {told}", flush=True)
             RESULTS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(table))
+    PAGE.write_text(written(table))
 
 
 if __name__ == "__main__":

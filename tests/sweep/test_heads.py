@@ -1,4 +1,4 @@
-"""A few cells of the masked and sequence-to-sequence models; all of them are `python tests/sweep/heads.py`."""
+"""A few cells of the models with other heads; all of them are `python tests/sweep/heads.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ CELLS = [
     ("masked", "eurobert", "tp2"),
     ("seq2seq", "t5", "offload"),
     ("seq2seq", "t5", "zero1"),
+    ("image", "vit", "zero3"),
+    ("image", "deit", "tp2 sequence"),
+    ("speech", "hubert", "tp2"),
+    ("image", "siglip", "tp2 sequence"),
+    ("speech", "whisper", "swap"),
+    ("speech", "whisper", "tp2 sequence"),
 ]
 
 
@@ -30,4 +36,11 @@ def test_equals_the_plain_loop(kind, model_type, column):
 
 
 def test_the_page_says_what_the_results_say():
-    assert heads.PAGE.read_text() == heads.page(json.loads(heads.RESULTS.read_text()))
+    assert heads.PAGE.read_text() == heads.written(json.loads(heads.RESULTS.read_text()))
+
+
+def test_a_wrong_cell_is_told():
+    wanted = plain("image", "vit")
+    losses = [*wanted["losses"][:-1], wanted["losses"][-1] + 1e-5]
+    assert heads.judged(wanted, wanted) == {"outcome": "right"}
+    assert heads.judged({**wanted, "losses": losses}, wanted)["outcome"] == "wrong"

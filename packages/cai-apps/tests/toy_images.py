@@ -115,7 +115,7 @@ class Squares:
     first: int
     size: int
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+    def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
         pixels, quarters = [], []
         for index in indices:
             gen = torch.Generator().manual_seed(self.first + int(index))

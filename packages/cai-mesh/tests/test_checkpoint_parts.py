@@ -58,7 +58,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(file, tmp_path):
         if file != "__0_0.distcp":
             assert file in error_of(lambda: checkpoint.contents(path)), bit
             assert file in error_of(lambda: checkpoint.load(path, state, verify=False)), bit
-    for length in range(0, len(raw), 7):
+    for length in (*range(0, len(raw), 7), len(raw) - 1):
         (path / file).write_bytes(raw[:length])
         assert file in error_of(lambda: checkpoint.verify(path)), length
         assert file in error_of(lambda: checkpoint.load(path, state, verify=False)), length
@@ -125,7 +125,7 @@ OLDER = {"format": 1, "step": 1, "files": {"values.json": [2, "0"]}}
     "make, says",
     [
         (lambda path: (path / "manifest.json").write_text(
-            json.dumps({**OLDER, "sha256": manifest._digest_of(OLDER)})), "of format 1"),
+            json.dumps({**OLDER, "sha256": manifest._digest_of(OLDER)}) + "\n"), "of format 1"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json is damaged"),
         (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json is damaged"),
         (lambda path: (path / "manifest.json").write_text(""), "manifest.json is damaged"),

@@ -122,3 +122,52 @@ def failing(directory):
 def test_an_export_that_fails_leaves_nothing(tmp_path):
     run_ranks(2, failing, str(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
+
+
+def replaced(directory):
+    """Rank r holds what replaces the r-th parameter; no rank has all of them."""
+    model = llama()
+    names = [name for name, _ in model.named_parameters()]
+    mine = {
+        n: BoxedTensor.from_param(torch.full_like(p, 7.0))
+        for n, p in model.named_parameters()
+        if n in names[:4]
+    }
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = {n: mine[n] for i, n in enumerate(names[:4]) if i % world == rank}
+    checkpoint.save_hf(model, directory, weights=own)
+
+
+def test_weights_that_only_other_ranks_hold_replace_those_of_the_model(tmp_path):
+    from safetensors.torch import load_file
+
+    run_ranks(3, replaced, str(tmp_path / "out"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for number, (name, p) in enumerate(llama().named_parameters()):
+        assert torch.equal(found[name], torch.full_like(p, 7.0) if number < 4 else p)
+
+
+class Counting(nn.Module):
+    """With a buffer that a state dict holds, one that it does not, and a part of its own."""
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+        self.part.register_buffer("running", torch.full((3,), value))
+        self.part.register_buffer("seen", torch.tensor(int(value)))
+        self.part.register_buffer("table", torch.full((3,), value), persistent=False)
+
+
+@pytest.mark.parametrize("within", ["", "part."])
+def test_buffers_of_the_state_dict_go_along(within, tmp_path):
+    from safetensors.torch import load_file
+
+    checkpoint.save_hf(Counting(5.0), tmp_path / "out", within=within, dtype=torch.bfloat16)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    names = ("weight", "bias", "running", "seen")
+    assert set(found) == {f"{'' if within else 'part.'}{name}" for name in names}
+    again = Counting(1.0)
+    checkpoint.load_hf(again, tmp_path / "out", within=within)
+    assert again.part.running.tolist() == [5.0] * 3
+    assert int(again.part.seen) == 5
+    assert again.part.table.tolist() == [1.0] * 3

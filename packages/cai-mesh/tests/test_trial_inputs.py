@@ -9,6 +9,7 @@ import transformers
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import arguments_of, shrunk, tensors_of
 
+VISION = {"vision_config": {"num_hidden_layers": 2}}
 LAYERS = {"encoder_layers": 2, "decoder_layers": 2}
 CASES = {
     "BertForMaskedLM": ({"num_hidden_layers": 2}, True, {"input_ids", "attention_mask", "labels"}),
@@ -23,6 +24,20 @@ CASES = {
     "WhisperForConditionalGeneration": (LAYERS, False, {"input_features", "decoder_input_ids"}),
     "WhisperForCausalLM": (LAYERS, True, {"input_ids", "attention_mask", "labels"}),
     "Wav2Vec2Model": ({"num_hidden_layers": 2}, False, {"input_values"}),
+    "ASTForAudioClassification": ({"num_hidden_layers": 2}, False, {"input_values"}),
+    "CLIPForImageClassification": (VISION, False, {"pixel_values"}),
+    "SwinForImageClassification": ({}, False, {"pixel_values"}),
+    "Siglip2ForImageClassification": (
+        VISION,
+        False,
+        {"pixel_values", "pixel_attention_mask", "spatial_shapes"},
+    ),
+    "Wav2Vec2ForCTC": ({"num_hidden_layers": 2}, False, {"input_values"}),
+    "ParakeetForCTC": (
+        {"encoder_config": {"num_hidden_layers": 2}},
+        False,
+        {"input_features"},
+    ),
 }
 """Class -> values of its config, whether it is given labels, and the names of its inputs."""
 
@@ -49,6 +64,24 @@ def test_inputs_are_what_the_class_takes(name):
 def test_labels_that_a_class_does_not_take_so_are_refused():
     with pytest.raises(PlanError, match="no small ViTForImageClassification"):
         shrunk(model_of("ViTForImageClassification"), labelled=True)
+
+
+def test_labels_that_give_no_loss_are_refused():
+    """A few frames have no alignment with as many labels: the loss of CTC is infinite."""
+    with pytest.raises(PlanError, match="not finite"):
+        shrunk(model_of("Wav2Vec2ForCTC"), labelled=True)
+
+
+def test_parts_of_one_width_stay_so():
+    """Otherwise there is a layer between encoder and decoder that the whole model does not have."""
+    encoder = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    config = transformers.MoonshineStreamingConfig(
+        encoder_config=encoder, **{**encoder, "head_dim": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
+    )
+    with torch.device("meta"):
+        model = transformers.MoonshineStreamingForConditionalGeneration(config)
+    assert isinstance(model.model.decoder.proj, torch.nn.Identity)
+    assert isinstance(shrunk(model).build().model.decoder.proj, torch.nn.Identity)
 
 
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "WhisperForConditionalGeneration", "T5Model"])

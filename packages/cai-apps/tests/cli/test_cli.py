@@ -38,9 +38,27 @@ def test_help_lists_every_command(capsys):
     assert run(capsys)[1] == out
 
 
-def test_no_command_has_two_homes():
-    own = [name for each in applications.TABLE for name in applications.find(each).commands]
-    assert len({*own, *COMMANDS}) == len(own) + len(COMMANDS)
+def test_no_application_has_a_command_of_the_house():
+    assert not {name for each in applications.TABLE for name in applications.find(each).commands} & set(
+        COMMANDS
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("config.toml", 'application = "diffusion"', "diffusion"),
+        ("config.toml", "[train]\nsteps = 1", "language"),
+        ("model_index.json", "{}", "diffusion"),
+        ("config.json", "{}", "language"),
+    ],
+)
+def test_a_command_of_several_applications_is_that_of_its_directory(file, text, expected, tmp_path, capsys):
+    (tmp_path / file).write_text(text)
+    assert applications.of_directory(tmp_path) == expected
+    code, out, _ = run(capsys, "generate", str(tmp_path), "--help")
+    assert code == 0
+    assert ("--guidance" in out) == (expected == "diffusion")
 
 
 def test_version(capsys):

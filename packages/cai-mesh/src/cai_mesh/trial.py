@@ -6,17 +6,18 @@ size become small; those that set what it computes, the number of layers among t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.trial_inputs import small_inputs
+from cai_mesh.trial_inputs import encoder_states, forms_of, parts_of, small_inputs
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ class Trial:
 LAYERS = 8
 """Of a model that cannot be made narrow; others keep all of theirs."""
 HEADS = 4
-HIDDEN = 32
+HEAD_WIDTH = 8
 VOCABULARY = 64
 PARAMETER_LIMIT = 20_000_000
 
+_HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 _SMALL = {
     "intermediate_size": 24,
     "ffn_dim": 24,
@@ -56,8 +58,6 @@ _SMALL = {
     "d_kv": 8,
     "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "num_experts": 4,
@@ -77,7 +77,12 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A `Trial` made of a model class and a small config. Two are equal when class and all config values are equal."""
+    """A `Trial` made of a model class and a small config. Two are equal when class and all config values are equal.
+
+    Args:
+        labelled: it is given labels, and its loss is its own.
+        crossed: a decoder is given the hidden states of an encoder, which its cross-attention reads.
+    """
 
     model_class: type[nn.Module]
     values: str
@@ -85,6 +90,8 @@ class SmallModel:
     layers: str
     config: Any = field(compare=False, repr=False)
     labelled: bool = True
+    crossed: bool = False
+    form: int = 0
 
     def build(self) -> nn.Module:
         """A new instance: float64, on the CPU, in evaluation mode, every parameter random (norm weights too)."""
@@ -106,7 +113,9 @@ class SmallModel:
     def inputs(self) -> dict[str, torch.Tensor]:
         """What its forward takes, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
         words = getattr(self.config.get_text_config(), "vocab_size", None) or VOCABULARY
-        return small_inputs(self.model_class, self.config, min(words, VOCABULARY), labelled=self.labelled)
+        words = min(words, VOCABULARY)
+        inputs = small_inputs(self.model_class, self.config, words, labelled=self.labelled, form=self.form)
+        return inputs | (encoder_states(self.config) if self.crossed else {})
 
 
 def tensors_of(output: Any, name: str = "output") -> dict[str, torch.Tensor]:
@@ -132,15 +141,20 @@ def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return cache | dict(inputs)
 
 
-def shrunk(model: nn.Module, layers: str = "", *, labelled: bool = True) -> SmallModel:
+def shrunk(
+    model: nn.Module, layers: str = "", *, labelled: bool = True, crossed: bool = False, heads: int = HEADS
+) -> SmallModel:
     """A small version of a model of transformers.
 
-    A narrow config is tried first. If the class refuses it, one that only has a smaller vocabulary, and then one with
-    fewer layers too.
+    A narrow config is tried first: of its parts, those that are as wide as the text, which may be joined without a
+    layer that changes the width; then the text alone. If the class refuses them, one that only has a smaller
+    vocabulary, then one with fewer layers too, one of which every part is narrow, and one with thin and short stages;
+    each with all forms that its main input may have.
 
     Args:
         layers: name of its list of layers.
-        labelled: whether it is given labels, and its loss is its own.
+        labelled, crossed: see `SmallModel`.
+        heads: of the small model's attention, where a narrow config is taken.
 
     Raises PlanError when `model` has no config, or no small instance can be built.
     """
@@ -152,9 +166,9 @@ def shrunk(model: nn.Module, layers: str = "", *, labelled: bool = True) -> Smal
             expected="a model of transformers >= 5, or trial=Trial(...)",
         )
     failure: Exception | None = None
-    for shrink in (_narrower, _smaller_vocabulary, _fewer_layers):
+    for shrink in SHRINKS:
         try:
-            small = _small(model, _shrink(config, shrink), layers, labelled)
+            small = replace(_small(model, _shrink(config, shrink, heads), layers, labelled), crossed=crossed)
             if _parameter_count(small) <= PARAMETER_LIMIT:
                 return _tried(small)
         except Exception as error:
@@ -173,11 +187,27 @@ def _small(model: nn.Module, config: Any, layers: str, labelled: bool) -> SmallM
 
 
 def _tried(small: SmallModel) -> SmallModel:
-    """`small`, once its forward and its loss have run."""
+    """`small` with the first form of inputs with which it runs, and its loss and gradients are numbers."""
+    failure: Exception = ValueError("its loss or its gradients are not finite")
+    for form in range(len(forms_of(small.model_class, small.config))):
+        tried = replace(small, form=form)
+        try:
+            if _is_finite(tried):
+                return tried
+        except Exception as error:
+            failure = error
+    raise failure
+
+
+def _is_finite(small: SmallModel) -> bool:
+    """Whether loss and gradients are numbers; of a model that has no gradients the loss alone counts."""
     model = small.build()
-    with torch.no_grad(), torch.device("cpu"):
-        small.loss(model(**arguments_of(model, small.inputs())))
-    return small
+    with torch.enable_grad(), torch.device("cpu"):
+        loss = small.loss(model(**arguments_of(model, small.inputs())))
+        with contextlib.suppress(RuntimeError):
+            loss.backward()
+    numbers = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return all(bool(number.isfinite().all()) for number in numbers)
 
 
 def _parameter_count(small: SmallModel) -> int:
@@ -185,10 +215,10 @@ def _parameter_count(small: SmallModel) -> int:
         return sum(p.numel() for p in small.model_class(copy.deepcopy(small.config)).parameters())
 
 
-def _shrink(config: Any, shrink: Callable[[Any], None]) -> Any:
+def _shrink(config: Any, shrink: Callable[[Any, int], None], heads: int) -> Any:
     small = copy.deepcopy(config)
+    shrink(small, heads)
     text = small.get_text_config()
-    shrink(text)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(text, name, None)
         if not isinstance(value, int) or value >= VOCABULARY:
@@ -202,13 +232,15 @@ def _shrink(config: Any, shrink: Callable[[Any], None]) -> Any:
     return small
 
 
-def _smaller_vocabulary(text: Any) -> None:
+def _smaller_vocabulary(config: Any, heads: int) -> None:
+    text = config.get_text_config()
     if hasattr(text, "vocab_size"):
         text.vocab_size = min(text.vocab_size, VOCABULARY)
 
 
-def _fewer_layers(text: Any) -> None:
-    _smaller_vocabulary(text)
+def _fewer_layers(config: Any, heads: int) -> None:
+    _smaller_vocabulary(config, heads)
+    text = config.get_text_config()
     before = text.num_hidden_layers
     after = min(before, LAYERS)
     for name, value in vars(text).items():
@@ -217,22 +249,69 @@ def _fewer_layers(text: Any) -> None:
     text.num_hidden_layers = after
 
 
-def _narrower(text: Any) -> None:
-    hidden, heads = text.hidden_size, text.num_attention_heads
+def _narrower_alike(config: Any, heads: int) -> None:
+    text = config.get_text_config()
+    width = text.hidden_size
+    for part in [text, *(part for part in parts_of(config) if part is not text and _has_heads(part))]:
+        if part.hidden_size == width:
+            _narrower(part, heads)
+
+
+def _narrower_text(config: Any, heads: int) -> None:
+    _narrower(config.get_text_config(), heads)
+
+
+def _narrower_parts(config: Any, heads: int) -> None:
+    for part in filter(_has_heads, parts_of(config)):
+        _narrower(part, heads)
+
+
+def _thinner_stages(config: Any, heads: int) -> None:
+    """Stages of widths that grow: each a quarter as wide, and of two blocks."""
+    for part in parts_of(config):
+        if isinstance(getattr(part, "embed_dim", None), int):
+            part.embed_dim //= 4
+        for name, smaller in (("hidden_sizes", lambda v: v // 4), ("depths", lambda v: min(v, 2))):
+            sizes = getattr(part, name, None)
+            if isinstance(sizes, list | tuple):
+                setattr(part, name, type(sizes)(map(smaller, sizes)))
+
+
+def _has_heads(config: Any) -> bool:
+    return bool(getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None))
+
+
+def _narrower(text: Any, heads: int) -> None:
+    width, own_heads, hidden = text.hidden_size, text.num_attention_heads, heads * HEAD_WIDTH
     if getattr(text, "word_embed_proj_dim", None) is not None:
-        text.word_embed_proj_dim = HIDDEN if text.word_embed_proj_dim == hidden else HIDDEN // 2
+        text.word_embed_proj_dim = hidden if text.word_embed_proj_dim == width else hidden // 2
+    fewer = next(n for n in range(heads - 1, 0, -1) if heads % n == 0)
     for name in ("num_key_value_heads", "num_kv_heads"):
         own = getattr(text, name, None)
         if own is not None:
-            setattr(text, name, HEADS if own == heads else min(own, HEADS // 2))
+            setattr(text, name, heads if own == own_heads else 1 if own == 1 else fewer)
     latent_attention = hasattr(text, "qk_rope_head_dim")
     if vars(text).get("head_dim") is not None and not latent_attention:
-        text.head_dim = HIDDEN // HEADS
-    text.hidden_size, text.num_attention_heads = HIDDEN, HEADS
+        text.head_dim = HEAD_WIDTH
+    text.hidden_size, text.num_attention_heads = hidden, heads
     for name, value in _SMALL.items():
         now = getattr(text, name, None)
         if isinstance(now, int):
             setattr(text, name, min(now, value))
+    for name in _HEADS:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, heads)
     patch = getattr(text, "patch_size", None)
     if isinstance(patch, int) and isinstance(getattr(text, "image_size", None), int):
         text.image_size = min(text.image_size, 4 * patch)
+
+
+SHRINKS = (
+    _narrower_alike,
+    _narrower_text,
+    _smaller_vocabulary,
+    _fewer_layers,
+    _narrower_parts,
+    _thinner_stages,
+)
+"""Ways to make a config small, the first that a class takes counts."""

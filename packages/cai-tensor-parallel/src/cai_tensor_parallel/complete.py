@@ -25,6 +25,20 @@ def completed(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
     return found
 
 
+def narrow_placeholders(model: nn.Module, roles: dict[str, Role], ranks: int) -> None:
+    """Let what stands for a layer of another pipeline stage make the stream's features of one of `ranks`, as that does.
+
+    A placeholder has no parameters and the sizes of the layer it stands for.
+    """
+    width = _width(model, roles)
+    if width is None or getattr(model, "cai_stage", None) is None:
+        return
+    for module in model.modules():
+        for size in ("embedding_dim", "out_features"):
+            if next(module.parameters(), None) is None and getattr(module, size, None) == width:
+                setattr(module, size, width // ranks)
+
+
 def _width(model: nn.Module, roles: dict[str, Role]) -> int | None:
     for name in (name for name, role in roles.items() if role.kind == "vocab_embedding"):
         module = model.get_submodule(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,38 +11,49 @@ from typing import Any
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_tensor_parallel.plan import Role
+from cai_mesh.gradients import TRANSPOSED, own_products
+from cai_tensor_parallel.plan import Plan, Role, match
 
+COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+"""How attention modules name the number of their query heads."""
 KEY_VALUE = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "wk", "wv")
 """Names of layers that make keys or values."""
 GROUPS = "num_key_value_groups"
 """Of an attention module: how many query heads share a key/value head, which transformers repeats by it."""
 
 
+def own_heads(heads: int, degree: int, rank: int) -> range:
+    """The query heads of a rank: runs of one length, the last one shorter where that does not divide."""
+    each = -(-heads // degree)
+    return range(min(rank * each, heads), min((rank + 1) * each, heads))
+
+
 def picked_heads(queries: int, shared: int, degree: int, rank: int) -> tuple[int, ...]:
     """The key/value heads of a rank's query heads, each for `queries_per_pick` query heads in turn.
 
     Args:
-        queries: query heads, a multiple of `degree` and of `shared`.
+        queries: query heads, a multiple of `shared`.
         shared: key/value heads.
         degree, rank: ranks, and this one.
     """
-    own, each = queries // degree, queries_per_pick(queries, shared, degree)
-    return tuple((rank * own + first) * shared // queries for first in range(0, own, each))
+    each = queries_per_pick(queries, shared, degree)
+    return tuple(first * shared // queries for first in own_heads(queries, degree, rank)[::each])
 
 
 def queries_per_pick(queries: int, shared: int, degree: int) -> int:
-    """How many query heads use each of `picked_heads`."""
-    return math.gcd(queries // degree, queries // shared)
+    """How many query heads use each of `picked_heads`, on every rank."""
+    lengths = {len(own_heads(queries, degree, rank)) for rank in range(degree)}
+    return math.gcd(queries // shared, *lengths)
 
 
 def informed(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, Role]:
     """The roles of a model with the head counts and widths that 1d needs.
 
-    A column-cut key or value layer whose heads do not divide over the ranks gets the role kv_heads. Raises `PlanError`
-    where heads do not divide and the model does not say how its query heads share them.
+    A column-cut key or value layer whose heads do not divide over the ranks gets the role kv_heads; one with as many
+    heads as the queries is cut as they are. Raises `PlanError` where heads do not divide and the model does not say how
+    its query heads share them.
     """
-    found = dict(roles)
+    found = dict(roles) | _in_heads(model, roles, degree)
     for name, role in roles.items():
         if role.parameter:
             continue
@@ -50,10 +62,114 @@ def informed(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[s
             found[name] = replace(role, width=_rotary_width(name, parent, model))
         elif role.kind == "colwise" and name.rpartition(".")[2] in KEY_VALUE:
             heads = _heads(parent, model)
-            if heads is not None and heads[1] % degree:
+            if heads is not None and heads[1] % degree and found[name].unit == 1:
                 _check_shared(name, parent, heads, degree)
                 found[name] = replace(role, kind="kv_heads", heads=heads)
     return found
+
+
+def uneven_attentions(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, int]:
+    """Query heads by name of an attention with column-cut layers, where they do not divide over the ranks."""
+    found = dict[str, int]()
+    for name, role in roles.items():
+        above = name.rpartition(".")[0]
+        parent = model.get_submodule(above)
+        if role.parameter or role.kind not in ("colwise", "packed_colwise") or not _is_attention(parent):
+            continue
+        heads = _first((parent, _text_config(model)), *COUNTS)
+        if heads is not None and heads % degree:
+            _check_enough(above, heads, degree)
+            found[above] = heads
+    heads = _first((_text_config(model),), *COUNTS)
+    if heads is not None and heads % degree and not found:
+        raise PlanError(
+            "the attention heads do not divide over the tensor-parallel ranks",
+            got=f"{heads} attention heads over {degree} ranks",
+            fix=f"choose a degree that divides {heads}",
+        )
+    return found
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return any(isinstance(getattr(module, name, None), int) for name in (GROUPS, *COUNTS))
+
+
+def _check_enough(name: str, heads: int, degree: int) -> None:
+    """Raise `PlanError` where a rank would have no head."""
+    if not len(own_heads(heads, degree, degree - 1)):
+        enough = [d for d in range(2, heads + 1) if len(own_heads(heads, d, d - 1))]
+        raise PlanError(
+            "the attention heads do not go round the tensor-parallel ranks",
+            got=f"{heads} attention heads of {name or 'the model'} over {degree} ranks: with"
+            f" {len(own_heads(heads, degree, 0))} each the last one has none",
+            fix=f"choose a degree among {', '.join(map(str, enough))}",
+        )
+
+
+def check_uneven(
+    found: Mapping[str, int], mode: str, degree: int, small: nn.Module | None, plan: Plan
+) -> None:
+    """Raise `PlanError` for heads that do not divide, in a mode that cannot cut them or where no trial has some.
+
+    Args:
+        found: `uneven_attentions`.
+        small: the model that the plan is tried on, over two ranks; None: there is none.
+    """
+    name, heads = next(iter(found.items()))
+    got = f"{heads} attention heads of {name} over {degree} ranks"
+    if mode != "1d":
+        raise PlanError(
+            "the attention heads do not divide over the ranks that share features",
+            got=got,
+            cause=f"mode {mode} cuts all features alike",
+            fix=f'choose a degree that divides {heads}, or mode="1d"',
+        )
+    if any(fnmatch.fnmatchcase(name, glob) for name in found for glob in plan.arguments):
+        raise PlanError(
+            "the attention heads do not divide over the tensor-parallel ranks",
+            got=f"{got}, and tensors for all heads as arguments: {dict(plan.arguments)}",
+            fix=f"choose a degree that divides {heads}",
+        )
+    if small is None or not uneven_attentions(small, match(plan, small, strict=False), 2):
+        raise PlanError(
+            "the attention heads do not divide over the tensor-parallel ranks, and no small model can show that"
+            " this is right",
+            got=got,
+            cause="there is no trial, or the heads of its small model divide over its two ranks",
+            fix=f"choose a degree that divides {heads}, or pass trial=Trial(...) with an odd number of heads",
+        )
+
+
+def _in_heads(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, Role]:
+    """Roles of the layers of uneven attentions, which are cut between heads."""
+    found = dict[str, Role]()
+    for attention, heads in uneven_attentions(model, roles, degree).items():
+        inside = {n: r for n, r in roles.items() if n.rpartition(".")[0] == attention and not r.parameter}
+        widths = {n: _features(model, n, rowwise=False) // r.blocks for n, r in inside.items()}
+        shared = (_heads(model.get_submodule(attention), model) or (heads, heads))[1]
+        width = max(
+            (w for n, w in widths.items() if inside[n].kind != "rowwise" and w % heads == 0), default=0
+        )
+        for name, role in inside.items():
+            others = shared != heads and name.rpartition(".")[2] in KEY_VALUE
+            if role.kind in ("colwise", "packed_colwise") and widths[name] % heads == 0 and not others:
+                found[name] = replace(role, unit=widths[name] // heads)
+        rows = [n for n, r in roles.items() if r.kind == "rowwise" and not r.parameter]
+        own = [n for n in rows if n in inside]
+        around = attention.rpartition(".")[0] + "."
+        for name in own or [n for n in rows if n.startswith(around)]:
+            if _features(model, name, rowwise=True) == width:
+                found[name] = replace(roles[name], unit=width // heads)
+    return found
+
+
+def _features(model: nn.Module, name: str, *, rowwise: bool) -> int:
+    """Input or output features of a linear layer; 0 of what is none."""
+    module = model.get_submodule(name)
+    products, weight = own_products(module), module._parameters.get("weight")
+    if products is None or weight is None:
+        return 0
+    return weight.shape[int(rowwise) if products is not TRANSPOSED else int(not rowwise)]
 
 
 def shared_heads_of(model: nn.Module) -> int:
@@ -77,7 +193,7 @@ def regroup(model: nn.Module, roles: Mapping[str, Role], degree: int) -> None:
 def _heads(parent: nn.Module, model: nn.Module) -> tuple[int, int] | None:
     """(query heads, key/value heads) of an attention module: of the config where the module does not say."""
     text = _text_config(model)
-    queries = _first((parent, text), "num_heads", "num_attention_heads")
+    queries = _first((parent, text), *COUNTS)
     groups = getattr(parent, GROUPS, None)
     if queries is None:
         return None
@@ -90,7 +206,7 @@ def _heads(parent: nn.Module, model: nn.Module) -> tuple[int, int] | None:
 def _check_shared(name: str, parent: nn.Module, heads: tuple[int, int], degree: int) -> None:
     """Raise `PlanError` for key/value heads that ranks cannot share."""
     queries, shared = heads
-    divides = queries % degree == 0 and queries % shared == 0
+    divides = queries % shared == 0
     if divides and isinstance(getattr(parent, GROUPS, None), int):
         return
     raise PlanError(

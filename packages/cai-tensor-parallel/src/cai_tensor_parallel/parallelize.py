@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh
@@ -16,17 +17,26 @@ from cai_mesh.layout import Replicate, keep_attached, refresh
 from cai_mesh.trial import SmallModel, Trial
 from cai_tensor_parallel.arguments import cut_arguments
 from cai_tensor_parallel.between import refusal, watch
-from cai_tensor_parallel.complete import completed
+from cai_tensor_parallel.complete import completed, narrow_placeholders
 from cai_tensor_parallel.entry import base_of, cut_samples
 from cai_tensor_parallel.gradients import show_gradients
-from cai_tensor_parallel.heads import informed, regroup, shared_heads_of, shares_heads
+from cai_tensor_parallel.heads import (
+    check_uneven,
+    informed,
+    own_heads,
+    regroup,
+    shared_heads_of,
+    shares_heads,
+    uneven_attentions,
+)
 from cai_tensor_parallel.loss import cut_loss, is_next_token_loss
 from cai_tensor_parallel.modes import MODES, check_axes, check_mode
 from cai_tensor_parallel.modes.context import ModeContext, Ranks
 from cai_tensor_parallel.modes.draws import Draws, draw_between, draw_inside, drops
 from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.modes.grid import unsharded
-from cai_tensor_parallel.modes.sequence import Sequence, cut_sequence, survey
+from cai_tensor_parallel.modes.reading import watch_readers
+from cai_tensor_parallel.modes.sequence import Places, Sequence, cut_sequence, survey
 from cai_tensor_parallel.plan import HOLDERS, Plan, Role, match, plan_for
 from cai_tensor_parallel.saving import guard_saving
 from cai_tensor_parallel.shard import Cutter
@@ -54,7 +64,8 @@ def parallelize(
     must have the same input batch and random seed.
 
     Experts are cut by hidden features: every rank has a part of each. Where there are fewer key/value heads than ranks,
-    or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need.
+    or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need. Query heads
+    that do not divide are cut in runs of one length, the last rank has fewer.
 
     First a small model of the same kind is cut over two virtual ranks (four, where ranks share key/value heads), and
     what it returns, its loss and all gradients are compared with the whole one's. Parameters between two cuts that the
@@ -73,8 +84,9 @@ def parallelize(
             and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
-    Returns the model. Raises `PlanError` when query heads or features do not divide, a glob of `plan` matches nothing,
-    a role is not supported, or the small model computes something else; `MeshError` for a mesh without such axes.
+    Returns the model. Raises `PlanError` when a rank would have no head, features do not divide, a glob of `plan`
+    matches nothing, a role is not supported, or the small model computes something else; `MeshError` for a mesh without
+    such axes.
     """
     cut = Cut(mode, logits, sequence)
     mesh = ParallelMesh.of(mesh, alone="tp")
@@ -90,13 +102,18 @@ def parallelize(
         return model
     check_axes(mode, mesh)
     refresh(model)
-    _check_heads(model, cut.degree(mesh))
-    tried = trial or trial_of(model, labelled=logits == "whole" or is_next_token_loss(model))
+    tried = trial or _trial_of(model, roles, cut, mesh)
     plan = _proved(model, mesh, plan, cut, None if tried is None else (tried, given))
     cut(model, plan, mesh, Cutter.along(mesh, "tp"))
     _guard(model, mesh, mode)
     show_gradients(model, mesh)
     return model
+
+
+def _trial_of(model: nn.Module, roles: dict[str, Role], cut: Cut, mesh: ParallelMesh) -> SmallModel | None:
+    """The small model of a model of transformers, with heads that do not divide where its own do not."""
+    uneven = bool(uneven_attentions(model, roles, cut.degree(mesh)))
+    return trial_of(model, labelled=not cut.sharded or is_next_token_loss(model), uneven=uneven)
 
 
 def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
@@ -121,22 +138,20 @@ def _proved(
             got=type(model).__name__,
             fix="pass trial=Trial(...) with a small model of the same modules",
         )
-    if cut.mode in GRIDS and getattr(getattr(model, "cai_stage", None), "count", 1) > 1:
-        raise PlanError(
-            f"mode {cut.mode} cannot cut a stage of a pipeline",
-            cause="a stage gets hidden states that are cut already, and inputs that are not",
-            fix='mode="1d" in pipelines',
-        )
+    degree = cut.degree(mesh)
+    uneven = uneven_attentions(model, match(plan, model), degree)
+    if uneven:
+        check_uneven(uneven, cut.mode, degree, None if tried is None else tried[0].build(), plan)
     if tried is None:
         return plan
-    shared = shared_heads_of(model) % cut.degree(mesh) != 0
+    shared = shared_heads_of(model) % degree != 0
     if shared and cut.mode in GRIDS:
         raise PlanError(
             "the key/value heads do not divide over the ranks that share features",
-            got=f"{shared_heads_of(model)} key/value heads over {cut.degree(mesh)} ranks",
+            got=f"{shared_heads_of(model)} key/value heads over {degree} ranks",
             fix='choose a degree that divides them, or mode="1d"',
         )
-    shared = shared or shares_heads(informed(model, match(plan, model), cut.degree(mesh)))
+    shared = not uneven and (shared or shares_heads(informed(model, match(plan, model), degree)))
     group = mesh.group("tp")
     assert group is not None  # more than one rank
     added = told(group, lambda: verified(*tried, cut, 4 if shared else 2))
@@ -193,15 +208,17 @@ class Cut:
 
     def __call__(self, model: nn.Module, plan: Plan, ranks: Ranks, cutter: Cutter) -> None:
         context = ModeContext(ranks, cutter, self.mode, sharded_logits=self.logits == "sharded")
-        roles = informed(model, match(plan, model, strict=False), self.degree(ranks))
+        given = match(plan, model, strict=False)
+        roles, uneven = (
+            informed(model, given, self.degree(ranks)),
+            uneven_attentions(model, given, self.degree(ranks)),
+        )
         if self.mode in GRIDS:
             roles = completed(model, roles)
+            narrow_placeholders(model, roles, ranks.degree(context.grid.stream.features))
             cut_samples(model, context)
-        if self.sequence:
-            context.sequence, places = Sequence(context.group), survey(model, roles)
-            context.partial = frozenset(filter(places.sums_for, roles))
-            context.enclosed = frozenset(filter(places.encloses, roles))
-            cut_sequence(model, places, context.sequence)
+        if self.mode == "1d":
+            _share_inputs(model, roles, context, survey(model, roles) if self.sequence else None)
         for name, role in sorted(roles.items(), key=lambda item: not item[1].parameter):
             name = name.removesuffix("." + role.parameter) if role.parameter else name
             for module_name, module in _with_parameters(name, model.get_submodule(name), role):
@@ -213,7 +230,7 @@ class Cut:
         self._draw(model, roles, context)
         _check_sharing(model, cutter)
         cut_arguments(model, plan, ranks.group(self.features))
-        _divide_attributes(model, plan, self.degree(ranks))
+        _divide_attributes(model, plan, ranks.group(self.features), uneven)
         keep_attached(model)
 
     def _draw(self, model: nn.Module, roles: dict[str, Role], context: ModeContext) -> None:
@@ -232,6 +249,17 @@ class Cut:
             columns = [m for kind, m in named if kind in ("colwise", "packed_colwise", "kv_heads")]
             rows = [m for kind, m in named if kind == "rowwise"]
             draw_inside(columns, rows, model, draws)
+
+
+def _share_inputs(
+    model: nn.Module, roles: dict[str, Role], context: ModeContext, places: Places | None
+) -> None:
+    """Sum the gradient of what several layers read once; with `places`, cut the stream along the sequence."""
+    context.readers = watch_readers(model, roles, places.gathered if places else ())
+    if places is not None:
+        context.sequence = Sequence(context.group)
+        context.enclosed = frozenset(filter(places.encloses, roles))
+        cut_sequence(model, places, context.sequence, context.readers)
 
 
 def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str, nn.Module]]:
@@ -290,28 +318,23 @@ def _check_head(model: nn.Module, roles: dict[str, Role]) -> None:
             )
 
 
-def _check_heads(model: nn.Module, degree: int) -> None:
-    config = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and heads % degree:
-        raise PlanError(
-            "the attention heads do not divide over the tensor-parallel ranks",
-            got=f"{heads} attention heads over {degree} ranks",
-            fix=f"choose a degree that divides {heads}",
-        )
-
-
-def _divide_attributes(model: nn.Module, plan: Plan, degree: int) -> None:
+def _divide_attributes(
+    model: nn.Module, plan: Plan, group: dist.ProcessGroup | None, uneven: Mapping[str, int]
+) -> None:
+    """Let attributes count what this rank has; `uneven`: heads by name of the attentions they do not divide."""
+    assert group is not None  # more than one rank
     for name, module in model.named_modules():
-        for glob, attributes in plan.divided.items():
-            if fnmatch.fnmatchcase(name, glob):
-                for attribute in attributes:
-                    count = getattr(module, attribute, degree)
-                    if count % degree:
-                        raise PlanError(
-                            f"{name}: its {attribute} does not divide",
-                            got=f"{count} over {degree} ranks",
-                            fix=f"choose a tensor-parallel degree that divides {count}",
-                        )
-                    if hasattr(module, attribute):
-                        setattr(module, attribute, count // degree)
+        parts = uneven.get(name, group.size())
+        own = len(own_heads(parts, group.size(), group.rank()))
+        for attribute in (
+            a for glob, each in plan.divided.items() if fnmatch.fnmatchcase(name, glob) for a in each
+        ):
+            count = getattr(module, attribute, parts)
+            if count % parts:
+                raise PlanError(
+                    f"{name}: its {attribute} does not divide",
+                    got=f"{count} over {group.size()} ranks",
+                    fix=f"choose a tensor-parallel degree that divides {count}",
+                )
+            if hasattr(module, attribute):
+                setattr(module, attribute, count // parts * own)

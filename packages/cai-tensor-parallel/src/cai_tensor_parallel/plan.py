@@ -65,6 +65,7 @@ class Role:
         parameter: name in its module of the parameter whose role it is; "": it is the module's.
         heads: (query heads, key/value heads) of the attention whose key or value layer this is.
         width: number of last features that mla_kv_a_proj is about.
+        unit: features of a head, where ranks have different numbers of heads; 1: all ranks have as many features.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Role:
     parameter: str = ""
     heads: tuple[int, int] | None = None
     width: int = 0
+    unit: int = 1
 
 
 @dataclass(frozen=True)

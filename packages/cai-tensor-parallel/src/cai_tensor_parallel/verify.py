@@ -18,7 +18,7 @@ from torch import nn
 from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, layout_of
-from cai_mesh.trial import SmallModel, Trial, arguments_of, shrunk, tensors_of
+from cai_mesh.trial import HEADS, SmallModel, Trial, arguments_of, shrunk, tensors_of
 from cai_tensor_parallel.between import owners, refusal, watch
 from cai_tensor_parallel.modes.context import Ranks
 from cai_tensor_parallel.plan import Plan, plan_for
@@ -83,16 +83,24 @@ class _Result:
     between: set[str] = field(default_factory=set)
 
 
-def trial_of(model: nn.Module, *, labelled: bool) -> SmallModel | None:
+UNEVEN = 9
+"""Heads of a small model for heads that do not divide; also in groups of three."""
+
+
+def trial_of(model: nn.Module, *, labelled: bool, uneven: bool = False) -> SmallModel | None:
     """The small model of a model of transformers, with its own loss where labels give one; None for other models.
 
-    Raises `PlanError` when none can be built.
+    A decoder that can read an encoder's hidden states gets some: its cross-attention is tried, too. `uneven`: its
+    heads do not divide over two ranks. Raises `PlanError` when none can be built.
     """
     if not hasattr(getattr(model, "config", None), "to_json_string"):
         return None
-    if labelled and "labels" in inspect.signature(type(model).forward).parameters:
-        with contextlib.suppress(PlanError):
-            return shrunk(model)
+    parameters = inspect.signature(type(model).forward).parameters
+    reads = "encoder_hidden_states" in parameters and not model.config.is_encoder_decoder
+    for with_labels in (True, False) if labelled and "labels" in parameters else (False,):
+        for crossed in (True, False) if reads else (False,):
+            with contextlib.suppress(PlanError):
+                return shrunk(model, labelled=with_labels, crossed=crossed, heads=UNEVEN if uneven else HEADS)
     return shrunk(model, labelled=False)
 
 

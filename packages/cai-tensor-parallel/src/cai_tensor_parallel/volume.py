@@ -4,7 +4,7 @@ With p ranks and rings, a gather of parts x receives (p-1) |x|, a sum of x scatt
 of x for all of them twice that. A sum for each rank in turn receives (p-1)/p |x| on average, and so does a part that
 each sends to all. For x [T, in] and W [out, in] of the whole layer:
 
-    1d          column: 2 (p-1)/p T in     row: 2 (p-1)/p T out
+    1d          column: 2 (p-1)/p T in, once for all that read the same     row: 2 (p-1)/p T out
     1d, cut     for the two places where the sequence is gathered and the two where it is scattered: 2 (p-1)/p T h each
     2d, q x q   (q-1)/q^2 (2 T out + 3 in out)
     2.5d        the same with T/d, and 2 (d-1)/d in out / q^2 for the depth d
@@ -37,19 +37,23 @@ class Layer:
     inner: int
     shared: int
 
-    def linears(self) -> Iterator[tuple[int, int, bool]]:
-        """(input features, output features, whether the layer is column-cut) of every linear layer."""
-        yield self.hidden, self.hidden, True
-        yield self.hidden, self.shared, True
-        yield self.hidden, self.shared, True
-        yield self.hidden, self.hidden, False
-        yield self.hidden, self.inner, True
-        yield self.hidden, self.inner, True
-        yield self.inner, self.hidden, False
+    def linears(self) -> Iterator[tuple[int, int]]:
+        """(input features, output features) of every linear layer."""
+        yield self.hidden, self.hidden
+        yield self.hidden, self.shared
+        yield self.hidden, self.shared
+        yield self.hidden, self.hidden
+        yield self.hidden, self.inner
+        yield self.hidden, self.inner
+        yield self.inner, self.hidden
 
 
 NORMS = 2
 """Of a layer; each has one weight [hidden] and one statistic a token, sent as two numbers."""
+
+
+SUMS = 4
+"""Of a layer in 1d: what attention and mlp read, in backward, and what they make, in forward."""
 
 
 def received(mode: str, layer: Layer, ranks: int, *, depth: int = 1, sequence: bool = False) -> float:
@@ -86,15 +90,13 @@ def kept(mode: str, layer: Layer, ranks: int, *, sequence: bool = False) -> floa
 
 
 def _one_d(layer: Layer, p: int, sequence: bool) -> float:
-    share, tokens = 2 * (p - 1) / p, layer.tokens
-    if sequence:
-        return share * (4 * tokens * layer.hidden + NORMS * layer.hidden)
-    return share * tokens * sum(n if column else m for n, m, column in layer.linears())
+    numbers = SUMS * layer.tokens * layer.hidden + (NORMS * layer.hidden if sequence else 0)
+    return 2 * (p - 1) / p * numbers
 
 
 def _two_d(layer: Layer, q: int, depth: int) -> float:
     tokens, found = layer.tokens / depth, 0.0
-    for n, m, _ in layer.linears():
+    for n, m in layer.linears():
         found += (q - 1) / q**2 * (2 * tokens * m + 3 * n * m)
         found += 2 * (depth - 1) / depth * n * m / q**2
     return found + _norms(layer, features=q, samples=depth * q)
@@ -102,7 +104,7 @@ def _two_d(layer: Layer, q: int, depth: int) -> float:
 
 def _three_d(layer: Layer, side: int) -> float:
     found = 0.0
-    for n, m, _ in layer.linears():
+    for n, m in layer.linears():
         found += (side - 1) / side**3 * (3 * layer.tokens * n + 2 * layer.tokens * m + 3 * n * m)
     return found + _norms(layer, features=side, samples=side**2)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cai_apps.config.file import parse
 from cai_mesh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT = "language"
 TABLE = {
     "language": "cai_apps.applications.language",
+    "diffusion": "cai_apps.applications.diffusion",
     "recsys": "cai_apps.applications.recsys",
 }
 """Modules that hold an `APPLICATION`, by its name. Importing one loads neither torch nor transformers."""
@@ -64,6 +67,18 @@ def of(config: Any) -> Application:
     return find(config.application)
 
 
-def commands() -> dict[str, tuple[str, str]]:
-    """The commands of all applications."""
-    return {name: command for each in TABLE for name, command in find(each).commands.items()}
+def commands() -> dict[str, dict[str, tuple[str, str]]]:
+    """The commands of all applications: name -> application -> (line of help, module)."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for each in TABLE:
+        for name, command in find(each).commands.items():
+            found.setdefault(name, {})[each] = command
+    return found
+
+
+def of_directory(directory: Path) -> str:
+    """The name of the application whose run, or whose exported model, a directory is; `DEFAULT` where nobody says."""
+    config = directory / "config.toml"
+    if config.is_file():
+        return str(parse(config).get("application", DEFAULT))
+    return "diffusion" if (directory / "model_index.json").is_file() else DEFAULT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import cai_apps
 from cai_apps import applications
@@ -23,8 +24,12 @@ COMMANDS = {
 """Of every application; those of one application are in its table entry."""
 
 
-QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Environment of a command and its ranks: transformers speaks up only for errors."""
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Environment of a command and its ranks: transformers and diffusers speak up only for errors."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,18 +65,29 @@ def _dispatch(arguments: list[str]) -> int:
     modules = modules_of_commands()
     if command not in modules:
         raise ConfigError(f"no command {command!r}", fix=did_you_mean(command, modules))
-    return importlib.import_module(modules[command]).run(rest)
+    return importlib.import_module(_choose(modules[command], rest)).run(rest)
 
 
-def modules_of_commands() -> dict[str, str]:
-    """The module of every command, by name."""
-    own = {name: module for name, (_, module) in applications.commands().items()}
-    return {name: f"cai_apps.cli.{name}" for name in COMMANDS} | own
+def _choose(modules: dict[str, str], arguments: list[str]) -> str:
+    """The module of the application that the command's directory is of, where several have the command."""
+    if len(modules) == 1:
+        return next(iter(modules.values()))
+    directory = next((argument for argument in arguments if not argument.startswith("-")), "")
+    found = applications.of_directory(Path(directory).expanduser()) if directory else applications.DEFAULT
+    return modules.get(found, modules[applications.DEFAULT])
+
+
+def modules_of_commands() -> dict[str, dict[str, str]]:
+    """The modules of every command, by name: one, or one for each application that has it."""
+    own = {
+        name: {of: module for of, (_, module) in by.items()} for name, by in applications.commands().items()
+    }
+    return {name: {"": f"cai_apps.cli.{name}"} for name in COMMANDS} | own
 
 
 def usage() -> str:
     """The text of `cai --help`."""
-    own = {name: text for name, (text, _) in applications.commands().items()}
+    own = {name: "; ".join(text for text, _ in by.values()) for name, by in applications.commands().items()}
     lines = [f"  {name:<10}{text}" for name, text in (COMMANDS | own).items()]
     return "\n".join(
         [

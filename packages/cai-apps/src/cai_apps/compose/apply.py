@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_blocks, recompute_blocks
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
@@ -25,6 +26,7 @@ from cai_kernels import convert_to_fp8
 from cai_kernels.swap import KINDS, swap
 from cai_mesh.comm import build_mesh
 from cai_mesh.errors import ConfigError
+from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
@@ -50,7 +52,9 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         loss_fn=_divided(loss, scale),
         grad_sync=weights.sync,
     )
-    return Session(config, mesh, model, weights, runner, workload, scale)
+    decay = config.optimizer.ema_decay
+    average = None if decay is None else Average(weights, decay)
+    return Session(config, mesh, model, weights, runner, workload, scale, average)
 
 
 def transform(
@@ -86,32 +90,22 @@ def rewrite(
     The order is: `split`, linear layers in FP8, `parallelize`, `swap`.
     """
     compiled = is_compiled(config, device)
-    _check_recompute(config, compiled)
-    split(model, mesh, trial=workload.trial)
-    if config.precision.linear == "fp8":
-        # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
-        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
-    tensor = config.parallel.tensor
-    parallelize(model, mesh, mode=tensor.mode, logits="sharded", sequence=tensor.sequence)
-    loss = workload.loss(model, mesh)
-    swap(model, kinds=_kernels(config, device, compiled))
-    return loss
-
-
-def _check_recompute(config: RunConfig, compiled: bool) -> None:
-    """Outside graphs a product's result is summed over ranks in place: what is kept would be summed again."""
     if config.memory.recompute == "auto":
         raise ConfigError(
             'memory.recompute = "auto" is still to be settled',
             expected='"none", "selective", "most" or "full"',
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
         )
-    if config.memory.recompute == "selective" and config.parallel.tensor.size > 1 and not compiled:
-        raise ConfigError(
-            'memory.recompute = "selective" with tensor parallelism needs compiled blocks',
-            got=f"parallel.tensor.size = {config.parallel.tensor.size}, blocks are not compiled",
-            fix='set train.compile to "on", or memory.recompute to "most" or "full"',
-        )
+    split(model, mesh, trial=workload.trial)
+    if config.precision.linear == "fp8":
+        # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
+        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
+    tensor = config.parallel.tensor
+    parallelize(model, mesh, mode=tensor.mode, logits="sharded", sequence=tensor.sequence)
+    share_in_graphs(model)
+    loss = workload.loss(model, mesh)
+    swap(model, kinds=_kernels(config, device, compiled))
+    return loss
 
 
 def _divided(loss: Loss, scale: LossScale | None) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:

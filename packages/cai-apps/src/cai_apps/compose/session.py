@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps.compose.average import Average
 from cai_apps.compose.weights import Weights
 from cai_apps.compose.workload import Batch, Workload
 from cai_apps.config.sections import RunConfig
@@ -40,6 +41,8 @@ class Session:
     workload: Workload
     scale: LossScale | None = None
     """Of the loss, with float16."""
+    average: Average | None = None
+    """Of the weights, where the config asks for one."""
     steps: int = 0
     """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
@@ -83,6 +86,8 @@ class Session:
             self.weights.drop()
         else:
             self.weights.step(norm, self.config.optimizer.clip)
+            if self.average is not None:
+                self.average.update(self.steps + 1)
         if self.scale is not None:
             self.scale.update()
         self.steps += 1
@@ -132,7 +137,7 @@ class Session:
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """
         scale = {} if self.scale is None else {LOSS_SCALE: self.scale.state_dict()}
-        return self.weights.state() | scale
+        return self.weights.state() | scale | ({} if self.average is None else self.average.state())
 
     def loaded(self, values: Mapping[str, Any], step: int) -> None:
         """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`.
@@ -148,5 +153,7 @@ class Session:
     def _split(
         self, microbatches: Sequence[Batch], total: Tensor | float
     ) -> tuple[list[Mapping[str, Any]], list[tuple[Any, Tensor | float]]]:
-        inputs = [self.workload.inputs(batch) for batch in microbatches]
-        return inputs, [(self.workload.target(batch), total) for batch in microbatches]
+        with torch.no_grad():
+            ready = [self.workload.ready(batch) for batch in microbatches]
+        inputs = [self.workload.inputs(batch) for batch in ready]
+        return inputs, [(self.workload.target(batch), total) for batch in ready]

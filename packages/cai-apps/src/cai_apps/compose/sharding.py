@@ -17,7 +17,6 @@ from cai_apps.compose.workload import Workload
 from cai_apps.config.memory import offloads
 from cai_apps.config.sections import Memory, Parallel, RunConfig
 from cai_gemini import ChunkResidency, offload
-from cai_mesh.checkpoint import load_hf
 from cai_mesh.comm import all_reduce
 from cai_mesh.layout import reduce_of
 from cai_zero import Compression, Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
@@ -73,7 +72,7 @@ def _share_tied(model: nn.Module) -> None:
 
 def _load_pretrained(workload: Workload, model: nn.Module) -> None:
     if workload.pretrained is not None:
-        load_hf(model, workload.pretrained)
+        workload.pretrained(model)
 
 
 def _offload(

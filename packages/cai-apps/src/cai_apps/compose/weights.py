@@ -72,8 +72,12 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name, param): param for name, param in model.named_parameters()}
 
 
+MODEL = "model."
+"""What names of master weights begin with in a checkpoint."""
+
+
 def _state(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in model.items()} | {
+    return {f"{MODEL}{name}": value for name, value in model.items()} | {
         f"optimizer.{name}": value for name, value in optimizer.items()
     }
 

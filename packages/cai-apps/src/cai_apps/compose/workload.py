@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,10 @@ Loss = Callable[[Any, Any], Tensor]
 """(what the model returns, the batch's target) -> the sum of the loss over the batch, a scalar."""
 
 
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model and its loss.
@@ -28,11 +31,12 @@ class Workload:
         build: the model, on the device of the context it is called in (meta, mostly).
         inputs: keyword arguments of the model's forward, from a microbatch.
         target: what the loss compares with, from a microbatch.
+        ready: what becomes of a microbatch on the device before both are taken from it (frozen encoders, noise).
         loss: made once the model is cut over the ranks of a mesh.
-        example: a microbatch of so many samples, of any values, on the device of the context it is called in.
+        example: a microbatch of so many samples, ready, of any values, on the device of the context it is called in.
         initializer: of the model: what fills the parameters and buffers of one of its modules, as transformers'
             `_init_weights` does.
-        pretrained: directory of safetensors with the model's parameters by name; None: initial values.
+        pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
         running: a context of the model's forwards, those on tensors without values too.
         trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
     """
@@ -43,7 +47,8 @@ class Workload:
     loss: Callable[[nn.Module, DeviceMesh], Loss]
     example: Callable[[int], Batch]
     initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
-    pretrained: Path | None = None
+    ready: Callable[[Batch], Batch] = _as_it_is
+    pretrained: Callable[[nn.Module], None] | None = None
     running: Callable[[], AbstractContextManager] = nullcontext
     trial: Trial | None = None
 

@@ -154,6 +154,10 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
                 fix=did_you_mean(str(value), map(str, choices)),
             )
         return value
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise _wrong_value(dotted, value, "a list of strings", origin)
+        return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -117,6 +117,8 @@ class Optimizer:
     means fp64."""
     clip: float = 1.0
     """Largest global gradient norm."""
+    ema_decay: float | None = None
+    """Of a moving average of the weights, kept and saved beside them, usually 0.9999; None: there is none."""
     groups: dict[str, OptimizerGroup] = field(default_factory=dict)
 
 

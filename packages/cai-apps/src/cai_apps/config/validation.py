@@ -71,12 +71,18 @@ def check_tensor(config: RunConfig) -> None:
             cause="the products of a grid look up groups of ranks while they run",
             fix='set train.compile to "off" or "auto", or parallel.tensor.mode to "1d"',
         )
-    if tensor.sequence or config.parallel.pipeline.size > 1 or config.precision.linear == "fp8":
+    if config.memory.recompute == "selective":
+        raise ConfigError(
+            'memory.recompute = "selective" keeps the results of products',
+            got=f'parallel.tensor.mode = "{tensor.mode}"',
+            cause="a grid of ranks makes a product in steps, in place: what is kept would be a step of it",
+            fix='set memory.recompute to "most" or "full"',
+        )
+    if tensor.sequence or config.precision.linear == "fp8":
         raise ConfigError(
             f'parallel.tensor.mode = "{tensor.mode}" cuts samples and features from the embedding to the head',
-            got=f"parallel.tensor.sequence = {tensor.sequence}, parallel.pipeline.size ="
-            f' {config.parallel.pipeline.size}, precision.linear = "{config.precision.linear}"',
-            expected='no sequence, one stage, linear layers that are not "fp8"',
+            got=f'parallel.tensor.sequence = {tensor.sequence}, precision.linear = "{config.precision.linear}"',
+            expected='no sequence, linear layers that are not "fp8"',
             fix='leave these out, or parallel.tensor.mode = "1d"',
         )
     cut = tensor.size // sharing_features(config.parallel)
@@ -90,6 +96,10 @@ def check_tensor(config: RunConfig) -> None:
 
 def check_optimizer(options: Optimizer) -> None:
     """Raises ConfigError for options that the kind of optimizer has no use for: none is silently left out."""
+    if options.ema_decay is not None and not 0 <= options.ema_decay < 1:
+        raise ConfigError(
+            "optimizer.ema_decay is no decay", got=options.ema_decay, expected="at least 0, below 1"
+        )
     usual, takes = Optimizer(), TAKES[options.kind]
     for name in ("adamw_lr", "beta1", "beta2", "eps", "momentum", "state"):
         if name not in takes and getattr(options, name) != getattr(usual, name):
@@ -227,8 +237,3 @@ def check_ranges(config: Any, smallest: Mapping[str, float]) -> None:
         value = functools.reduce(getattr, key.split("."), config)
         if value is not None and value < least:
             raise ConfigError(f"{key} is too small", got=value, expected=f"at least {least}")
-
-
-def divisors(number: int) -> str:
-    """The divisors of a number, for messages."""
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

@@ -28,8 +28,13 @@ class Samples(Protocol):
         """How many there are."""
         ...
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Samples by number, int64 [n]: tensors by name, each [n, ...], in host memory."""
+    def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
+        """Samples by number: tensors by name, each [n, ...], in host memory.
+
+        Args:
+            indices: numbers of the samples, int64 [n].
+            positions: their places in the run's endless order, int64 [n]: what is drawn for a sample depends on it.
+        """
         ...
 
 
@@ -49,7 +54,8 @@ class Batches:
         """This data rank's microbatches of the global batch that starts at sample `position`."""
         share = self.global_batch // self.data_ranks
         first = position + self.data_rank * share
-        rows = self.samples.rows(self._order(np.arange(first, first + share)))
+        positions = np.arange(first, first + share)
+        rows = self.samples.rows(self._order(positions), positions)
         pieces = {name: value.split(self.microbatch_size) for name, value in rows.items()}
         return [dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)]
 

@@ -28,11 +28,11 @@ class Split:
     def _stream(self) -> np.ndarray:
         return self.prepared.stream()
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+    def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
         """`input_ids` and `labels`, int64 [len(indices), sequence_length].
 
         The source's last sequence may be short: it is filled with end-of-text tokens whose labels are -100.
-        Labels are not shifted; the loss compares position t with label t + 1.
+        Labels are not shifted; the loss compares position t with label t + 1. Nothing is random, `positions` not used.
         """
         length = self.sequence_length
         ids = np.full((len(indices), length), self.prepared.end_of_text, dtype=np.int64)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cai_apps.compose.apply import is_compiled
 from cai_apps.compose.workload import Workload
 from cai_apps.config.file import change
 from cai_apps.config.sections import RunConfig
@@ -65,9 +64,7 @@ class Planner:
 
     def peaks(self, config: Any, *, ranks: int) -> dict[str, int]:
         """The peak of a resolved config by form of recompute, from the fastest form to the smallest."""
-        eager = not is_compiled(config, device_of(config))
-        selective = not (eager and config.parallel.tensor.size > 1)
-        forms = [form for form in RECOMPUTE if form != "selective" or selective]
+        forms = [form for form in RECOMPUTE if form != "selective" or config.parallel.tensor.mode == "1d"]
         return {form: self._plan(_with_recompute(config, form), ranks).peak for form in forms}
 
     def choose_recompute(self, config: Any, *, ranks: int, memory: int | None) -> Choice:

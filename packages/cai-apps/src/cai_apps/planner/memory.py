@@ -25,7 +25,7 @@ class ModelState:
     parameters: int
     gradients: int
     optimizer: int
-    """Adam's moments, and master weights where they are not the parameters themselves."""
+    """Adam's moments, a moving average of the weights, and master weights where they are not the parameters."""
 
     @property
     def total(self) -> int:
@@ -68,11 +68,12 @@ def model_state(config: RunConfig, parameters: int, moments: float) -> ModelStat
     own = -(-parameters // ranks)
     stepped = own if zero >= 1 else parameters
     masters = master if master != compute else 0
+    average = master if config.optimizer.ema_decay is not None else 0
     unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config))
     return ModelState(
         parameters=own * master if zero == 3 else parameters * compute,
         gradients=(parameters if unsharded_gradients else own) * master,
-        optimizer=int(stepped * (moments + (masters if zero < 3 else 0))),
+        optimizer=int(stepped * (moments + average + (masters if zero < 3 else 0))),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from cai_apps.compose.average import AVERAGE
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.position import Position
@@ -92,7 +93,7 @@ def resume(session: Session, run: RunDirectory) -> Position:
     source = _source(session.config, run)
     if source is None:
         return Position()
-    values = checkpoint.load(source, session.state())
+    values = _load(session, source)
     position = Position(**values[POSITION])
     if position.step > session.config.train.steps:
         raise CheckpointError(
@@ -105,6 +106,19 @@ def resume(session: Session, run: RunDirectory) -> Position:
     if dist.get_rank() == 0:
         print(f"resumed from {source}", flush=True)
     return position
+
+
+def _load(session: Session, source: Path) -> dict:
+    """Fills the session; an average that the checkpoint lacks begins with its weights."""
+    state = session.state()
+    averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
+    if session.average is None or averaged:
+        return checkpoint.load(source, state)
+    values = checkpoint.load(
+        source, {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
+    )
+    session.average.restart()
+    return values
 
 
 def _source(config: RunConfig, run: RunDirectory) -> Path | None:

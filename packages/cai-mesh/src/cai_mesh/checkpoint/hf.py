@@ -31,8 +31,8 @@ from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.record import canonical_name
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+STEMS = ("model", "diffusion_pytorch_model")
+"""How transformers and diffusers begin the names of files with weights."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,13 +40,22 @@ _DTYPES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 
 
-def load_hf(model: nn.Module, directory: str | os.PathLike) -> None:
+def load_hf(model: nn.Module, directory: str | os.PathLike, *, within: str = "") -> None:
     """Fill a model's parameters, on any layout, from a directory of safetensors (one file, or several and an index).
+
+    Buffers of its state dict are filled too where the files hold them.
+
+    Args:
+        within: load only parameters whose names begin so; the files have them without it.
 
     A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
     with a table of the parameters that are missing or of another shape, before anything is written.
@@ -55,8 +64,13 @@ def load_hf(model: nn.Module, directory: str | os.PathLike) -> None:
 
     directory = Path(directory)
     where = _index(directory)
-    wanted = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    found = {name: _find(name, where, getattr(model, "base_model_prefix", "")) for name in wanted}
+    wanted = _within(
+        {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}, within
+    )
+    prefix = getattr(model.get_submodule(within.removesuffix(".")), "base_model_prefix", "")
+    buffers = _within({n: BoxedTensor.from_param(b) for n, b in _buffers(model).items()}, within)
+    wanted |= {name: boxed for name, boxed in buffers.items() if _find(name, where, prefix)}
+    found = {name: _find(name, where, prefix) for name in wanted}
     files = {
         file: safe_open(directory / file, framework="pt")
         for file in sorted({where[k] for k in found.values() if k})
@@ -79,16 +93,38 @@ def load_hf(model: nn.Module, directory: str | os.PathLike) -> None:
             view.copy_(stored[box.slices()] if box.shape else files[where[key]].get_tensor(key))
 
 
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a state dict holds, by name, and that are in memory."""
+    kept = {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in kept.items() if not buffer.is_meta}
+
+
 def _index(directory: Path) -> dict[str, str]:
     """Tensor name to file name."""
     from safetensors import safe_open
 
-    if (directory / INDEX).is_file():
-        return json.loads((directory / INDEX).read_text())["weight_map"]
-    if (directory / SINGLE).is_file():
-        with safe_open(directory / SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-    raise CheckpointError(f"{directory} holds no safetensors", expected=f"{SINGLE} or {INDEX}")
+    for stem in STEMS:
+        if (directory / _index_file(stem)).is_file():
+            return json.loads((directory / _index_file(stem)).read_text())["weight_map"]
+        if (directory / f"{stem}.safetensors").is_file():
+            with safe_open(directory / f"{stem}.safetensors", framework="pt") as file:
+                return dict.fromkeys(file.keys(), f"{stem}.safetensors")
+    raise CheckpointError(
+        f"{directory} holds no safetensors", expected=f"model.safetensors or {_index_file('model')}"
+    )
+
+
+def _index_file(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def _within(boxes: Mapping[str, BoxedTensor], prefix: str) -> dict[str, BoxedTensor]:
+    return {name.removeprefix(prefix): boxed for name, boxed in boxes.items() if name.startswith(prefix)}
 
 
 def _find(name: str, where: Mapping[str, str], prefix: str) -> str | None:
@@ -116,15 +152,18 @@ def save_hf(
     *,
     weights: Mapping[str, BoxedTensor] | None = None,
     dtype: torch.dtype | None = None,
+    within: str = "",
     max_file_bytes: int = 5 * 1000**3,
 ) -> None:
-    """Write a directory that `transformers.AutoModelForCausalLM.from_pretrained` opens. Collective.
+    """Write a directory that `from_pretrained` of transformers or diffusers opens. Collective.
 
     Args:
-        model: its parameters are written, and its `config` (and `generation_config`) saved where it has them.
+        model: its parameters and the buffers of its state dict are written, and its `config` (and
+            `generation_config`) saved where it has them.
         directory: new, or empty; seen by all ranks. It appears whole or not at all.
         weights: boxes to write in place of the model's parameters of those names (master weights).
-        dtype: of the files; None keeps each tensor's.
+        dtype: of floating-point tensors; None keeps each tensor's.
+        within: write only what has names that begin so, without it: `model.get_submodule` of it, with its config.
         max_file_bytes: a file holds at least one tensor and otherwise no more than this.
 
     A tied parameter is written once, under its canonical name. Raises `CheckpointError` when the directory is not
@@ -134,8 +173,14 @@ def save_hf(
     group = control_group()
     rank = dist.get_rank() if group is not None else 0
     boxes = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    boxes |= dict(weights or {})
-    entries = _lay_out(_everyones(boxes, group), dtype, max_file_bytes)
+    boxes |= {name: BoxedTensor.from_param(buffer) for name, buffer in _buffers(model).items()}
+    replaced = set().union(
+        *all_gather_object(set(weights or ()), group)
+    )  # a rank may hold no part of some of them
+    boxes = {name: boxed for name, boxed in boxes.items() if name not in replaced}
+    boxes = _within(boxes | dict(weights or {}), within)
+    model = model.get_submodule(within.removesuffix("."))
+    entries = _lay_out(_everyones(boxes, group), dtype, max_file_bytes, _stem(model))
     export = _Export(final, agreed(lambda: uuid.uuid4().hex, group)[0])
     try:
         agreed(lambda: export.begin(entries) if rank == 0 else None, group)
@@ -202,12 +247,21 @@ def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None)
     return [(name, box, view) for name, box, view in mine if (name, box) not in taken]
 
 
+def _stem(model: nn.Module) -> str:
+    """What the files of a model begin with: diffusers' models write their configs themselves."""
+    return STEMS[1] if hasattr(model, "save_config") else STEMS[0]
+
+
 def _lay_out(
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None, limit: int
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    dtype: torch.dtype | None,
+    limit: int,
+    stem: str,
 ) -> dict[str, _Entry]:
     groups: list[list[str]] = [[]]
     used = 0
-    sizes = {name: math.prod(shape) * (dtype or own).itemsize for name, (shape, own) in tensors.items()}
+    dtypes = {n: dtype if dtype and own.is_floating_point else own for n, (_, own) in tensors.items()}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, (shape, _) in tensors.items()}
     for name in sorted(tensors):
         if groups[-1] and used + sizes[name] > limit:
             groups.append([])
@@ -216,11 +270,11 @@ def _lay_out(
         used += sizes[name]
     entries: dict[str, _Entry] = {}
     for number, names in enumerate(groups, start=1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        part = "" if len(groups) == 1 else f"-{number:05d}-of-{len(groups):05d}"
+        file = f"{stem}{part}.safetensors"
         start = 0
         for name in names:
-            shape, own = tensors[name]
-            entries[name] = _Entry(file, dtype or own, shape, start)
+            entries[name] = _Entry(file, dtypes[name], tensors[name][0], start)
             start += sizes[name]
     return entries
 
@@ -279,7 +333,10 @@ def _write_beside(model: nn.Module, directory: Path, entries: Mapping[str, _Entr
             "metadata": {"total_size": total},
             "weight_map": {n: e.file for n, e in sorted(entries.items())},
         }
-        (directory / INDEX).write_text(json.dumps(index, indent=1))
+        (directory / _index_file(_stem(model))).write_text(json.dumps(index, indent=1))
+    if hasattr(model, "save_config"):  # of diffusers
+        model.save_config(directory)  # type: ignore[operator]
+        return
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]

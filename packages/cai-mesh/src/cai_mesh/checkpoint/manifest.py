@@ -105,7 +105,8 @@ class Manifest:
 def _body(path: Path) -> dict:
     """The contents of a manifest whose own digest is right."""
     try:
-        body = json.loads(path.read_bytes())
+        raw = path.read_bytes()
+        body = json.loads(raw)
         digest = body.pop("sha256")
     except FileNotFoundError:
         raise CheckpointError(
@@ -115,7 +116,7 @@ def _body(path: Path) -> dict:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged", cause="its JSON does not parse") from None
-    if digest != _digest_of(body):
+    if digest != _digest_of(body) or not raw.endswith(b"\n"):
         raise CheckpointError(f"{path} is damaged", cause="its digest does not match its contents")
     return body
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cai_mesh.comm import _functional
 from cai_mesh.comm._exit import ran_on
@@ -60,8 +61,11 @@ class Started:
 
 
 def start_sum(x: torch.Tensor, ranks: Members) -> Started:
-    """Start to sum `x` over the ranks. `x` is given away: the sum may be made in its place."""
-    if torch.compiler.is_compiling():
+    """Start to sum `x` over the ranks. `x` is given away: the sum may be made in its place.
+
+    Not so where a dispatch mode sees operators, as that of selective recompute does: it may have kept `x`.
+    """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode(include_infra_modes=False):
         return Started(_functional.start_sum(x, ranks.name), None)
     ran_on(x.device)
     x = x.contiguous()
@@ -85,10 +89,10 @@ def start_scatter_sum(x: torch.Tensor, dim: int, ranks: Members) -> Started:
     """Start to sum `x` over the ranks and keep this rank's of equal parts along `dim`."""
     if torch.compiler.is_compiling():
         return Started(_functional.start_scatter_sum(x, dim, ranks.name), None)
-    parts = torch.stack(x.chunk(ranks.size, dim))
-    out = torch.empty_like(parts[0])
+    parts = x.contiguous() if dim == 0 else torch.stack(x.chunk(ranks.size, dim)).flatten(0, 1)
+    out = parts.new_empty(parts.shape[0] // ranks.size, *parts.shape[1:])
     ran_on(x.device)
-    return Started(out, _scatter_sum(out, parts.flatten(0, 1), group=ranks.group, async_op=True))
+    return Started(out, _scatter_sum(out, parts, group=ranks.group, async_op=True))
 
 
 def gathered(x: torch.Tensor, dim: int, ranks: Members) -> torch.Tensor:

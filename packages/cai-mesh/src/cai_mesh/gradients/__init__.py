@@ -17,6 +17,7 @@ from cai_mesh.gradients.linear import (
 from cai_mesh.gradients.norm import clip_factor, clip_grad_norm_, grad_norm, norm_of_squares
 from cai_mesh.gradients.place import Place
 from cai_mesh.gradients.products import PLAIN, TRANSPOSED, PlainProducts
+from cai_mesh.gradients.readers import Readers, Reading, share_in_graphs
 from cai_mesh.gradients.shard import ShardGradient, shown
 from cai_mesh.gradients.shown import (
     GradientKeeper,
@@ -42,6 +43,8 @@ __all__ = [
     "Local",
     "Place",
     "PlainProducts",
+    "Readers",
+    "Reading",
     "Ready",
     "ShardGradient",
     "ShardParameter",
@@ -66,6 +69,7 @@ __all__ = [
     "route",
     "routed",
     "set_raw_grad",
+    "share_in_graphs",
     "show",
     "shown",
 ]

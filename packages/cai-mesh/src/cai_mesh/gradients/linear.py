@@ -143,10 +143,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, grad, token, rule):
         y, saved = rule.forward(x, weight, bias)
-        # a first layer's weight is not looked at in backward, and may have left by then
-        ctx.weight = None if ctx.needs_input_grad[0] else weight
-        ctx.save_for_backward(*((weight,) if ctx.weight is None else ()), *saved)
-        ctx.rule, ctx.grad, ctx.token = rule, grad, token  # not saved: writing to it would count as a change
+        _Linear.keep(ctx, weight, saved, rule, grad, token)
         return _own(y)
 
     @staticmethod
@@ -163,12 +160,22 @@ class _Linear(torch.autograd.Function):
             needs_weight=needs_weight,
             needs_bias=needs_bias,
         )
-        dw = None
-        if needs_weight and ctx.grad is None:
-            dw = ctx.rule.weight_grad(operands)  # autograd casts it to the dtype the weight asks for
-        elif needs_weight:
-            dw = _deliver(ctx.grad, ctx.token, ctx.rule, operands)
+        dw = _Linear.weight_grad(ctx, operands) if needs_weight else None
         return dx.wait(), dw, db, None, None, None
+
+    @staticmethod
+    def weight_grad(ctx, operands):
+        """The weight's gradient for autograd, which casts it to the weight's dtype; None where its chunk has got it."""
+        if ctx.grad is None:
+            return ctx.rule.weight_grad(operands)
+        return _deliver(ctx.grad, ctx.token, ctx.rule, operands)
+
+    @staticmethod
+    def keep(ctx, weight, saved, rule, grad, token):
+        # a first layer's weight is not looked at in backward, and may have left by then
+        ctx.weight = None if ctx.needs_input_grad[0] else weight
+        ctx.save_for_backward(*((weight,) if ctx.weight is None else ()), *saved)
+        ctx.rule, ctx.grad, ctx.token = rule, grad, token  # not saved: writing to it would count as a change
 
     @staticmethod
     def saved(ctx):
@@ -204,6 +211,48 @@ class _Linear(torch.autograd.Function):
         )
 
 
+class _Reading(torch.autograd.Function):
+    """One of several layers that read `x`: what it has read is handed on, and its gradient goes to `source`."""
+
+    @staticmethod
+    def forward(ctx, source, x, weight, bias, grad, token, rule, first, part):
+        y, saved = rule.forward(x, weight, bias)
+        ctx.weight = None
+        ctx.save_for_backward(weight, *saved)
+        ctx.rule, ctx.grad, ctx.token = rule, grad, token
+        ctx.first, ctx.part = first, part
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # graphs leave out what adds zeros
+        return _own(y), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy, others):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return (*_Linear.differentiable(ctx, dy), None, None, None)  # refuses it
+        weight, saved = _Linear.saved(ctx)
+        needs_input, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        operands, db, dw = (), None, None
+        if dy is None:  # what it made was not used
+            dx = None if others is None else others.clone()
+        else:
+            dx, operands, db = ctx.rule.own_gradients(
+                dy,
+                weight,
+                tuple(saved),
+                needs_input=needs_input,
+                needs_weight=needs_weight,
+                needs_bias=needs_bias,
+            )
+            if dx is not None and others is not None:
+                dx = dx.add_(others)
+        summed = (
+            ctx.rule.start_input_sum(dx, scattered=ctx.part) if ctx.first and dx is not None else Ready(dx)
+        )
+        if needs_weight and dy is not None:
+            dw = _Linear.weight_grad(ctx, operands)
+        return summed.wait(), None, dw, db, None, None, None, None, None
+
+
 def _under_autocast(t: torch.Tensor, device: str) -> torch.Tensor:
     wide = not t.is_floating_point() or t.dtype == torch.float64
     return t if wide else t.to(torch.get_autocast_dtype(device))
@@ -224,9 +273,17 @@ def linear(
         grad = token = None
     if rule is LOCAL and (grad is None or x.dim() < 2):
         return F.linear(x, weight, bias)
+    readers = getattr(rule, "readers", None)
+    reading = None if readers is None or x.dim() < 2 else readers.take(x)
     if autocast:
         x, weight = (_under_autocast(t, x.device.type) for t in (x, weight))
         bias = None if bias is None else _under_autocast(bias, x.device.type)
+    if readers is not None and reading is not None:
+        y, handed_on = _Reading.apply(
+            reading.source, x.detach(), weight, bias, grad, token, rule, reading.first, reading.part
+        )
+        readers.hand_on(handed_on)
+        return y
     if x.dim() < 2:
         return _Linear.apply(x.unsqueeze(0), weight, bias, grad, token, rule).squeeze(0)
     return _Linear.apply(x, weight, bias, grad, token, rule)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections.abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
 from cai_mesh.comm import Members
+from cai_mesh.gradients import Readers
 from cai_tensor_parallel.modes.forms import GRIDS, Axes, Grid
 from cai_tensor_parallel.shard import Cutter
 
@@ -36,7 +37,7 @@ class ModeContext:
         mode: its name.
         sharded_logits: an output layer cut by vocabulary leaves its results cut.
         sequence: how the stream is cut along the sequence, in mode 1d (None: it is not).
-        partial: column-cut layers for which somebody else sums the gradient of the input.
+        readers: what sees which column-cut layers read the same, by the module around them.
         enclosed: layers that see the whole sequence, although it is cut elsewhere.
         module_name: for errors.
     """
@@ -46,7 +47,7 @@ class ModeContext:
     mode: str = "1d"
     sharded_logits: bool = False
     sequence: Sequence | None = None
-    partial: frozenset[str] = frozenset()
+    readers: dict[str, Readers] = field(default_factory=dict)
     enclosed: frozenset[str] = frozenset()
     module_name: str = ""
 

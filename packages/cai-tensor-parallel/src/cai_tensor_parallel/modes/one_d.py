@@ -1,6 +1,7 @@
 """1d tensor parallelism: column-cut, then row-cut linear layers (Megatron-LM, Shoeybi et al., arXiv:1909.08053).
 
-One all-reduce forward for every row-cut layer, one backward for every column-cut input, beside the weight's gradient.
+One all-reduce forward for every row-cut layer, one backward for every input of column-cut layers (of queries, keys and
+values one), beside the weight's gradient.
 A cut layer is a rule of the linear seam (`cai_mesh.gradients.linear`), whatever its products are.
 """
 
@@ -14,17 +15,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cai_mesh.comm import Members, gather_from, gathered, start_scatter_sum, start_sum
+from cai_mesh.comm import Members, gather_from, gathered, start_sum
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import TRANSPOSED, Local, Ready, own_products, route
+from cai_mesh.gradients import TRANSPOSED, Local, Readers, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
 from cai_mesh.protocols import TensorHandle
-from cai_tensor_parallel.heads import picked_heads
+from cai_tensor_parallel.heads import own_heads, picked_heads
 from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.modes.experts import count_once, sum_parts
 from cai_tensor_parallel.modes.parameters import cut_parameter
+from cai_tensor_parallel.modes.reading import readers_of
 from cai_tensor_parallel.modes.sequence import DIM, Sequence
 from cai_tensor_parallel.modes.shared import sum_gradients
+from cai_tensor_parallel.modes.tokens import gathered_tokens, start_scatter_tokens
 from cai_tensor_parallel.modes.whole import Picked, Tail
 from cai_tensor_parallel.plan import STREAM_ROLES, Role, is_lookup
 from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
@@ -36,18 +39,19 @@ Tensors = tuple[torch.Tensor, ...]
 class Column(Local):
     """Output features are cut: weight [out/tp, in] and bias [out/tp] make [..., out/tp] of a whole x [..., in].
 
-    Backward sums the gradient of x over the ranks while the weight's gradient is computed.
+    Backward sums the gradient of x over the ranks while the weight's gradient is computed; where several layers read
+    the same x, once for all of them.
 
     Args:
         ranks: that share the layer.
         gather: so many features of all ranks are put together again, for a result used alike on all ranks; 0: they
             stay cut.
-        partial: the gradient of x is left as this rank's part: who has gathered x sums it.
+        readers: layers of the same module, which may read the same x.
     """
 
     ranks: Members
     gather: int = 0
-    partial: bool = False
+    readers: Readers | None = None
 
     @property
     def key(self) -> str:
@@ -67,11 +71,21 @@ class Column(Local):
     def backward(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
+        dx, operands, db = self.own_gradients(dy, weight, saved, **needs)
+        return (Ready(dx) if dx is None else self.start_input_sum(dx, scattered=False)), operands, db
+
+    def own_gradients(
+        self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
+    ) -> tuple[torch.Tensor | None, Tensors, torch.Tensor | None]:
+        """As `backward`, but of the gradient of x this rank's part of the sum."""
         if self.gather:
             start = min(self.ranks.rank * -(-self.gather // self.ranks.size), self.gather)
             dy = dy[..., start : start + weight.shape[int(self.products is TRANSPOSED)]].contiguous()
-        dx, operands, db = self.products.backward(dy, weight, saved, **needs)
-        return (Ready(dx) if dx is None or self.partial else start_sum(dx, self.ranks)), operands, db
+        return self.products.backward(dy, weight, saved, **needs)
+
+    def start_input_sum(self, dx: torch.Tensor, *, scattered: bool) -> TensorHandle:
+        """Start to sum a gradient of x over the ranks; `scattered`: for this rank's part of the tokens alone."""
+        return start_scatter_tokens(dx, self.ranks) if scattered else start_sum(dx, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class Row(Local):
             x = self.ranks.own_part(x, -1)
         y, saved = self.products.forward(x, weight, None)
         scattered = self.sequence is not None and self.sequence.on
-        y = (start_scatter_sum(y, DIM, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
+        y = (start_scatter_tokens(y, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
         return (y if bias is None else y + bias), saved
 
     def backward(
@@ -119,7 +133,7 @@ class Row(Local):
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         """The same of a gradient that is cut along the sequence; that of the bias is summed over the ranks."""
         db = start_sum(dy.flatten(0, -2).sum(0), self.ranks) if needs["needs_bias"] else None
-        whole = gathered(dy, DIM, self.ranks)
+        whole = gathered_tokens(dy, self.ranks)
         dx, operands, _ = self.products.backward(whole, weight, saved, **(needs | {"needs_bias": False}))
         if dx is not None and self.split:
             dx = gathered(dx, -1, self.ranks)
@@ -160,15 +174,19 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     rowwise = role.kind.startswith("rowwise")
     dim = int(rowwise) if products is not TRANSPOSED else int(not rowwise)
     sections = sections_of(weight.shape[dim], role, context)
-    if role.kind != "vocab_head" and (weight.shape[dim] // role.blocks) % context.cutter.degree:
+    features = weight.shape[dim] // role.blocks
+    if role.kind != "vocab_head" and features % (context.cutter.degree if role.unit == 1 else role.unit):
         raise PlanError(
             f"{context.module_name}: its {'input' if rowwise else 'output'} features do not divide",
-            got=f"{weight.shape[dim] // role.blocks} features over {context.cutter.degree} ranks",
+            got=f"{features} features over {context.cutter.degree} ranks",
             fix="choose a tensor-parallel degree that divides them",
         )
     check = getattr(products, "check_features", None)
     if check is not None:
-        check(*(size // context.cutter.degree if d == dim else size for d, size in enumerate(weight.shape)))
+        own = (
+            len(own_heads(features // role.unit, context.cutter.degree, ranks.rank)) * role.unit * role.blocks
+        )
+        check(*(own if d == dim else size for d, size in enumerate(weight.shape)))
     rule: Local
     if rowwise:
         sequence = None if context.module_name in context.enclosed else context.sequence
@@ -177,13 +195,13 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
         whole = role.kind in ("colwise_gather_output", "classifier") or (
             role.kind == "vocab_head" and not context.sharded_logits
         )
-        partial = context.module_name in context.partial
-        rule = Column(products, ranks, gather=weight.shape[dim] if whole else 0, partial=partial)
+        readers = readers_of(context.module_name, context.readers)
+        rule = Column(products, ranks, gather=weight.shape[dim] if whole else 0, readers=readers)
     if not route(module, rule):
         raise cannot_be_cut(module, context)
-    context.cutter.cut(module, "weight", Shard(dim, sections))
+    context.cutter.cut(module, "weight", Shard(dim, sections, role.unit))
     if module._parameters.get("bias") is not None:
-        context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections))
+        context.cutter.cut(module, "bias", Replicate() if rowwise else Shard(0, sections, role.unit))
 
 
 def _use_part(module: nn.Module, role: Role, context: ModeContext) -> None:

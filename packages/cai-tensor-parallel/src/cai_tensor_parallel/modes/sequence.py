@@ -3,6 +3,7 @@
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198). What stands
 before column-cut layers is gathered along the sequence, what a row-cut layer makes is summed and scattered along it.
 The communication is that of the all-reduces it replaces; norms, dropout and residuals are done once and kept once.
+Which tokens a rank holds is said in `cai_tensor_parallel.modes.tokens`.
 
 The stream is cut where the first block begins and put together where the last ends: what a model computes of its
 whole inputs (masks, positions) stays as it is.
@@ -18,19 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.comm import all_gather, gather_from, scatter_to
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import Readers
 from cai_tensor_parallel.modes.shared import sum_gradients
+from cai_tensor_parallel.modes.tokens import DIM, all_tokens, own_tokens
 from cai_tensor_parallel.plan import STREAM_ROLES, Role
 
-DIM = 1
-"""Of the sequence in a hidden state [samples, sequence, features]."""
 PARTS = ("moe_tp_experts", "all_reduce")
 """Roles of modules that sum what they return over the ranks, for the whole sequence."""
 ALIKE = ("kv_heads", "mla_kv_a_proj")
 GATHERED = "colwise_gather_output"
 INWARD = ("colwise", "packed_colwise", GATHERED, *ALIKE)
-"""Roles of layers that use the whole sequence; the gradient that comes back from `ALIKE` is whole on every rank."""
+"""Roles of layers that use the whole sequence."""
 
 OF_HEADS = ("q_", "k_", "kv_", "qk_", "query", "key")
 """How transformers begins the names of norms inside an attention."""
@@ -61,26 +61,22 @@ class Sequence:
                 expected=f"a multiple of {self.group.size()}",
                 fix="pad the batch, or sequence=False",
             )
-        return self._changed(args, kwargs, lambda x: scatter_to(x, DIM, self.group))
+        return self.changed(module, args, kwargs, lambda x: own_tokens(x, self.group))
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After the last block: the hidden states whole again, used alike on all ranks."""
         if not self.on:
             self.on = True
             return output
-        return self._first(output, lambda x: gather_from(x, DIM, self.group))
+        return self._first(output, lambda x: all_tokens(x, self.group))
 
     def gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before column-cut layers, which each use the whole sequence in their own way."""
-        return self._changed(args, kwargs, lambda x: all_gather(x, DIM, self.group))
-
-    def gather_alike(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same before a module that uses it alike on all ranks too, such as a router."""
-        return self._changed(args, kwargs, lambda x: gather_from(x, DIM, self.group))
+        """Before a module that sees the whole sequence."""
+        return self.changed(module, args, kwargs, lambda x: all_tokens(x, self.group))
 
     def keep_part(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After a module that has seen the whole sequence: this rank's part of what it returns."""
-        return self._first(output, lambda x: scatter_to(x, DIM, self.group)) if self.on else output
+        return self._first(output, lambda x: own_tokens(x, self.group)) if self.on else output
 
     @staticmethod
     def _first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -88,11 +84,17 @@ class Sequence:
             return change(output)
         return type(output)((change(output[0]), *output[1:]))
 
-    def _changed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+    def changed(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        change: Callable[[torch.Tensor], torch.Tensor],
     ) -> Any:
+        """The arguments of a module with other hidden states; raises `PlanError` where it gets none to change."""
         if not self.on:
             return None
+        _hidden(module, args, kwargs)
         if args:
             return (change(args[0]), *args[1:]), kwargs
         name = _name(kwargs)
@@ -107,7 +109,7 @@ def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     found = args[0] if args else kwargs[_name(kwargs)] if kwargs else None
     if not isinstance(found, torch.Tensor) or found.dim() != 3:
         raise PlanError(
-            f"{type(module).__name__} gets no hidden states [samples, sequence, features] to cut",
+            f"{type(module).__name__} gets no hidden states [samples, sequence, features]",
             got=f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__,
             fix="sequence=False",
         )
@@ -120,27 +122,23 @@ class Places:
 
     Args:
         first, last: the blocks at which the stream is cut and put together, of every stack of blocks.
-        gathered: before these it is gathered, and the gradients that come back are summed.
-        alike: before these too, but what comes back is whole already: all ranks use it alike.
+        gathered: before these it is gathered for the layers inside.
         enclosed: modules that see the whole sequence, as those with experts, which choose among all tokens: it is
             gathered before them, and each rank keeps its part of what they return.
         streams: modules with whole parameters that see their rank's part of the sequence.
+        within: beginnings of the names of what lies between these blocks; "" for all.
     """
 
     first: tuple[str, ...]
     last: tuple[str, ...]
     gathered: frozenset[str]
-    alike: frozenset[str]
     enclosed: frozenset[str]
     streams: tuple[str, ...]
-
-    def sums_for(self, name: str) -> bool:
-        """Whether somebody else sums the gradient of a layer's input."""
-        return _is_below(name, self.gathered)
+    within: tuple[str, ...]
 
     def encloses(self, name: str) -> bool:
-        """Whether a layer sees the whole sequence."""
-        return _is_below(name, self.enclosed)
+        """Whether a layer sees the whole sequence: it is enclosed, or lies before or after the blocks."""
+        return _is_below(name, self.enclosed) or not name.startswith(self.within)
 
 
 def _is_below(name: str, places: Iterable[str]) -> bool:
@@ -152,7 +150,7 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
 
     A stack is an outermost list of blocks with row-cut layers; without one the model is the only block. The sequence
     is gathered before the parent of column-cut layers, or before these where the parent is more than that, such as a
-    block with its norms. A parent with whole parameters of its own, such as a router's, uses what is gathered alike.
+    block with its norms.
     """
     rows = [name for name, role in roles.items() if role.kind.startswith("row")]
     tops = [
@@ -171,7 +169,6 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     cut = {_gathering(model, n, roles) for n in inward if roles[n].kind != GATHERED}
     enclosed |= {name for name in mixers if not _is_below(name, cut | enclosed)}
     places = {_gathering(model, name, roles) for name in inward if not _is_below(name, enclosed)}
-    alike = {place for place in places if _whole_below(model, place, roles)}
     streams = [
         name
         for name, module in model.named_modules()
@@ -185,10 +182,10 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     return Places(
         tuple(f"{top}.{blocks[0]}" for top, blocks in zip(tops, stacks, strict=True)) or ("",),
         tuple(f"{top}.{blocks[-1]}" for top, blocks in zip(tops, stacks, strict=True)) or ("",),
-        frozenset(places - alike),
-        frozenset(alike),
+        frozenset(places),
         frozenset(enclosed),
         tuple(streams),
+        within,
     )
 
 
@@ -239,11 +236,6 @@ def _mixers(model: nn.Module, name: str, roles: dict[str, Role]) -> set[str]:
     return found
 
 
-def _whole_below(model: nn.Module, place: str, roles: dict[str, Role]) -> bool:
-    inside = model.get_submodule(place).named_modules(prefix=place)
-    return any(_holds(module) and _is_whole(name, roles) for name, module in inside)
-
-
 def _holds(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
@@ -252,17 +244,36 @@ def _is_whole(name: str, roles: dict[str, Role]) -> bool:
     return roles.get(name, Role("replicated")).kind in ("replicated", "replicate", *ALIKE, *STREAM_ROLES)
 
 
-def cut_sequence(model: nn.Module, places: Places, state: Sequence) -> None:
-    """Install what cuts, gathers and puts together the stream of a model."""
+@dataclass(frozen=True)
+class Gathering:
+    """The sequence is gathered before a module whose layers read it, and who sums their gradients then scatters them.
+
+    Args:
+        sequence: the state of the model.
+        readers: of the module.
+    """
+
+    sequence: Sequence
+    readers: Readers
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.sequence.changed(module, args, kwargs, self._lent)
+
+    def _lent(self, x: torch.Tensor) -> torch.Tensor:
+        whole = all_tokens(x, self.sequence.group)
+        self.readers.lend(whole, x)
+        return whole
+
+
+def cut_sequence(model: nn.Module, places: Places, state: Sequence, readers: dict[str, Readers]) -> None:
+    """Install what cuts, gathers and puts together the stream of a model; `readers` by the places of `gathered`."""
     find = model.get_submodule
     for name in places.first:
         find(name).register_forward_pre_hook(state.enter, with_kwargs=True)
     for name in places.gathered:
-        find(name).register_forward_pre_hook(state.gather, with_kwargs=True)
-    for name in places.alike:
-        find(name).register_forward_pre_hook(state.gather_alike, with_kwargs=True)
+        find(name).register_forward_pre_hook(Gathering(state, readers[name]).before, with_kwargs=True)
     for name in places.enclosed:
-        find(name).register_forward_pre_hook(state.gather_alike, with_kwargs=True)
+        find(name).register_forward_pre_hook(state.gather, with_kwargs=True)
         find(name).register_forward_hook(state.keep_part, with_kwargs=True)
     for name in places.last:
         find(name).register_forward_hook(state.leave, with_kwargs=True)
@@ -279,7 +290,7 @@ def _whole_states(group: dist.ProcessGroup) -> Callable[..., Any]:
         if isinstance(states, tuple) and states:
             length = max(state.shape[DIM] for state in states)
             output["hidden_states"] = tuple(
-                state if state.shape[DIM] == length else gather_from(state, DIM, group) for state in states
+                state if state.shape[DIM] == length else all_tokens(state, group) for state in states
             )
         return output
 

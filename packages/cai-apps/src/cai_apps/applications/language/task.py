@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import generate
@@ -32,7 +33,7 @@ from cai_apps.planner.flops import token_flops
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.checkpoint import save_hf
+from cai_mesh.checkpoint import load_hf, save_hf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,8 +58,14 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         example=lambda samples: _example(samples, config.data.sequence_length),
         initializer=initializer,
         running=PositionsKnown(),
-        pretrained=pretrained_directory(config.model.name) if config.model.weights == "pretrained" else None,
+        pretrained=_pretrained(config),
     )
+
+
+def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
+    if config.model.weights != "pretrained":
+        return None
+    return partial(load_hf, directory=pretrained_directory(config.model.name))
 
 
 def _example(samples: int, length: int) -> dict[str, Tensor]:

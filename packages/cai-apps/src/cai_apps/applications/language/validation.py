@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from cai_apps.applications.language.config import Config
 from cai_apps.compose.models import pretrained_directory
 from cai_apps.config import validation
-from cai_apps.config.validation import divisors
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +48,12 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     return config
 
 
+def _some_each(config: Config, heads: int, ranks: int) -> bool:
+    """Whether the heads divide over the ranks, or in mode 1d leave each rank some in runs, the last one shorter."""
+    uneven = config.parallel.tensor.mode == "1d" and heads > (ranks - 1) * -(-heads // ranks)
+    return heads % ranks == 0 or uneven
+
+
 def check_model(config: Config, model: PretrainedConfig) -> None:
     """Raises ConfigError when heads, layers or positions do not fit the degrees and the sequence length.
 
@@ -57,11 +62,11 @@ def check_model(config: Config, model: PretrainedConfig) -> None:
     """
     tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline.size
     heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
-    if isinstance(heads, int) and heads % tensor:
+    if isinstance(heads, int) and not _some_each(config, heads, tensor):
         raise ConfigError(
             f"{heads} attention heads do not divide over the ranks that share features",
             got=f"{heads} / {tensor}, of parallel.tensor.size = {config.parallel.tensor.size}",
-            expected=f"a size among {divisors(heads)}",
+            expected=f"a size among {', '.join(str(n) for n in range(1, heads + 1) if _some_each(config, heads, n))}",
             fix="choose one of these sizes or a model with more attention heads",
         )
     if config.parallel.tensor.sequence and config.data.sequence_length % tensor:

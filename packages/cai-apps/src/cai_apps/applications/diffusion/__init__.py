@@ -1,0 +1,73 @@
+"""Diffusion models of diffusers: Stable Diffusion's UNets, DiT and SD3, trained on images with captions or labels."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from cai_apps.applications import Application
+from cai_apps.applications.diffusion.config import Config
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cai_apps.report.page import Page
+    from cai_apps.run.directory import RunDirectory
+
+
+def need_diffusers() -> None:
+    """Raises ConfigError where the packages of this application are not installed."""
+    missing = [name for name, module in (("diffusers", "diffusers"), ("Pillow", "PIL")) if not _there(module)]
+    if missing:
+        raise ConfigError(
+            f"diffusion models need {' and '.join(missing)}", fix="pip install 'cai-apps[diffusion]'"
+        )
+
+
+def _there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _train(config: Config, label: str) -> RunDirectory:
+    need_diffusers()
+    from cai_apps.applications.diffusion.task import DIFFUSION
+    from cai_apps.run.train import train
+
+    return train(DIFFUSION, config, label=label)
+
+
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+    need_diffusers()
+    from cai_apps.applications.diffusion.task import DIFFUSION
+    from cai_apps.config.validation import ranks_of
+    from cai_apps.planner.fit import Planner
+    from cai_apps.planner.text import show_plan
+
+    return show_plan(
+        Planner(DIFFUSION.resolve, DIFFUSION.workload),
+        config,
+        ranks=ranks_of(config) if ranks is None else ranks,
+        memory=memory,
+        title=f"{label}: {config.model.name}",
+        batch=f"{config.train.global_batch} images of {config.data.size} x {config.data.size}",
+    )
+
+
+def _report() -> Page:
+    from cai_apps.report.training import training_page
+
+    return training_page("images")
+
+
+APPLICATION = Application(
+    "diffusion",
+    Config,
+    _train,
+    _plan,
+    _report,
+    commands={
+        "generate": (
+            "draw pictures for prompts with a diffusion model",
+            "cai_apps.applications.diffusion.commands.generate",
+        ),
+    },
+)

@@ -1,0 +1,77 @@
+"""What a run of a diffusion model is, beside the sections of every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cai_apps.config import sections
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "sd-v1-tiny"
+    """A preset, a directory in the layout of diffusers' pipelines, or a hub id."""
+    weights: Literal["random", "pretrained"] = "random"
+    """random: made from train.seed; pretrained: read from the directory (or hub id)."""
+    text_encoder: Literal["frozen", "trained"] = "frozen"
+    """frozen: captions are embedded once, by weights read or random; trained: it learns with the denoiser."""
+
+
+@dataclass(frozen=True)
+class Data:
+    source: str = "shapes"
+    """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), or a directory of images, each
+    with a caption in a .txt file of its name, or in a metadata.jsonl with "file_name" and "text"; the name of the
+    subdirectory is its label."""
+    size: int = 64
+    """Side of the square that an image is scaled and cropped to, in pixels."""
+    samples: int = 20000
+    """Of shapes: how many are drawn."""
+    caption: str | None = None
+    """Of every image that has none of its own."""
+    latents: Literal["cached", "encoded"] = "cached"
+    """cached: the encoders run once, before training; encoded: at every step, on the device."""
+    encoder_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Of frozen encoders, and of what they make."""
+    validation_fraction: float = 0.02
+    """Part of the images that is kept for validation and never trained on."""
+    cache: str = "~/.cache/cai"
+    """Directory for latents, embeddings and tokenizers."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    prediction: Literal["epsilon", "v", "flow"] = "epsilon"
+    """What the denoiser learns to say: the noise, the velocity between image and noise, or the flow from one to the
+    other. It must be what the scheduler of the model goes by."""
+    min_snr: float | None = None
+    """Caps the weight of times with little noise (arXiv:2303.09556), usually 5; None: all weigh the same."""
+    offset_noise: float = 0.0
+    """Share of noise that is alike all over a channel, so that images can be dark or bright; usually 0.05."""
+    condition_dropout: float = 0.1
+    """How often a sample's caption is left empty, or its label unknown, for guidance without a classifier."""
+    timesteps: Literal["uniform", "logit_normal"] = "uniform"
+    """How times are drawn; logit_normal: of a flow, mostly in the middle."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    prompts: tuple[str, ...] = ()
+    """Captions (or labels) that pictures are drawn for at the end, and shown by `cai report`."""
+    steps: int = 20
+    """Denoising steps of a picture."""
+    guidance: float = 4.0
+    """How far what the condition changes is taken (arXiv:2207.12598); 1: as far as it was learned."""
+    scheduler: Literal["auto", "ddim", "dpm", "flow"] = "auto"
+    """auto: DPM-Solver++ (arXiv:2211.01095), and Euler steps for a flow."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Config(sections.RunConfig):
+    application: Literal["diffusion"] = "diffusion"
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    objective: Objective = field(default_factory=Objective)
+    sampling: Sampling = field(default_factory=Sampling)

@@ -1,0 +1,1 @@
+"""Images with captions: where they are from, what the encoders make of them once, and how samples are drawn."""

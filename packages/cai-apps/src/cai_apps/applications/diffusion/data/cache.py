@@ -1,0 +1,219 @@
+"""What ranks read, made once: pixels or latents of every image, tokens or embeddings of every caption.
+
+    <cache>/<key>/NAME.bin          one tensor: samples (or captions) along its first dimension
+    <cache>/<key>/tokenizer/        that of the captions, where it was trained here
+    <cache>/<key>/dataset.json      shapes and dtypes, written last
+
+The key is a digest of everything the files depend on: images, captions, size, encoders and their weights. So a finished
+directory is never out of date. It is written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.sources import Source, source_of
+from cai_apps.applications.diffusion.design import Design, load_design
+from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize, train_tokenizer
+from cai_apps.compose.sharding import DTYPES
+from cai_mesh.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+FORMAT = 1
+AT_ONCE = 16
+"""Images or captions that are encoded together."""
+EMPTY = 0
+"""Number of the caption without words, which a dropped one becomes."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A source on disk.
+
+    Args:
+        directory: of the files.
+        images: how many.
+        tensors: shape and dtype of each file, by name.
+        labels: names; empty where the condition is text.
+        tokenizer: directory that holds `tokenizer`; None where there are no captions.
+    """
+
+    directory: Path
+    images: int
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    labels: tuple[str, ...]
+    tokenizer: str | None
+
+    def open(self, name: str) -> Tensor:
+        """A tensor, mapped into memory: rows are read when they are taken. Do not write to it."""
+        shape, dtype = self.tensors[name]
+        file = str(self.directory / f"{name}.bin")
+        return torch.from_file(file, shared=False, size=math.prod(shape), dtype=getattr(torch, dtype)).view(
+            shape
+        )
+
+
+def prepare(config: Config) -> Prepared:
+    """Make the files, unless the cache already holds them.
+
+    Raises:
+        DataError: the source is missing, empty or damaged, or too small to train on.
+    """
+    design, source = load_design(config.model.name), source_of(config.data)
+    if source.size < 2:
+        raise DataError(f"too few images in {config.data.source}", got=source.size, expected="at least 2")
+    directory = Path(config.data.cache).expanduser() / _key(config, design, source)
+    if not (directory / "dataset.json").is_file():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
+        try:
+            _Writer(config, design, source, scratch).write()
+            _publish(scratch, directory)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    told = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
+    tensors = {name: (tuple(shape), dtype) for name, (shape, dtype) in told["tensors"].items()}
+    text = None
+    if design.texts:
+        text = str(directory if design.directory is None else design.directory)
+    return Prepared(directory, told["images"], tensors, tuple(told["labels"]), text)
+
+
+def _key(config: Config, design: Design, source: Source) -> str:
+    data = asdict(config.data)
+    used = {name: data[name] for name in ("size", "latents", "encoder_dtype")}
+    frozen = config.model.text_encoder == "frozen" or config.data.latents == "cached"
+    inputs = {
+        "format": FORMAT,
+        "source": source.fingerprint(),
+        "design": [design.autoencoder, design.fold, list(design.texts), design.denoiser["_class_name"]],
+        "text": config.model.text_encoder,
+        "weights": _weights(config, design) if frozen else None,
+        **used,
+    }
+    return "images-" + hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def encoder_directory(config: Config, design: Design) -> Path | None:
+    """Where the weights of frozen encoders are; None: they are random."""
+    return design.directory if config.model.weights == "pretrained" else None
+
+
+def _weights(config: Config, design: Design) -> object:
+    directory = encoder_directory(config, design)
+    if directory is None:
+        return config.train.seed
+    files = sorted(f for part in ("vae", "text_encoder*") for f in directory.glob(f"{part}/*.safetensors"))
+    return [[str(f.relative_to(directory)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
+class _Writer:
+    """Writes the files of a source into a directory."""
+
+    def __init__(self, config: Config, design: Design, source: Source, directory: Path):
+        self._config, self._design, self._source, self._directory = config, design, source, directory
+        self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._encoding = {
+            "seed": config.train.seed,
+            "dtype": DTYPES[config.data.encoder_dtype],
+            "device": "cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu",
+            "directory": encoder_directory(config, design),
+        }
+
+    def write(self) -> None:
+        labels: tuple[str, ...] = ()
+        if self._design.family.condition == "label":
+            labels = tuple(self._source.labels)
+            self._save(
+                "label", ({"label": torch.tensor([self._source.label(i)])} for i in range(self._source.size))
+            )
+        else:
+            self._captions()
+        self._images()
+        told = {"images": self._source.size, "tensors": self._tensors, "labels": labels}
+        (self._directory / "dataset.json").write_text(json.dumps(told), encoding="utf-8")
+
+    def _captions(self) -> None:
+        """Every caption once; that without words is the first."""
+        known: dict[str, int] = {"": EMPTY}
+        numbers = [known.setdefault(self._source.caption(i), len(known)) for i in range(self._source.size)]
+        self._save("caption", ({"caption": torch.tensor([number])} for number in numbers))
+        tokenizers = self._tokenizers(list(known))
+        tokens, cut = tokenize(tokenizers, list(known), self._design.text_length)
+        if cut:
+            print(
+                f"{len(cut)} of {len(known)} captions are longer than {self._design.text_length} tokens and are cut, "
+                f"such as {list(known)[cut[0]]!r}",
+                flush=True,
+            )
+        if self._config.model.text_encoder == "trained":
+            self._save("tokens", ({"tokens": part} for part in tokens.split(AT_ONCE)))
+            return
+        texts = load_texts(self._design, **self._encoding)
+        device, dtype = self._encoding["device"], self._encoding["dtype"]
+
+        def embedded() -> Iterator[dict[str, Tensor]]:
+            with torch.no_grad():
+                for part in tokens.split(AT_ONCE):
+                    yield embed(self._design.family, self._design.denoiser, texts, part.to(device), dtype)
+
+        self._save("text", embedded())
+
+    def _tokenizers(self, captions: list[str]) -> list[CLIPTokenizer]:
+        count = len(self._design.texts)
+        if self._design.directory is not None:
+            return load_tokenizers(self._design.directory, count)
+        trained = train_tokenizer(captions, min(text["vocab_size"] for text in self._design.texts))
+        trained.save_pretrained(self._directory / "tokenizer")
+        return [trained] * count
+
+    def _images(self) -> None:
+        pixels = (
+            torch.from_numpy(np.stack([self._source.image(i) for i in part])).permute(0, 3, 1, 2).contiguous()
+            for part in np.array_split(np.arange(self._source.size), -(-self._source.size // AT_ONCE))
+        )
+        if self._config.data.latents == "encoded" or self._design.autoencoder is None:
+            self._save(
+                "pixels", ({"pixels": part} for part in pixels)
+            )  # a byte a number; folded when it is read
+            return
+        autoencoder = load_autoencoder(self._design, **self._encoding)
+        self._save("latents", (autoencoder.moments(part.to(self._encoding["device"])) for part in pixels))
+
+    def _save(self, what: str, parts: Iterable[dict[str, Tensor]]) -> None:
+        """Each tensor of the parts, one part after the other, in a file of its own."""
+        files = {}
+        for part in parts:
+            for name, tensor in part.items():
+                rows, *rest = self._tensors.get(name, ((0, *tensor.shape[1:]), ""))[0]
+                self._tensors[name] = ((rows + len(tensor), *rest), str(tensor.dtype).removeprefix("torch."))
+                if name not in files:
+                    files[name] = (self._directory / f"{name}.bin").open("wb")
+                raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+                files[name].write(raw.numpy().tobytes())
+        for file in files.values():
+            file.close()
+
+
+def _publish(scratch: Path, directory: Path) -> None:
+    try:
+        scratch.rename(directory)
+    except OSError:
+        if not (directory / "dataset.json").is_file():
+            raise

@@ -1,0 +1,84 @@
+"""Samples of a prepared source, and everything about them that is random.
+
+What is drawn for a sample depends on the seed and on its number in the run's endless order alone. So every layout draws
+the same, and a resumed run what the run before it would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cai_apps.applications.diffusion.data.cache import EMPTY, Prepared
+from cai_mesh import rng
+from cai_mesh.errors import DataError
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images [first, first + size) of a prepared source.
+
+    Args:
+        dropout: share of the samples whose caption is left empty, or whose label is the unknown one.
+        seed: of which those are, and of their times.
+    """
+
+    prepared: Prepared
+    first: int
+    size: int
+    dropout: float
+    seed: int
+
+    @cached_property
+    def _files(self) -> dict[str, Tensor]:
+        return {name: self.prepared.open(name) for name in self.prepared.tensors}
+
+    def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
+        """What is known of samples.
+
+        `pixels` uint8, or `mean` (and `std`) of the latents; `text` (and `pooled`), `tokens` or `label`; `u` float64,
+        the time in (0, 1); and `position` int64, from which the noise is drawn on the device.
+        """
+        where, position = torch.from_numpy(self.first + indices), torch.from_numpy(positions)
+        dropped = rng.unit(rng.key(self.seed, "dropped"), position) < self.dropout
+        found = {"position": position, "u": rng.unit(rng.key(self.seed, "time"), position)}
+        found |= {name: self._files[name][where] for name in ("pixels", "mean", "std") if name in self._files}
+        if "label" in self._files:
+            unknown = len(self.prepared.labels)
+            return found | {"label": torch.where(dropped, unknown, self._files["label"][where])}
+        captions = torch.where(dropped, EMPTY, self._files["caption"][where])
+        texts = (name for name in ("tokens", "text", "pooled") if name in self._files)
+        return found | {name: self._files[name][captions] for name in texts}
+
+
+def draw(like: Tensor, position: Tensor, seed: int, purpose: str) -> Tensor:
+    """Standard normal numbers in the shape of `like` [n, ...], float64: those of each sample by its position."""
+    count = like[0].numel()
+    index = position.unsqueeze(1) * count + torch.arange(count, device=position.device)
+    return torch.special.ndtri(rng.unit(rng.key(seed, purpose), index)).view(like.shape)
+
+
+def split(images: Images, fraction: float) -> tuple[Images, Images]:
+    """Those to train on, and those for validation, none of whose captions are dropped.
+
+    There is at least one of those where their fraction is above 0.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    held_out = max(1, round(images.size * fraction)) if fraction > 0 else 0
+    if images.size <= held_out:
+        raise DataError(
+            "the source is too small to train on",
+            got=f"{images.size} images",
+            expected=f"more than {held_out}",
+        )
+    training = images.size - held_out
+    return (
+        replace(images, size=training),
+        replace(images, first=images.first + training, size=held_out, dropout=0.0),
+    )

@@ -1,0 +1,195 @@
+"""Images and their captions, by number: shapes drawn here, scans of digits, or the user's own directory.
+
+A source is a small object that reads one image at a time; what it reads depends only on the source, so every machine
+with the same files reads the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from cai_apps.applications.diffusion.config import Data
+from cai_apps.applications.diffusion.data.shapes import Shapes
+from cai_mesh.errors import DataError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+class Source(Protocol):
+    """Images by number."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of the labels; empty where there are none."""
+        ...
+
+    def image(self, number: int) -> np.ndarray:
+        """uint8 [side, side, 3]."""
+        ...
+
+    def caption(self, number: int) -> str: ...
+
+    def label(self, number: int) -> int:
+        """Number of its label."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when any image or caption does."""
+        ...
+
+
+def source_of(data: Data) -> Source:
+    """The source that a config names.
+
+    Raises:
+        DataError: there is none, it is empty, or an image has no caption (all named).
+    """
+    if data.source == "shapes":
+        return Shapes(data.samples, data.size)
+    if data.source == "digits":
+        return Digits(data.size)
+    return Folder.of(Path(data.source).expanduser(), data.size, data.caption)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The 1,797 scans of digits, 8 x 8 pixels of 17 greys, that come with scikit-learn (UCI, Alpaydin and Kaynak)."""
+
+    side: int
+
+    @cached_property
+    def _scans(self) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise DataError(
+                'data.source = "digits" needs scikit-learn', fix="pip install scikit-learn"
+            ) from error
+        found = load_digits()
+        return (found.images * (255 / 16)).round().astype(np.uint8), found.target  # type: ignore[union-attr]
+
+    @property
+    def size(self) -> int:
+        return 1797
+
+    @property
+    def labels(self) -> Sequence[str]:
+        return NUMBERS
+
+    def image(self, number: int) -> np.ndarray:
+        from PIL import Image
+
+        scan = Image.fromarray(self._scans[0][number])
+        return np.asarray(scan.resize((self.side, self.side), Image.Resampling.BILINEAR).convert("RGB"))
+
+    def caption(self, number: int) -> str:
+        return f"the digit {NUMBERS[self.label(number)]}"
+
+    def label(self, number: int) -> int:
+        return int(self._scans[1][number])
+
+    def fingerprint(self) -> str:
+        return f"digits {self.side}"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A directory of images, scaled so that their shorter side fits and cropped in the middle."""
+
+    files: tuple[Path, ...]
+    captions: tuple[str, ...]
+    side: int
+    labels: tuple[str, ...]
+
+    @staticmethod
+    def of(directory: Path, side: int, caption: str | None) -> Folder:
+        """Raises `DataError` where there are no images, or some without a caption."""
+        files = sorted(f for f in directory.rglob("*") if f.suffix.lower() in SUFFIXES)
+        if not files:
+            raise DataError(
+                f"no images in {directory}",
+                expected=f"shapes, digits, or a directory with files {', '.join(SUFFIXES)}",
+            )
+        told = _metadata(directory)
+        captions = [_caption(file, told, caption) for file in files]
+        without = [file.name for file, text in zip(files, captions, strict=True) if text is None]
+        if without:
+            raise DataError(
+                f"{len(without)} of {len(files)} images have no caption",
+                got=", ".join(without[:5]),
+                expected="a .txt file of the same name, or a line in metadata.jsonl",
+                fix="write them, or set data.caption to one for all of them",
+            )
+        labels = sorted({file.parent.name for file in files if file.parent != directory})
+        return Folder(tuple(files), tuple(map(str, captions)), side, tuple(labels))
+
+    @property
+    def size(self) -> int:
+        return len(self.files)
+
+    def image(self, number: int) -> np.ndarray:
+        """Raises `DataError` for a file that is no image, naming it."""
+        from PIL import Image, ImageOps
+
+        try:
+            with Image.open(self.files[number]) as file:
+                image = ImageOps.exif_transpose(file).convert("RGB")
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(
+                f"a damaged image: {self.files[number]}", cause=str(error), fix="replace or remove it"
+            ) from None
+        return np.asarray(ImageOps.fit(image, (self.side, self.side), Image.Resampling.BICUBIC))
+
+    def caption(self, number: int) -> str:
+        return self.captions[number]
+
+    def label(self, number: int) -> int:
+        name = self.files[number].parent.name
+        if name not in self.labels:
+            raise DataError(
+                f"{self.files[number]} has no label", expected="a subdirectory for each label, named by it"
+            )
+        return self.labels.index(name)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(f"{self.side}".encode())
+        for file, caption in zip(self.files, self.captions, strict=True):
+            digest.update(f"{file.parent.name}/{file.name}\0{caption}\0".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        return digest.hexdigest()
+
+
+def _metadata(directory: Path) -> dict[str, str]:
+    """Captions by file name, of metadata.jsonl."""
+    file = directory / "metadata.jsonl"
+    told = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.is_file() else (), 1):
+        try:
+            record = json.loads(line)
+            told[record["file_name"]] = record["text"]
+        except (ValueError, KeyError, TypeError):
+            raise DataError(
+                f"a broken line: {file}:{number}", expected='{"file_name": ..., "text": ...}'
+            ) from None
+    return told
+
+
+def _caption(file: Path, told: dict[str, str], common: str | None) -> str | None:
+    beside = file.with_suffix(".txt")
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8").strip()
+    return told.get(file.name, common)

@@ -1,0 +1,146 @@
+"""Of what parts a model is made, and in what shapes: from a preset shipped here, or from a directory of diffusers.
+
+A preset is one JSON file with a table for each part; a directory has a subfolder for each, as
+`DiffusionPipeline.save_pretrained` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cai_apps.applications.diffusion.families import Family, family_of
+from cai_mesh.errors import ConfigError, did_you_mean
+
+TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+DENOISERS = ("unet", "transformer")
+
+
+@dataclass(frozen=True)
+class Design:
+    """Configs of the parts of a model, as diffusers and transformers write them.
+
+    Args:
+        name: of the preset, or the directory.
+        denoiser: what is trained.
+        scheduler: how images turn into noise.
+        autoencoder: of an `AutoencoderKL`; None: the model works on pixels.
+        fold: without an autoencoder, the side of the squares of pixels that become channels.
+        texts: of the text encoders, in the order of diffusers' pipelines; empty: labels are the condition.
+        directory: where weights and tokenizers are; None: a preset, which has none.
+    """
+
+    name: str
+    denoiser: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
+    autoencoder: Mapping[str, Any] | None
+    fold: int
+    texts: tuple[Mapping[str, Any], ...]
+    directory: Path | None = None
+
+    @property
+    def family(self) -> Family:
+        """What the denoiser takes."""
+        return family_of(self.denoiser["_class_name"])
+
+    @property
+    def channels(self) -> int:
+        """Of a latent image."""
+        return 3 * self.fold**2 if self.autoencoder is None else self.autoencoder["latent_channels"]
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a side of a latent."""
+        if self.autoencoder is None:
+            return self.fold
+        return 2 ** (len(self.autoencoder["block_out_channels"]) - 1)
+
+    @property
+    def multiple(self) -> int:
+        """What the sides of an image must be multiples of."""
+        return self.factor * self.family.multiple(self.denoiser)
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of a caption that are read."""
+        return min((text["max_position_embeddings"] for text in self.texts), default=0)
+
+
+def presets() -> list[str]:
+    """Names of the designs that ship with cai."""
+    return sorted(f.name.removesuffix(".json") for f in _presets().iterdir() if f.name.endswith(".json"))
+
+
+def _presets():
+    return resources.files("cai_apps.applications.diffusion") / "presets"
+
+
+def load_design(name: str) -> Design:
+    """The design of a preset, a directory, or a hub id that can be downloaded.
+
+    Raises:
+        ConfigError: none of them exists, or a part is missing or of a kind that is not known here.
+    """
+    if name in presets():
+        table = json.loads((_presets() / f"{name}.json").read_text(encoding="utf-8"))
+        texts = tuple(table.get("texts", ()))
+        return Design(
+            name,
+            table["denoiser"],
+            table["scheduler"],
+            table.get("autoencoder"),
+            table.get("fold", 1),
+            texts,
+        )
+    directory = Path(name).expanduser()
+    return _of_directory(directory if directory.is_dir() else _downloaded(name))
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.ckpt", "*.msgpack", "*.onnx*"]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model {name!r}",
+            expected="a preset, a directory of diffusers, or a hub id that can be downloaded",
+            cause=str(error).splitlines()[0],
+            fix=did_you_mean(name, presets()),
+        ) from None
+
+
+def _of_directory(directory: Path) -> Design:
+    denoiser = next((d for d in DENOISERS if (directory / d / "config.json").is_file()), None)
+    if denoiser is None:
+        raise ConfigError(
+            f"no denoiser in {directory}",
+            expected=f"a subfolder {' or '.join(DENOISERS)} with a config.json, as diffusers writes it",
+        )
+    texts = [directory / text / "config.json" for text in TEXTS]
+    scheduler = directory / "scheduler" / "scheduler_config.json"
+    if not scheduler.is_file():
+        raise ConfigError(f"no scheduler in {directory}", expected=str(scheduler))
+    autoencoder = directory / "vae" / "config.json"
+    return Design(
+        str(directory),
+        _read(directory / denoiser / "config.json"),
+        _read(scheduler),
+        _read(autoencoder) if autoencoder.is_file() else None,
+        _fold(directory),
+        tuple(_read(text) for text in texts if text.is_file()),
+        directory,
+    )
+
+
+def _fold(directory: Path) -> int:
+    file = directory / "model_index.json"
+    return int(_read(file).get("fold", 1)) if file.is_file() else 1
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,128 @@
+"""A trained model as a directory that `DiffusionPipeline.from_pretrained`, and each part's own class, opens.
+
+export/          the averaged weights where there are some, else the last; frozen parts, tokenizer, scheduler
+export/raw/      with an average: the last weights of the trained parts
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.cache import encoder_directory
+from cai_apps.applications.diffusion.design import TEXTS, Design
+from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.model import parts
+from cai_apps.applications.diffusion.workload import trains_text
+from cai_mesh.checkpoint import save_hf
+from cai_mesh.layout import BoxedTensor
+
+if TYPE_CHECKING:
+    from cai_apps.compose.session import Session
+
+PIPELINES = {
+    "UNet": "StableDiffusionPipeline",
+    "DiT": "DiTPipeline",
+    "SD3": "StableDiffusion3Pipeline",
+}
+"""Of diffusers, by family: what opens an export that has an autoencoder."""
+RAW = "raw"
+LABELS = "labels.txt"
+"""Names of labels, one a line, in a run's directory and its export."""
+
+
+def export(session: Session, design: Design, config: Config, directory: Path) -> None:
+    """Write a run's export. Collective; the files are seen by all ranks."""
+    average, masters = session.average, session.weights.masters()
+    trained = parts(design, train_text=trains_text(config, design))
+    _save(session, design, trained, directory, masters if average is None else average.values())
+    if average is not None:
+        _save(session, design, trained, directory / RAW, masters)
+    if dist.get_rank() == 0:
+        _write_beside(design, config, directory, set(trained.values()))
+    dist.barrier()
+
+
+def _save(
+    session: Session,
+    design: Design,
+    trained: Mapping[str, str],
+    directory: Path,
+    weights: Mapping[str, BoxedTensor] | None,
+) -> None:
+    held = dict(weights) if weights is not None else BoxedTensor.of_model(session.model)
+    for prefix, folder in trained.items():
+        save_hf(
+            session.model,
+            directory / folder,
+            weights=_all_names(design, held),
+            within=prefix,
+            dtype=torch.float32,
+        )
+
+
+def _all_names(design: Design, weights: dict[str, BoxedTensor]) -> dict[str, BoxedTensor]:
+    """With the names of every block for the embedding that the blocks of a DiT share."""
+    if design.family.name != "DiT":
+        return weights
+    first = "denoiser.transformer_blocks.0.norm1.emb."
+    shared = {name.removeprefix(first): boxed for name, boxed in weights.items() if name.startswith(first)}
+    blocks = range(1, design.denoiser["num_layers"])
+    return weights | {
+        first.replace(".0.", f".{block}.") + name: boxed for block in blocks for name, boxed in shared.items()
+    }
+
+
+def _write_beside(design: Design, config: Config, directory: Path, trained: set[str]) -> None:
+    """Frozen parts, tokenizers, the scheduler, and the file that says what all of it is."""
+    import diffusers
+
+    options = {"seed": config.train.seed, "dtype": torch.float32, "device": "cpu"}
+    source = encoder_directory(config, design)
+    autoencoder = load_autoencoder(design, **options, directory=source)
+    if autoencoder.model is not None:
+        autoencoder.model.save_pretrained(directory / "vae")
+    if not trained.intersection(TEXTS):
+        for folder, text in zip(TEXTS, load_texts(design, **options, directory=source), strict=False):
+            text.save_pretrained(directory / folder)
+    run = directory.parent
+    for suffix in ("", "_2", "_3")[: len(design.texts)]:
+        home = run / f"tokenizer{suffix}" if (run / f"tokenizer{suffix}").is_dir() else run / "tokenizer"
+        shutil.copytree(home, directory / f"tokenizer{suffix}", dirs_exist_ok=True)
+    if (run / LABELS).is_file():
+        shutil.copy(run / LABELS, directory / LABELS)
+    scheduler = getattr(diffusers, design.scheduler["_class_name"]).from_config(dict(design.scheduler))
+    scheduler.save_pretrained(directory / "scheduler")
+    (directory / "model_index.json").write_text(json.dumps(_index(design), indent=2), encoding="utf-8")
+
+
+def _index(design: Design) -> dict[str, object]:
+    """model_index.json: the parts with the libraries they are of."""
+    found: dict[str, object] = {
+        "_class_name": PIPELINES[design.family.name],
+        design.family.folder: ["diffusers", design.denoiser["_class_name"]],
+        "scheduler": ["diffusers", design.scheduler["_class_name"]],
+    }
+    if design.autoencoder is None:
+        return found | {"fold": design.fold}
+    found["vae"] = ["diffusers", "AutoencoderKL"]
+    for number, text in enumerate(design.texts):
+        found[TEXTS[number]] = ["transformers", text.get("architectures", ["CLIPTextModel"])[0]]
+        found[f"tokenizer{'' if number == 0 else f'_{number + 1}'}"] = ["transformers", "CLIPTokenizer"]
+    missing = TEXTS[len(design.texts) :] if design.family.name == "SD3" else ()
+    for name in missing:
+        found |= {name: [None, None], name.replace("text_encoder", "tokenizer"): [None, None]}
+    if design.family.name == "UNet":
+        found |= {
+            "safety_checker": [None, None],
+            "feature_extractor": [None, None],
+            "requires_safety_checker": False,
+        }
+    return found

@@ -1,0 +1,101 @@
+"""What the kinds of denoisers take beside noisy latents, as a table: a new kind is a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cai_mesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Args:
+    name: in messages.
+    folder: of the denoiser in a pipeline's directory.
+    condition: "text", "label", or "text and pooled": embeddings of tokens and one of the whole caption.
+    arguments: names of the denoiser's keyword arguments, by what they hold: sample, time, text, pooled, label.
+    widths: keys of its config with the widths of what it takes: text, pooled.
+    multiple: of its config: what the sides of its latents must be multiples of.
+    square: its latents are as high as wide, and always of one size.
+    zero: ends of the names of layers whose weights start at zero, so that blocks begin as the identity.
+    flow: it learns a flow, not a diffusion.
+    """
+
+    name: str
+    folder: str
+    condition: str
+    arguments: Mapping[str, str]
+    widths: Mapping[str, str]
+    multiple: Callable[[Mapping[str, Any]], int]
+    square: bool
+    zero: tuple[str, ...]
+    flow: bool
+
+    def takes(self, sample: Tensor, time: Tensor, condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The denoiser's keyword arguments."""
+        held = {"sample": sample, "time": time, **condition}
+        return {name: held[what] for what, name in self.arguments.items()}
+
+
+FAMILIES = {
+    "UNet2DConditionModel": Family(
+        "UNet",
+        "unet",
+        "text",
+        {"sample": "sample", "time": "timestep", "text": "encoder_hidden_states"},
+        {"text": "cross_attention_dim"},
+        lambda config: 2 ** (len(config["block_out_channels"]) - 1),
+        square=False,
+        zero=("conv2", "proj_out", "conv_out"),
+        flow=False,
+    ),
+    "DiTTransformer2DModel": Family(
+        "DiT",
+        "transformer",
+        "label",
+        {"sample": "hidden_states", "time": "timestep", "label": "class_labels"},
+        {},
+        lambda config: config["patch_size"],
+        square=True,
+        zero=("norm1.linear", "proj_out_1", "proj_out_2"),
+        flow=False,
+    ),
+    "SD3Transformer2DModel": Family(
+        "SD3",
+        "transformer",
+        "text and pooled",
+        {
+            "sample": "hidden_states",
+            "time": "timestep",
+            "text": "encoder_hidden_states",
+            "pooled": "pooled_projections",
+        },
+        {"text": "joint_attention_dim", "pooled": "pooled_projection_dim"},
+        lambda config: config["patch_size"],
+        square=False,
+        zero=("norm1.linear", "norm1_context.linear", "norm_out.linear", "proj_out"),
+        flow=True,
+    ),
+}
+"""By the class of diffusers. Zeros: SD's `zero_module` (Rombach et al., arXiv:2112.10752), adaLN-Zero (Peebles and Xie,
+arXiv:2212.09748)."""
+
+
+def family_of(kind: str) -> Family:
+    """The family of a class of diffusers.
+
+    Raises:
+        ConfigError: it is none of those known here.
+    """
+    if kind not in FAMILIES:
+        raise ConfigError("a denoiser of an unknown kind", got=kind, expected=", ".join(FAMILIES))
+    return FAMILIES[kind]
+
+
+def predicts_variance(denoiser: Mapping[str, Any]) -> bool:
+    """Whether the second half of the output channels of a config is of the variance (arXiv:2102.09672)."""
+    return (denoiser.get("out_channels") or denoiser["in_channels"]) == 2 * denoiser["in_channels"]

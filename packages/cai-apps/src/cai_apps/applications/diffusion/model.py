@@ -1,0 +1,118 @@
+"""What is trained: a denoiser of diffusers, and the text encoders where they learn too, as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cai_apps.applications.diffusion.design import TEXTS, Design
+from cai_apps.applications.diffusion.families import Family
+from cai_apps.applications.diffusion.text import build_text_encoder, embed
+from cai_apps.compose.models import initializer as transformers_initializer
+
+
+class Denoiser(nn.Module):
+    """Noisy latents [n, c, h, w], times [n] and a condition -> what is in them, [n, c or 2 c, h, w].
+
+    Args:
+        denoiser: of diffusers.
+        family: what it takes.
+        texts: text encoders that are trained too; without any the condition comes embedded.
+    """
+
+    def __init__(self, denoiser: nn.Module, family: Family, texts: list[nn.Module]):
+        super().__init__()
+        self.denoiser = denoiser
+        self.texts = nn.ModuleDict({str(number): text for number, text in enumerate(texts)})
+        self._family = family
+
+    def forward(self, sample: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
+        """`condition`: text [n, length, width], pooled [n, width], label int64 [n]; tokens int64 [n, encoders, length]
+        in place of text and pooled where text encoders are trained."""
+        if self.texts:
+            texts = list(self.texts.values())
+            condition = embed(self._family, self.denoiser.config, texts, condition["tokens"], sample.dtype)  # type: ignore[arg-type]
+        return self.denoiser(**self._family.takes(sample, time, condition), return_dict=False)[0]
+
+
+def build(design: Design, *, train_text: bool) -> Denoiser:
+    """The model of a design, on the device of the context."""
+    import diffusers
+
+    kind = getattr(diffusers, design.denoiser["_class_name"])
+    denoiser = kind.from_config(dict(design.denoiser))
+    if design.family.name == "DiT":
+        _share_embedders(denoiser)
+    texts = [build_text_encoder(text) for text in design.texts] if train_text else []
+    return Denoiser(denoiser, design.family, texts)
+
+
+def _share_embedders(denoiser: nn.Module) -> None:
+    """Let all blocks of a DiT have one embedding of times and labels, as in its paper; diffusers gives each its own.
+
+    Labels are dropped by who reads samples, not by the layer, whose random numbers nobody could repeat.
+    """
+    blocks: Any = denoiser.transformer_blocks
+    for block in blocks:
+        block.norm1.emb = blocks[0].norm1.emb
+    blocks[0].norm1.emb.class_embedder.dropout_prob = 0.0
+
+
+def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], None]]:
+    """Of a `Denoiser`: what fills the parameters and buffers of one of its modules."""
+
+    def of(model: nn.Module) -> Callable[[nn.Module], None]:
+        assert isinstance(model, Denoiser)
+        zero = {
+            module for name, module in model.denoiser.named_modules() if name.endswith(design.family.zero)
+        }
+        own = set(model.denoiser.modules()) | {model, model.texts}
+        text = transformers_initializer(model.texts)
+
+        def fill(module: nn.Module) -> None:
+            if module not in own:
+                text(module)
+            elif module in zero:
+                for param in module.parameters(recurse=False):
+                    nn.init.zeros_(param)
+            else:
+                _reset(module)
+
+        return fill
+
+    return of
+
+
+def _reset(module: nn.Module) -> None:
+    """The initial values that torch's and diffusers' layers give themselves when they are built."""
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()  # type: ignore[operator]
+    elif type(module).__name__ == "RMSNorm":
+        for name, param in module.named_parameters(recurse=False):
+            nn.init.constant_(param, float(name == "weight"))
+    elif getattr(module, "pos_embed", None) is not None and "pos_embed" in module._buffers:
+        _fill_positions(module)
+
+
+def _fill_positions(module: Any) -> None:
+    """The table of sines of diffusers' `PatchEmbed`."""
+    from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
+    table = module.pos_embed
+    values = get_2d_sincos_pos_embed(
+        table.shape[-1],
+        module.pos_embed_max_size or int((module.height * module.width) ** 0.5),
+        base_size=module.base_size,
+        interpolation_scale=module.interpolation_scale,
+        output_type="pt",
+    )
+    table.copy_(values.to(torch.float32).unsqueeze(0))
+
+
+def parts(design: Design, *, train_text: bool) -> dict[str, str]:
+    """What is trained: the beginning of its parameters' names -> its folder in a pipeline's directory."""
+    texts = TEXTS[: len(design.texts)] if train_text else ()
+    return {"denoiser.": design.family.folder} | {f"texts.{i}.": folder for i, folder in enumerate(texts)}

@@ -1,0 +1,77 @@
+"""A diffusion model as a run sees it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.cache import Prepared, prepare
+from cai_apps.applications.diffusion.data.samples import Images, split
+from cai_apps.applications.diffusion.design import load_design
+from cai_apps.applications.diffusion.export import LABELS, export
+from cai_apps.applications.diffusion.validation import resolve
+from cai_apps.applications.diffusion.workload import workload
+from cai_apps.compose.workload import Workload
+from cai_apps.report.outcome import show_outcome
+from cai_apps.run.position import Unit
+from cai_apps.run.task import Work
+
+if TYPE_CHECKING:
+    from cai_apps.compose.session import Session
+    from cai_apps.run.task import Job
+
+
+class DiffusionTask:
+    """`cai_apps.run.task.Task` of diffusion models."""
+
+    def resolve(self, config: Config, ranks: int) -> Config:
+        return resolve(config, load_design(config.model.name), ranks)
+
+    def workload(self, config: Config) -> Workload:
+        return workload(config, load_design(config.model.name))
+
+    def prepare(self, config: Config) -> Prepared:
+        return prepare(config)
+
+    def announce(self, config: Config, prepared: Prepared) -> str:
+        return f"{config.model.name} on {prepared.images:,} images of {config.data.size} x {config.data.size}"
+
+    def fill(self, job: Job) -> None:
+        tokenizer = job.prepared.tokenizer
+        for found in Path(tokenizer).glob("tokenizer*") if tokenizer is not None else ():
+            shutil.copytree(found, job.run.path / found.name, dirs_exist_ok=True)
+        if job.prepared.labels:
+            (job.run.path / LABELS).write_text("\n".join(job.prepared.labels), encoding="utf-8")
+
+    def work(self, job: Job) -> Work:
+        config: Config = job.config
+        design = load_design(config.model.name)
+        images = Images(
+            job.prepared, 0, job.prepared.images, config.objective.condition_dropout, config.train.seed
+        )
+        training, validation = split(images, config.data.validation_fraction)
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+        )
+        return Work(
+            workload(config, design, device),
+            training,
+            validation if validation.size else None,
+            count=lambda batch: len(batch["u"]),
+            counted="images",
+            unit=Unit("images"),
+        )
+
+    def export(self, session: Session, job: Job) -> None:
+        export(session, load_design(job.config.model.name), job.config, job.run.export)
+
+    def finish(self, job: Job) -> None:
+        show_outcome(job.run, job.config)
+        print(f"export         {job.run.export}")
+
+
+DIFFUSION = DiffusionTask()

@@ -1,0 +1,99 @@
+"""Rules that a diffusion config must keep, checked before memory is allocated and ranks start."""
+
+from __future__ import annotations
+
+from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.design import Design
+from cai_apps.applications.diffusion.encoders import check_widths
+from cai_apps.applications.diffusion.process import process_of
+from cai_apps.config import validation
+from cai_mesh.errors import ConfigError
+
+RANGES = {
+    "data.size": 1,
+    "data.samples": 2,
+    "data.validation_fraction": 0,
+    "objective.offset_noise": 0,
+    "objective.condition_dropout": 0,
+    "sampling.steps": 1,
+}
+
+
+def resolve(config: Config, design: Design, world_size: int) -> Config:
+    """The config with every open value worked out.
+
+    Raises:
+        ConfigError: a value is out of range, or parts of the design do not fit each other or the config.
+        MeshError: the degrees do not multiply to `world_size`.
+    """
+    validation.check_ranges(config, RANGES)
+    config = validation.resolve(config, world_size)
+    _check_parallel(config)
+    _check_design(config, design)
+    for share in ("objective.condition_dropout", "data.validation_fraction"):
+        section, _, name = share.partition(".")
+        if getattr(getattr(config, section), name) >= 1:
+            raise ConfigError(f"{share} is no part of the whole", got=getattr(getattr(config, section), name))
+    return config
+
+
+def _check_parallel(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.pipeline.size > 1 or parallel.tensor.size > 1:
+        raise ConfigError(
+            "denoisers are trained by data parallelism and ZeRO",
+            got=f"parallel.tensor.size = {parallel.tensor.size}, parallel.pipeline.size = {parallel.pipeline.size}",
+            expected="1 and 1",
+            fix="raise parallel.shard, and parallel.zero to 3 where memory is short",
+        )
+
+
+def _check_design(config: Config, design: Design) -> None:
+    if config.model.weights == "pretrained" and design.directory is None:
+        raise ConfigError(
+            f'model.weights = "pretrained", but the preset {design.name!r} is only a shape',
+            expected="a directory of diffusers or a hub id",
+            fix='set model.name to one, or model.weights to "random"',
+        )
+    size, multiple = config.data.size, design.multiple
+    if size % multiple:
+        near = max(1, round(size / multiple)) * multiple
+        raise ConfigError(
+            "images of this size do not divide into latents and patches",
+            got=f"data.size = {size}",
+            expected=f"a multiple of {multiple} ({design.factor} pixels to a latent)",
+            fix=f"set data.size to {near}",
+        )
+    side = size // design.factor
+    if design.family.square and side != design.denoiser["sample_size"]:
+        raise ConfigError(
+            f"a {design.family.name} has positions for one size of image",
+            got=f"data.size = {size}: latents of {side}",
+            expected=f"latents of {design.denoiser['sample_size']}",
+            fix=f"set data.size to {design.denoiser['sample_size'] * design.factor}",
+        )
+    if design.denoiser["in_channels"] != design.channels:
+        raise ConfigError(
+            "the denoiser takes other latents than the autoencoder makes",
+            got=f"{design.channels} channels",
+            expected=f"in_channels = {design.denoiser['in_channels']}",
+        )
+    check_widths(design)
+    _check_objective(config, design)
+
+
+def _check_objective(config: Config, design: Design) -> None:
+    objective = config.objective
+    process = process_of(
+        design.scheduler, min_snr=objective.min_snr, logit_normal=objective.timesteps == "logit_normal"
+    )
+    says = getattr(process, "prediction", "flow")
+    if says != objective.prediction:
+        raise ConfigError(
+            "the objective and the scheduler disagree on what the denoiser says",
+            got=f'objective.prediction = "{objective.prediction}"',
+            expected=f'"{says}", by the {design.scheduler["_class_name"]} of {design.name}',
+            fix=f'set objective.prediction to "{says}"',
+        )
+    if objective.min_snr is not None and objective.min_snr <= 0:
+        raise ConfigError("objective.min_snr is not positive", got=objective.min_snr)

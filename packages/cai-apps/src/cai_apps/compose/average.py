@@ -1,0 +1,70 @@
+"""The moving average of a run's weights, sharded as its optimizer state is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cai_apps.compose.weights import MODEL, Weights
+from cai_mesh.layout import BoxedTensor
+
+AVERAGE = "average."
+"""What names of the average's tensors begin with in a checkpoint."""
+
+
+class Average:
+    """An exponential moving average of the master weights (Polyak and Juditsky, 1992), of this rank's parts of them.
+
+    After step t it moves to the weights by 1 - d, with d = min(decay, (1 + t) / (10 + t)), so that a young average
+    forgets the initial weights. It starts as the weights are when it is made.
+    """
+
+    def __init__(self, weights: Weights, decay: float):
+        self._weights, self._decay = weights, decay
+        self._held = {name: _copy(boxed) for name, boxed in self._current().items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """After step number `step` of the run, counted from 1."""
+        share = 1 - min(self._decay, (1 + step) / (10 + step))
+        averages: list[Tensor] = []
+        values: list[Tensor] = []
+        for name, boxed in self._current().items():
+            pairs = zip(self._held[name].pieces, boxed.present.pieces, strict=True)
+            own, now = (
+                zip(*((mine, its) for (_, mine), (_, its) in pairs), strict=True)
+                if boxed.pieces
+                else ((), ())
+            )
+            if boxed.lend is not None:  # what is lent is there until something else is
+                torch._foreach_lerp_(list(own), list(now), share)
+                continue
+            averages += own
+            values += now
+        if averages:
+            torch._foreach_lerp_(averages, values, share)
+
+    def restart(self) -> None:
+        """Begin anew from the weights as they are."""
+        for name, boxed in self._current().items():
+            for (_, own), (_, value) in zip(self._held[name].pieces, boxed.present.pieces, strict=True):
+                own.copy_(value)
+
+    def state(self) -> dict[str, BoxedTensor]:
+        """For a checkpoint: views of the average by name, into which one is loaded."""
+        return {f"{AVERAGE}{name}": boxed for name, boxed in self._held.items()}
+
+    def values(self) -> dict[str, BoxedTensor]:
+        """By the names of parameters."""
+        return self._held
+
+    def _current(self) -> dict[str, BoxedTensor]:
+        state = self._weights.state()
+        return {name.removeprefix(MODEL): boxed for name, boxed in state.items() if name.startswith(MODEL)}
+
+
+def _copy(boxed: BoxedTensor) -> BoxedTensor:
+    pieces = tuple((box, value.detach().clone()) for box, value in boxed.present.pieces)
+    return replace(boxed, pieces=pieces, lend=None)
