@@ -25,11 +25,16 @@ td, th { padding: .2em 1.2em .2em 0; text-align: left }
 </style>
 <h1>$title</h1>
 <table>$summary</table>
+$more
 <h2>Curves</h2><div class="curves">$curves</div>
 $charts
 <h2>Configuration</h2><pre>$config</pre>
 </html>
 """)
+
+
+def _nothing(run: RunDirectory) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class Page:
     Args:
         curves: of fields of metrics.jsonl.
         summary: rows (name, value) from the records.
+        more: HTML that comes before the curves.
     """
 
     curves: tuple[Curve, ...]
     summary: Callable[[list[dict]], list[tuple[str, str]]]
+    more: Callable[[RunDirectory], str] = _nothing
 
 
 def write_report(run: RunDirectory, output: Path, shown: Page) -> Path:
@@ -63,6 +70,7 @@ def write_report(run: RunDirectory, output: Path, shown: Page) -> Path:
         title=html.escape(run.path.name),
         summary="".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.summary(records)),
         curves="".join(curve_svg(records, curve) for curve in shown.curves),
+        more=shown.more(run),
         charts="".join(charts),
         config=html.escape(run.config_file.read_text(encoding="utf-8")),
     )

@@ -30,6 +30,7 @@ class Work:
         unit: of throughput.
         flops: FLOPs of forward and backward for one sample, without recompute, by the name of the share of the
             device's peak that metrics report; the first is also reported as TFLOP/s.
+        after_step: what else is done after a step, by its number, on every rank. Collective.
     """
 
     workload: Workload
@@ -39,6 +40,7 @@ class Work:
     counted: str
     unit: Unit
     flops: Mapping[str, float] = field(default_factory=dict)
+    after_step: Callable[[Session, int], None] | None = None
 
 
 class Task(Protocol):

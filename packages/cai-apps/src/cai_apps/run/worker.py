@@ -59,6 +59,8 @@ def train(job: Job, device: torch.device) -> None:
             recorder.record(metrics)
         if checkpoint.is_due(job.config, position):
             saver.save(position)
+        if work.after_step is not None:
+            work.after_step(session, position.step)
 
     try:
         Loop(session, work, training, validation, device, on_step).run(position)

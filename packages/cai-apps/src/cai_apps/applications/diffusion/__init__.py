@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
@@ -53,9 +54,10 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
 
 
 def _report() -> Page:
+    from cai_apps.applications.diffusion.gallery import show
     from cai_apps.report.training import training_page
 
-    return training_page("images")
+    return replace(training_page("images"), more=show)
 
 
 APPLICATION = Application(

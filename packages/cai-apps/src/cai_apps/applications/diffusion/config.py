@@ -58,7 +58,8 @@ class Objective:
 @dataclass(frozen=True)
 class Sampling:
     prompts: tuple[str, ...] = ()
-    """Captions (or labels) that pictures are drawn for at the end, and shown by `cai report`."""
+    """Captions (or labels) that pictures are drawn for, by the weights before training where they are pretrained, on
+    the way and at the end; `cai report` shows them."""
     steps: int = 20
     """Denoising steps of a picture."""
     guidance: float = 4.0
@@ -66,6 +67,9 @@ class Sampling:
     scheduler: Literal["auto", "ddim", "dpm", "flow"] = "auto"
     """auto: DPM-Solver++ (arXiv:2211.01095), and Euler steps for a flow."""
     seed: int = 0
+    """Picture number i starts from noise of (seed, i)."""
+    every: int = 0
+    """Steps between pictures on the way; 0: only at the end."""
 
 
 @dataclass(frozen=True)

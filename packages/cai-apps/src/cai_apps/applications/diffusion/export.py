@@ -38,15 +38,19 @@ LABELS = "labels.txt"
 """Names of labels, one a line, in a run's directory and its export."""
 
 
-def export(session: Session, design: Design, config: Config, directory: Path) -> None:
-    """Write a run's export. Collective; the files are seen by all ranks."""
+def export(session: Session, design: Design, config: Config, directory: Path, run: Path) -> None:
+    """Write the model as it stands. Collective; the files are seen by all ranks.
+
+    Args:
+        run: directory of the run, which holds tokenizers and names of labels.
+    """
     average, masters = session.average, session.weights.masters()
     trained = parts(design, train_text=trains_text(config, design))
     _save(session, design, trained, directory, masters if average is None else average.values())
     if average is not None:
         _save(session, design, trained, directory / RAW, masters)
     if dist.get_rank() == 0:
-        _write_beside(design, config, directory, set(trained.values()))
+        _write_beside(design, config, directory, run, set(trained.values()))
     dist.barrier()
 
 
@@ -80,7 +84,7 @@ def _all_names(design: Design, weights: dict[str, BoxedTensor]) -> dict[str, Box
     }
 
 
-def _write_beside(design: Design, config: Config, directory: Path, trained: set[str]) -> None:
+def _write_beside(design: Design, config: Config, directory: Path, run: Path, trained: set[str]) -> None:
     """Frozen parts, tokenizers, the scheduler, and the file that says what all of it is."""
     import diffusers
 
@@ -92,7 +96,6 @@ def _write_beside(design: Design, config: Config, directory: Path, trained: set[
     if not trained.intersection(TEXTS):
         for folder, text in zip(TEXTS, load_texts(design, **options, directory=source), strict=False):
             text.save_pretrained(directory / folder)
-    run = directory.parent
     for suffix in ("", "_2", "_3")[: len(design.texts)]:
         home = run / f"tokenizer{suffix}" if (run / f"tokenizer{suffix}").is_dir() else run / "tokenizer"
         shutil.copytree(home, directory / f"tokenizer{suffix}", dirs_exist_ok=True)

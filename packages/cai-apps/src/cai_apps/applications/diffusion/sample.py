@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_texts
 from cai_apps.applications.diffusion.export import LABELS, RAW
@@ -43,6 +44,12 @@ class Options:
     guidance: float = 4.0
     scheduler: str = "auto"
     seed: int = 0
+
+
+def options(config: Config) -> Options:
+    """How a run's own pictures are drawn."""
+    sampling = config.sampling
+    return Options(config.data.size, sampling.steps, sampling.guidance, sampling.scheduler, sampling.seed)
 
 
 class Sampler:
@@ -100,7 +107,7 @@ class Sampler:
     def conditions(self, prompts: Sequence[str], guidance: float) -> dict[str, Tensor]:
         """What the denoiser takes of prompts; with guidance those of no prompt come before them."""
         if self.design.family.condition == "label":
-            labels = [self._label(prompt) for prompt in prompts]
+            labels = label_numbers(self.design, prompts, label_names(self._directory))
             free = [self.design.denoiser["num_embeds_ada_norm"]] * len(prompts) if guidance != 1 else []
             return {"label": torch.tensor(free + labels, device=self._device)}
         texts = load_texts(
@@ -112,19 +119,6 @@ class Sampler:
         for number in cut:
             print(f"cut after {self.design.text_length} tokens: {[*free, *prompts][number]!r}", flush=True)
         return embed(self.design.family, self.design.denoiser, texts, tokens.to(self._device), self._dtype)
-
-    def _label(self, prompt: str) -> int:
-        names = label_names(self._directory)
-        if prompt in names:
-            return names.index(prompt)
-        known = self.design.denoiser["num_embeds_ada_norm"]
-        if prompt.isdigit() and int(prompt) < known:
-            return int(prompt)
-        raise ConfigError(
-            f"no label {prompt!r}",
-            expected=f"a number below {known}, or a name",
-            fix=did_you_mean(prompt, names),
-        )
 
     def _noise(self, count: int, options: Options, first: int) -> Tensor:
         size = options.size or self.design.denoiser["sample_size"] * self.design.factor
@@ -186,17 +180,37 @@ def make_scheduler(design: Design, options: Options) -> Any:
     return scheduler
 
 
+def label_numbers(design: Design, prompts: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Numbers of labels that prompts name.
+
+    Args:
+        names: of the labels that are known by name, in their order.
+
+    Raises:
+        ConfigError: a prompt is neither a name nor a number that the denoiser knows.
+    """
+    known = design.denoiser["num_embeds_ada_norm"]
+    for prompt in prompts:
+        if prompt not in names and not (prompt.isdecimal() and int(prompt) < known):
+            raise ConfigError(
+                f"no label {prompt!r}",
+                expected=f"a number below {known}, or a name",
+                fix=did_you_mean(prompt, names),
+            )
+    return [names.index(prompt) if prompt in names else int(prompt) for prompt in prompts]
+
+
 def label_names(directory: Path) -> list[str]:
     """Names of the labels that a run was trained on, in their order; empty where nobody wrote them."""
     file = directory / LABELS
     return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
-def open_sampler(directory: Path, *, raw: bool = False) -> Sampler:
-    """A sampler on the GPU, in bfloat16, where there is one; else on the CPU."""
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    return Sampler(directory, device="cuda" if on_gpu else "cpu", dtype=dtype, raw=raw)
+def open_sampler(directory: Path, *, raw: bool = False, device: torch.device | None = None) -> Sampler:
+    """A sampler in bfloat16 on a GPU, in float32 on the CPU; on the GPU where `device` is None and there is one."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Sampler(directory, device=device, dtype=dtype, raw=raw)
 
 
 def grid(pictures: np.ndarray, columns: int) -> np.ndarray:

@@ -13,6 +13,8 @@ from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, split
 from cai_apps.applications.diffusion.design import load_design
 from cai_apps.applications.diffusion.export import LABELS, export
+from cai_apps.applications.diffusion.gallery import PICTURES, draw_at_the_end, draw_before, draw_on_the_way
+from cai_apps.applications.diffusion.sample import label_numbers
 from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.workload import Workload
@@ -35,7 +37,10 @@ class DiffusionTask:
         return workload(config, load_design(config.model.name))
 
     def prepare(self, config: Config) -> Prepared:
-        return prepare(config)
+        prepared, design = prepare(config), load_design(config.model.name)
+        if design.family.condition == "label":
+            label_numbers(design, config.sampling.prompts, prepared.labels)
+        return prepared
 
     def announce(self, config: Config, prepared: Prepared) -> str:
         return f"{config.model.name} on {prepared.images:,} images of {config.data.size} x {config.data.size}"
@@ -46,6 +51,7 @@ class DiffusionTask:
             shutil.copytree(found, job.run.path / found.name, dirs_exist_ok=True)
         if job.prepared.labels:
             (job.run.path / LABELS).write_text("\n".join(job.prepared.labels), encoding="utf-8")
+        draw_before(job, load_design(job.config.model.name))
 
     def work(self, job: Job) -> Work:
         config: Config = job.config
@@ -64,14 +70,18 @@ class DiffusionTask:
             count=lambda batch: len(batch["u"]),
             counted="images",
             unit=Unit("images"),
+            after_step=lambda session, step: draw_on_the_way(session, job, design, step),
         )
 
     def export(self, session: Session, job: Job) -> None:
-        export(session, load_design(job.config.model.name), job.config, job.run.export)
+        export(session, load_design(job.config.model.name), job.config, job.run.export, job.run.path)
 
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
         print(f"export         {job.run.export}")
+        if job.config.sampling.prompts:
+            draw_at_the_end(job)
+            print(f"pictures       {job.run.path / PICTURES}, shown by cai report {job.run.path}")
 
 
 DIFFUSION = DiffusionTask()

@@ -6,6 +6,7 @@ from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.encoders import check_widths
 from cai_apps.applications.diffusion.process import process_of
+from cai_apps.applications.diffusion.sample import make_scheduler, options
 from cai_apps.config import validation
 from cai_mesh.errors import ConfigError
 
@@ -16,6 +17,7 @@ RANGES = {
     "objective.offset_noise": 0,
     "objective.condition_dropout": 0,
     "sampling.steps": 1,
+    "sampling.every": 0,
 }
 
 
@@ -30,6 +32,7 @@ def resolve(config: Config, design: Design, world_size: int) -> Config:
     config = validation.resolve(config, world_size)
     _check_parallel(config)
     _check_design(config, design)
+    make_scheduler(design, options(config))
     for share in ("objective.condition_dropout", "data.validation_fraction"):
         section, _, name = share.partition(".")
         if getattr(getattr(config, section), name) >= 1:
