@@ -21,9 +21,9 @@ class Model:
 @dataclass(frozen=True)
 class Data:
     source: str = "shapes"
-    """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), or a directory of images, each
-    with a caption in a .txt file of its name, or in a metadata.jsonl with "file_name" and "text"; the name of the
-    subdirectory is its label."""
+    """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), 'flower' (four crops of a photo
+    of scikit-learn's), or a directory of images, each with a caption in a .txt file of its name, or in a metadata.jsonl
+    with "file_name" and "text"; the name of the subdirectory is its label."""
     size: int = 64
     """Side of the square that an image is scaled and cropped to, in pixels."""
     samples: int = 20000
@@ -38,6 +38,21 @@ class Data:
     """Part of the images that is kept for validation and never trained on."""
     cache: str = "~/.cache/cai"
     """Directory for latents, embeddings and tokenizers."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Images of the class of a subject, learned one for one with those of data.source (DreamBooth,
+    arXiv:2208.12242)."""
+
+    images: int = 0
+    """How many; 0: what data.source holds is no single subject."""
+    prompt: str = ""
+    """Their caption, as "a photo of a dog"; empty: each has its own."""
+    source: str = "generated"
+    """generated: drawn before training by the pretrained weights, as `sampling` says; else as data.source."""
+    weight: float = 1.0
+    """Of their loss, beside the subject's."""
 
 
 @dataclass(frozen=True)
@@ -77,5 +92,6 @@ class Config(sections.RunConfig):
     application: Literal["diffusion"] = "diffusion"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    prior: Prior = field(default_factory=Prior)
     objective: Objective = field(default_factory=Objective)
     sampling: Sampling = field(default_factory=Sampling)

@@ -18,6 +18,10 @@ from cai_mesh.errors import ConfigError, did_you_mean
 
 TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 DENOISERS = ("unet", "transformer")
+RAW = "raw"
+"""Folder of an export with the last weights, where it has averaged ones."""
+LABELS = "labels.txt"
+"""Names of labels, one a line, in a run's directory and its export."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import TEXTS, Design
 from cai_apps.applications.diffusion.text import build_text_encoder
 from cai_mesh.errors import ConfigError
@@ -61,6 +62,11 @@ class Autoencoder:
     @property
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self.model is None else next(self.model.parameters()).dtype
+
+
+def encoder_directory(config: Config, design: Design) -> Path | None:
+    """Where the weights of frozen encoders are; None: they are random."""
+    return design.directory if config.model.weights == "pretrained" else None
 
 
 def load_autoencoder(

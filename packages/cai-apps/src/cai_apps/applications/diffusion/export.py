@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.data.cache import encoder_directory
-from cai_apps.applications.diffusion.design import TEXTS, Design
-from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.design import LABELS, RAW, TEXTS, Design
+from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_texts
 from cai_apps.applications.diffusion.model import parts
 from cai_apps.applications.diffusion.workload import trains_text
 from cai_mesh.checkpoint import save_hf
@@ -33,9 +32,6 @@ PIPELINES = {
     "SD3": "StableDiffusion3Pipeline",
 }
 """Of diffusers, by family: what opens an export that has an autoencoder."""
-RAW = "raw"
-LABELS = "labels.txt"
-"""Names of labels, one a line, in a run's directory and its export."""
 
 
 def export(session: Session, design: Design, config: Config, directory: Path, run: Path) -> None:

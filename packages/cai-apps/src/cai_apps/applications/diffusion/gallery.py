@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.data.cache import encoder_directory
-from cai_apps.applications.diffusion.design import Design
-from cai_apps.applications.diffusion.export import RAW, export
+from cai_apps.applications.diffusion.design import RAW, Design
+from cai_apps.applications.diffusion.encoders import encoder_directory
+from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.sample import open_sampler, options
 from cai_apps.run.directory import RunDirectory
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.design import Design, load_design
+from cai_apps.applications.diffusion.design import LABELS, RAW, Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_texts
-from cai_apps.applications.diffusion.export import LABELS, RAW
 from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize
 from cai_mesh import rng

@@ -10,14 +10,15 @@ import torch
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
-from cai_apps.applications.diffusion.data.samples import Images, split
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.export import LABELS, export
+from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
+from cai_apps.applications.diffusion.design import LABELS, load_design
+from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.gallery import PICTURES, draw_at_the_end, draw_before, draw_on_the_way
 from cai_apps.applications.diffusion.sample import label_numbers
 from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.workload import Workload
+from cai_apps.data.batches import Samples
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.position import Unit
 from cai_apps.run.task import Work
@@ -59,14 +60,14 @@ class DiffusionTask:
         images = Images(
             job.prepared, 0, job.prepared.images, config.objective.condition_dropout, config.train.seed
         )
-        training, validation = split(images, config.data.validation_fraction)
+        training, validation = _samples(config, images)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
         )
         return Work(
             workload(config, design, device),
             training,
-            validation if validation.size else None,
+            validation,
             count=lambda batch: len(batch["u"]),
             counted="images",
             unit=Unit("images"),
@@ -82,6 +83,14 @@ class DiffusionTask:
         if job.config.sampling.prompts:
             draw_at_the_end(job)
             print(f"pictures       {job.run.path / PICTURES}, shown by cai report {job.run.path}")
+
+
+def _samples(config: Config, images: Images) -> tuple[Samples, Samples | None]:
+    """What is trained on, and what validates."""
+    if config.prior.images:
+        return SubjectAndClass(images, images.size - config.prior.images, config.prior.weight), None
+    training, validation = split(images, config.data.validation_fraction)
+    return training, validation if validation.size else None
 
 
 DIFFUSION = DiffusionTask()

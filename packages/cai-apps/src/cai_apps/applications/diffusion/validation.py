@@ -14,6 +14,8 @@ RANGES = {
     "data.size": 1,
     "data.samples": 2,
     "data.validation_fraction": 0,
+    "prior.images": 0,
+    "prior.weight": 0,
     "objective.offset_noise": 0,
     "objective.condition_dropout": 0,
     "sampling.steps": 1,
@@ -33,6 +35,7 @@ def resolve(config: Config, design: Design, world_size: int) -> Config:
     _check_parallel(config)
     _check_design(config, design)
     make_scheduler(design, options(config))
+    _check_prior(config, design)
     for share in ("objective.condition_dropout", "data.validation_fraction"):
         section, _, name = share.partition(".")
         if getattr(getattr(config, section), name) >= 1:
@@ -100,3 +103,39 @@ def _check_objective(config: Config, design: Design) -> None:
         )
     if objective.min_snr is not None and objective.min_snr <= 0:
         raise ConfigError("objective.min_snr is not positive", got=objective.min_snr)
+
+
+def _check_prior(config: Config, design: Design) -> None:
+    prior = config.prior
+    if not prior.images:
+        return
+    if design.family.condition == "label":
+        raise ConfigError(
+            f"a {design.family.name} has labels; a subject and its class are told by captions",
+            got=f"prior.images = {prior.images}",
+            expected="0",
+        )
+    if prior.source == "generated" and not prior.prompt:
+        raise ConfigError(
+            "prior.prompt is empty",
+            expected='what the subject is an example of, as "a photo of a dog"',
+        )
+    if prior.source == "generated" and config.model.weights != "pretrained":
+        raise ConfigError(
+            "pictures of the class are drawn by the weights that training begins with",
+            got=f'model.weights = "{config.model.weights}"',
+            expected='"pretrained", and model.name a directory of diffusers or a hub id',
+            fix="set both, or prior.source to a directory with images of the class",
+        )
+    if config.train.global_batch % 2:
+        raise ConfigError(
+            "half of a batch shows the subject and half its class",
+            got=f"train.global_batch = {config.train.global_batch}",
+            expected="an even number",
+        )
+    if config.data.validation_fraction:
+        raise ConfigError(
+            "no image of a subject can be spared for validation",
+            got=f"data.validation_fraction = {config.data.validation_fraction}",
+            expected="0",
+        )

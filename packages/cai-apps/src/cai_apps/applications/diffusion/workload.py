@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.data.cache import encoder_directory
 from cai_apps.applications.diffusion.data.samples import draw
 from cai_apps.applications.diffusion.design import Design
-from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder
+from cai_apps.applications.diffusion.encoders import Autoencoder, encoder_directory, load_autoencoder
 from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.model import build, initializer, parts
 from cai_apps.applications.diffusion.process import Process, process_of, squared_error
@@ -56,7 +55,7 @@ class Noising:
             "noisy": noisy.to(self.compute),
             "time": time,
             "target": self.process.target(clean, noise, time),
-            "weight": self.process.weight(time),
+            "weight": self.process.weight(time) * batch.get("share", 1.0),
         }
         if self.variance:
             ready["clean"] = clean

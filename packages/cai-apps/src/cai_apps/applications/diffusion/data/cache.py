@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.prior import with_class
 from cai_apps.applications.diffusion.data.sources import Source, source_of
 from cai_apps.applications.diffusion.design import Design, load_design
-from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_texts
 from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize, train_tokenizer
 from cai_apps.compose.sharding import DTYPES
 from cai_mesh.errors import DataError
@@ -76,6 +77,8 @@ def prepare(config: Config) -> Prepared:
         DataError: the source is missing, empty or damaged, or too small to train on.
     """
     design, source = load_design(config.model.name), source_of(config.data)
+    if config.prior.images:
+        source = with_class(source, config, design, encoder_directory(config, design))
     if source.size < 2:
         raise DataError(f"too few images in {config.data.source}", got=source.size, expected="at least 2")
     directory = Path(config.data.cache).expanduser() / _key(config, design, source)
@@ -108,11 +111,6 @@ def _key(config: Config, design: Design, source: Source) -> str:
         **used,
     }
     return "images-" + hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def encoder_directory(config: Config, design: Design) -> Path | None:
-    """Where the weights of frozen encoders are; None: they are random."""
-    return design.directory if config.model.weights == "pretrained" else None
 
 
 def _weights(config: Config, design: Design) -> object:

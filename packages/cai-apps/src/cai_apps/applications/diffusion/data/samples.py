@@ -55,6 +55,34 @@ class Images:
         return found | {name: self._files[name][captions] for name in texts}
 
 
+@dataclass(frozen=True)
+class SubjectAndClass:
+    """Images of a subject and of its class in turn: every even place of the run's order has the subject.
+
+    Args:
+        images: of both; the first `subject` are the subject's.
+        weight: of the loss of an image of the class.
+    """
+
+    images: Images
+    subject: int
+    weight: float
+
+    @property
+    def size(self) -> int:
+        """Pairs of an image of the subject with one of the class."""
+        return self.subject * (self.images.size - self.subject)
+
+    def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
+        """As of `Images`, and `share` float64: the loss is the mean over the subject plus `weight` times that over
+        the class, and each of the two is half of the batch."""
+        first, others = self.subject, self.images.size - self.subject
+        of_subject = positions % 2 == 0
+        chosen = np.where(of_subject, indices % first, first + indices // first % others)
+        share = torch.from_numpy(np.where(of_subject, 2.0, 2.0 * self.weight))
+        return self.images.rows(chosen, positions) | {"share": share}
+
+
 def draw(like: Tensor, position: Tensor, seed: int, purpose: str) -> Tensor:
     """Standard normal numbers in the shape of `like` [n, ...], float64: those of each sample by its position."""
     count = like[0].numel()

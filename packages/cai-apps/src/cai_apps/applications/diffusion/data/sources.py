@@ -21,6 +21,8 @@ from cai_apps.applications.diffusion.data.shapes import Shapes
 from cai_mesh.errors import DataError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+CROPS = ((150, 0, 400), (180, 20, 380), (120, 10, 417), (200, 40, 340))
+"""Left, top and side of each crop of the flower, in pixels."""
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -62,6 +64,8 @@ def source_of(data: Data) -> Source:
         return Shapes(data.samples, data.size)
     if data.source == "digits":
         return Digits(data.size)
+    if data.source == "flower":
+        return Crops(data.size, data.caption or "a flower")
     return Folder.of(Path(data.source).expanduser(), data.size, data.caption)
 
 
@@ -104,6 +108,48 @@ class Digits:
 
     def fingerprint(self) -> str:
         return f"digits {self.side}"
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Four crops of the photo of a flower that comes with scikit-learn (a dahlia, 640 x 427 pixels)."""
+
+    side: int
+    text: str
+
+    @cached_property
+    def _photo(self) -> np.ndarray:
+        try:
+            from sklearn.datasets import load_sample_image
+        except ImportError as error:
+            raise DataError(
+                'data.source = "flower" needs scikit-learn', fix="pip install scikit-learn"
+            ) from error
+        return load_sample_image("flower.jpg")
+
+    @property
+    def size(self) -> int:
+        return len(CROPS)
+
+    @property
+    def labels(self) -> Sequence[str]:
+        return ()
+
+    def image(self, number: int) -> np.ndarray:
+        from PIL import Image
+
+        left, top, side = CROPS[number]
+        crop = Image.fromarray(self._photo[top : top + side, left : left + side])
+        return np.asarray(crop.resize((self.side, self.side), Image.Resampling.BICUBIC))
+
+    def caption(self, number: int) -> str:
+        return self.text
+
+    def label(self, number: int) -> int:
+        raise DataError("the crops of one photo have no labels", expected="data.source = digits or shapes")
+
+    def fingerprint(self) -> str:
+        return f"flower {self.side} {self.text}"
 
 
 @dataclass(frozen=True)
