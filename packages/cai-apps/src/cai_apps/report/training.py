@@ -20,6 +20,8 @@ def training_page(unit: str) -> Page:
             (f"{unit} per second", f"{_mean(later, rate):,.0f}"),
             ("peak memory of a rank", f"{max(r['memory_bytes'] for r in records) / 2**30:.2f} GiB"),
         ]
+        if last.get("tflops") is not None:
+            rows.append(("TFLOP/s of a rank", f"{_mean(later, 'tflops'):,.1f}"))
         shares = (("mfu", "MFU, causal attention"), ("mfu_full_attention", "MFU, full attention"))
         return rows + [
             (name, f"{_mean(later, key):.1%}") for key, name in shares if last.get(key) is not None

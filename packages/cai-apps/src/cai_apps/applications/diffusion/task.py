@@ -13,6 +13,7 @@ from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
 from cai_apps.applications.diffusion.design import LABELS, load_design
 from cai_apps.applications.diffusion.export import export
+from cai_apps.applications.diffusion.flops import image_flops
 from cai_apps.applications.diffusion.gallery import PICTURES, draw_at_the_end, draw_before, draw_on_the_way
 from cai_apps.applications.diffusion.sample import label_numbers
 from cai_apps.applications.diffusion.validation import resolve
@@ -71,6 +72,7 @@ class DiffusionTask:
             count=lambda batch: len(batch["u"]),
             counted="images",
             unit=Unit("images"),
+            flops={"mfu_full_attention": image_flops(config, design)},
             after_step=lambda session, step: draw_on_the_way(session, job, design, step),
         )
 
