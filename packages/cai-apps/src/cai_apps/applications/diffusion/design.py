@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cai_apps.applications.diffusion.families import Family, family_of
+from cai_apps.applications.diffusion.families import Family, check_conditions, family_of
 from cai_mesh.errors import ConfigError, did_you_mean
 
 TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -101,7 +101,9 @@ def load_design(name: str) -> Design:
             texts,
         )
     directory = Path(name).expanduser()
-    return _of_directory(directory if directory.is_dir() else _downloaded(name))
+    design = _of_directory(directory if directory.is_dir() else _downloaded(name))
+    check_conditions(design.denoiser)
+    return design
 
 
 def _downloaded(name: str) -> Path:

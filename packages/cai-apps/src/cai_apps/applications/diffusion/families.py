@@ -23,6 +23,7 @@ class Family:
     square: its latents are as high as wide, and always of one size.
     zero: ends of the names of layers whose weights start at zero, so that blocks begin as the identity.
     flow: it learns a flow, not a diffusion.
+    unknown: keys of its config that ask for conditions nobody gives it here.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Family:
     square: bool
     zero: tuple[str, ...]
     flow: bool
+    unknown: tuple[str, ...] = ()
 
     def takes(self, sample: Tensor, time: Tensor, condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The denoiser's keyword arguments."""
@@ -52,6 +54,7 @@ FAMILIES = {
         square=False,
         zero=("conv2", "proj_out", "conv_out"),
         flow=False,
+        unknown=("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim_type"),
     ),
     "DiTTransformer2DModel": Family(
         "DiT",
@@ -94,6 +97,18 @@ def family_of(kind: str) -> Family:
     if kind not in FAMILIES:
         raise ConfigError("a denoiser of an unknown kind", got=kind, expected=", ".join(FAMILIES))
     return FAMILIES[kind]
+
+
+def check_conditions(denoiser: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a denoiser's config asks for more than a family gives it, as SDXL's does."""
+    family = family_of(denoiser["_class_name"])
+    asked = [f"{key} = {denoiser[key]!r}" for key in family.unknown if denoiser.get(key) is not None]
+    if asked:
+        raise ConfigError(
+            f"a {family.name} with conditions that are not known here",
+            got=", ".join(asked),
+            expected=f"{family.condition} alone",
+        )
 
 
 def predicts_variance(denoiser: Mapping[str, Any]) -> bool:

@@ -114,23 +114,45 @@ def process_of(
     """The process of a diffusers scheduler's config.
 
     Raises:
-        ConfigError: an option that the process has no use for.
+        ConfigError: an option that the process has no use for, or a scheduler that is not known here.
     """
-    import diffusers
-
-    made = getattr(diffusers, scheduler["_class_name"]).from_config(dict(scheduler))
-    if scheduler["_class_name"].startswith("FlowMatch"):
+    made = open_scheduler(scheduler)
+    kind = scheduler["_class_name"]
+    if kind.startswith("FlowMatch"):
         if min_snr is not None:
             raise ConfigError("objective.min_snr does nothing for a flow", got=min_snr, fix="leave it out")
         return Flowing(made.config.num_train_timesteps, made.config.shift, logit_normal)
     if logit_normal:
         raise ConfigError(
-            'objective.timesteps = "logit_normal" is for flows',
-            got=scheduler["_class_name"],
-            fix='set it to "uniform"',
+            'objective.timesteps = "logit_normal" is for flows', got=kind, fix='set it to "uniform"'
         )
     prediction = {"v_prediction": "v"}.get(made.config.prediction_type, made.config.prediction_type)
     return Diffusing(made.alphas_cumprod.double(), prediction, min_snr)
+
+
+def open_scheduler(scheduler: Mapping[str, Any]) -> Any:
+    """The scheduler of diffusers that a config is of.
+
+    Raises:
+        ConfigError: there is none, it has neither steps of noise nor a flow, or its shift depends on the image's size.
+    """
+    import diffusers
+
+    kind = scheduler["_class_name"]
+    if not hasattr(diffusers, kind):
+        raise ConfigError("a scheduler that diffusers does not know", got=kind, expected="as PNDMScheduler")
+    made = getattr(diffusers, kind).from_config(dict(scheduler))
+    if kind.startswith("FlowMatch"):
+        if made.config.use_dynamic_shifting:
+            raise ConfigError(
+                "a scheduler whose shift depends on the size of the image",
+                got=f"use_dynamic_shifting of {kind}",
+                expected="one shift",
+                fix="set use_dynamic_shifting to false, and shift to that of your size",
+            )
+    elif not hasattr(made, "alphas_cumprod"):
+        raise ConfigError("no noise in steps", got=kind, expected="a scheduler with betas, as PNDMScheduler")
+    return made
 
 
 def squared_error(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:

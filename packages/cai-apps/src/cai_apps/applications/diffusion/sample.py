@@ -15,6 +15,7 @@ from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import LABELS, RAW, Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_texts
 from cai_apps.applications.diffusion.families import predicts_variance
+from cai_apps.applications.diffusion.process import open_scheduler
 from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize
 from cai_mesh import rng
 from cai_mesh.errors import ConfigError, did_you_mean
@@ -160,10 +161,11 @@ def make_scheduler(design: Design, options: Options) -> Any:
     """A scheduler of diffusers with its times set.
 
     Raises:
-        ConfigError: it is for a flow and the denoiser is not, or the other way round.
+        ConfigError: it is for a flow and the denoiser is not, or the other way round; or the design's own is not known.
     """
     import diffusers
 
+    open_scheduler(design.scheduler)
     flow = design.family.flow
     name = options.scheduler if options.scheduler != "auto" else ("flow" if flow else "dpm")
     if (name == "flow") != flow:
