@@ -82,7 +82,7 @@ def prepare(config: Config) -> Prepared:
     if source.size < 2:
         raise DataError(f"too few images in {config.data.source}", got=source.size, expected="at least 2")
     directory = Path(config.data.cache).expanduser() / _key(config, design, source)
-    if not (directory / "dataset.json").is_file():
+    if not _is_whole(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
         try:
@@ -209,9 +209,24 @@ class _Writer:
             file.close()
 
 
+def _is_whole(directory: Path) -> bool:
+    """Whether a directory was finished, and every file in it has kept its length."""
+    told = directory / "dataset.json"
+    if not told.is_file():
+        return False
+    for name, (shape, dtype) in json.loads(told.read_text(encoding="utf-8"))["tensors"].items():
+        file = directory / f"{name}.bin"
+        if not file.is_file() or file.stat().st_size != math.prod(shape) * getattr(torch, dtype).itemsize:
+            return False
+    return True
+
+
 def _publish(scratch: Path, directory: Path) -> None:
+    """Under its name; one that is there is kept if it is whole, as when another process was faster."""
+    if directory.exists() and not _is_whole(directory):
+        shutil.rmtree(directory)
     try:
         scratch.rename(directory)
     except OSError:
-        if not (directory / "dataset.json").is_file():
+        if not _is_whole(directory):
             raise

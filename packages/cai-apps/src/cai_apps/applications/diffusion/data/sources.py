@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import Shapes
 from cai_mesh.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 CROPS = ((150, 0, 400), (180, 20, 380), (120, 10, 417), (200, 40, 340))
@@ -171,7 +174,7 @@ class Folder:
                 expected=f"shapes, digits, or a directory with files {', '.join(SUFFIXES)}",
             )
         told = _metadata(directory)
-        captions = [_caption(file, told, caption) for file in files]
+        captions = [_caption(file, directory, told, caption) for file in files]
         without = [file.name for file, text in zip(files, captions, strict=True) if text is None]
         if without:
             raise DataError(
@@ -193,7 +196,7 @@ class Folder:
 
         try:
             with Image.open(self.files[number]) as file:
-                image = ImageOps.exif_transpose(file).convert("RGB")
+                image = _colours(ImageOps.exif_transpose(file))
         except (OSError, ValueError, SyntaxError) as error:
             raise DataError(
                 f"a damaged image: {self.files[number]}", cause=str(error), fix="replace or remove it"
@@ -219,8 +222,21 @@ class Folder:
         return digest.hexdigest()
 
 
+def _colours(image: Image.Image) -> Image.Image:
+    """In red, green and blue of 8 bits: 16 bits are scaled down, and what is transparent is white."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.float64) / 257
+        image = Image.fromarray(grey.round().clip(0, 255).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    seen = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
 def _metadata(directory: Path) -> dict[str, str]:
-    """Captions by file name, of metadata.jsonl."""
+    """Captions by path or file name, of metadata.jsonl."""
     file = directory / "metadata.jsonl"
     told = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.is_file() else (), 1):
@@ -234,8 +250,14 @@ def _metadata(directory: Path) -> dict[str, str]:
     return told
 
 
-def _caption(file: Path, told: dict[str, str], common: str | None) -> str | None:
+def _caption(file: Path, directory: Path, told: dict[str, str], common: str | None) -> str | None:
+    """From the file beside it, else from metadata.jsonl by its path or name, else the common one."""
     beside = file.with_suffix(".txt")
-    if beside.is_file():
+    if not beside.is_file():
+        return told.get(file.relative_to(directory).as_posix(), told.get(file.name, common))
+    try:
         return beside.read_text(encoding="utf-8").strip()
-    return told.get(file.name, common)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a caption that is no UTF-8 text: {beside}", cause=str(error), fix="save it as UTF-8"
+        ) from None
