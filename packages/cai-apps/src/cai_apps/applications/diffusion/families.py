@@ -100,7 +100,8 @@ def family_of(kind: str) -> Family:
 
 
 def check_conditions(denoiser: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a denoiser's config asks for more than a family gives it, as SDXL's does."""
+    """Raises ConfigError where a denoiser's config asks for more than a family gives it, as SDXL's does, or takes more
+    channels than it makes, as one for inpainting."""
     family = family_of(denoiser["_class_name"])
     asked = [f"{key} = {denoiser[key]!r}" for key in family.unknown if denoiser.get(key) is not None]
     if asked:
@@ -108,6 +109,13 @@ def check_conditions(denoiser: Mapping[str, Any]) -> None:
             f"a {family.name} with conditions that are not known here",
             got=", ".join(asked),
             expected=f"{family.condition} alone",
+        )
+    taken, made = denoiser["in_channels"], denoiser.get("out_channels") or denoiser["in_channels"]
+    if made not in (taken, 2 * taken):
+        raise ConfigError(
+            f"a {family.name} that makes other channels than it takes",
+            got=f"in_channels = {taken}, out_channels = {made}",
+            expected=f"out_channels = {taken}, or {2 * taken} with a learned variance",
         )
 
 

@@ -45,12 +45,21 @@ def run(arguments: list[str]) -> int:
     need_diffusers()
     if not options.prompt:
         raise ConfigError("no prompt", expected='--prompt "a red circle" "a blue square"')
+    for name in ("images", "steps", "batch"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} is too small", got=getattr(options, name), expected="at least 1")
     from PIL import Image
 
     from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
 
     found = RunDirectory(options.directory)
     directory = found.export if found.config_file.is_file() else options.directory
+    if not directory.is_dir():
+        raise ConfigError(
+            f"no export at {directory}",
+            cause="the run has not ended, or this is no run",
+            fix="train it to its end",
+        )
     sampler = open_sampler(directory, raw=options.raw)
     drawing = Options(options.size, options.steps, options.guidance, options.scheduler, options.seed)
     prompts = [prompt for prompt in options.prompt for _ in range(options.images)]

@@ -36,7 +36,7 @@ from cai_mesh.errors import DataError
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
-FORMAT = 1
+FORMAT = 2
 AT_ONCE = 16
 """Images or captions that are encoded together."""
 EMPTY = 0
@@ -178,6 +178,7 @@ class _Writer:
         if self._design.directory is not None:
             return load_tokenizers(self._design.directory, count)
         trained = train_tokenizer(captions, min(text["vocab_size"] for text in self._design.texts))
+        trained.model_max_length = self._design.text_length  # pipelines of diffusers cut there
         trained.save_pretrained(self._directory / "tokenizer")
         return [trained] * count
 
