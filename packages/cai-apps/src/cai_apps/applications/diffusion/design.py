@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cai_apps.applications.diffusion.families import Family, check_conditions, family_of
+from cai_apps.applications.diffusion.text import kind_of_text
 from cai_mesh.errors import ConfigError, did_you_mean
 
 TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -103,6 +104,8 @@ def load_design(name: str) -> Design:
     directory = Path(name).expanduser()
     design = _of_directory(directory if directory.is_dir() else _downloaded(name))
     check_conditions(design.denoiser)
+    for text in design.texts:
+        kind_of_text(text)
     return design
 
 

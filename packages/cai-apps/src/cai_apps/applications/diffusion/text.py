@@ -16,16 +16,32 @@ if TYPE_CHECKING:
 
     from transformers import CLIPTokenizer
 
+KINDS = ("CLIPTextModel", "CLIPTextModelWithProjection")
+
 
 def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     """The text encoder of a config, on the device of the context."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+    import transformers
 
-    kinds = {"CLIPTextModel": CLIPTextModel, "CLIPTextModelWithProjection": CLIPTextModelWithProjection}
-    name = config.get("architectures", ["CLIPTextModel"])[0]
-    if name not in kinds:
-        raise ConfigError("a text encoder of an unknown kind", got=name, expected=", ".join(kinds))
-    return kinds[name](CLIPTextConfig(**{k: v for k, v in config.items() if k != "architectures"}))
+    made = transformers.CLIPTextConfig(**{k: v for k, v in config.items() if k != "architectures"})
+    return getattr(transformers, kind_of_text(config))(made)
+
+
+def kind_of_text(config: Mapping[str, Any]) -> str:
+    """The class of transformers that a text encoder's config is of.
+
+    Raises:
+        ConfigError: it is none of those known here.
+    """
+    name = config.get("architectures", KINDS)[0]
+    if name not in KINDS:
+        raise ConfigError(
+            "a text encoder of an unknown kind",
+            got=name,
+            expected=" or ".join(KINDS),
+            fix="leave its directory out: SD3 works without its third text encoder" if "T5" in name else "",
+        )
+    return name
 
 
 def embed(
