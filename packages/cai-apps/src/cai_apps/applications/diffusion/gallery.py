@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PICTURES = "pictures"
 BEFORE = "before"
+WEIGHTS = "weights"
+"""Directory of the export that pictures on the way are drawn from; taken away after it."""
 KINDS = {"last": "by the weights as they were", "average": "by the averaged weights"}
 AT_ONCE = 8
 """Pictures that are drawn together."""
@@ -52,7 +54,7 @@ def draw_on_the_way(session: Session, job: Job, design: Design, step: int) -> No
     if not every or not config.sampling.prompts or step % every or step >= config.train.steps:
         return
     home = job.run.path / PICTURES
-    weights = home / "weights"
+    weights = home / WEIGHTS
     export(session, design, config, weights, job.run.path)
     if dist.get_rank() == 0:
         _draw_all(job, weights, home / str(step))
@@ -62,6 +64,9 @@ def draw_on_the_way(session: Session, job: Job, design: Design, step: int) -> No
 
 def draw_at_the_end(job: Job) -> None:
     """Pictures by a run's export. One process."""
+    shutil.rmtree(
+        job.run.path / PICTURES / WEIGHTS, ignore_errors=True
+    )  # of a run that was killed while it drew
     _draw_all(job, job.run.export, job.run.path / PICTURES / str(job.config.train.steps))
 
 
