@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,7 @@ def test_a_pipeline_that_is_not_known_is_refused(exported, tmp_path, recipe, fil
         ("dit-tiny", ["--prompt", "thre"], "no label 'thre'"),
         ("dit-tiny", ["--prompt", "11"], "no label '11'"),
         ("sd3-tiny", ["--prompt", "a", "--raw"], "no weights at"),
+        ("sd3-tiny", ["--prompt", "a", "--patches", "exact"], "in one process"),
         ("sd3-tiny", ["--prompt", "a", "--steps", "0"], "steps"),
         ("sd3-tiny", ["--prompt", "a", "--images", "0"], "images"),
         ("sd3-tiny", ["--prompt", "a", "--batch", "0"], "batch"),
@@ -271,6 +274,34 @@ def test_cai_generate_writes_a_row_a_prompt(exported, tmp_path, capsys):
         * load_design(str(exported["dit-tiny"])).factor
     )
     assert Image.open(output).size == (3 * (side + 2) - 2, 2 * (side + 2) - 2)
+
+
+def test_several_processes_draw_what_one_does(exported, tmp_path):
+    arguments = [
+        str(exported["sd-v2-tiny"].parent),
+        "--prompt",
+        "the digit one",
+        "--images",
+        "2",
+        "--steps",
+        "3",
+    ]
+    assert main(["generate", *arguments, "--output", str(tmp_path / "alone.png")]) == 0
+    together = ["--output", str(tmp_path / "together.png"), "--patches", "exact"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "cai_apps",
+        "run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "cai_apps",
+        "generate",
+    ]
+    subprocess.run([*launcher, *arguments, *together], check=True)
+    alone, strips = (np.asarray(Image.open(tmp_path / f"{n}.png")).astype(int) for n in ("alone", "together"))
+    assert np.abs(alone - strips).max() <= 1
 
 
 def test_a_grid_with_a_row_that_is_not_full():

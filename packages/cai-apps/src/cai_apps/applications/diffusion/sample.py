@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import LABELS, RAW, Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_texts
 from cai_apps.applications.diffusion.families import predicts_variance
+from cai_apps.applications.diffusion.patches import Mode, PatchDenoiser, split_denoiser
 from cai_apps.applications.diffusion.process import open_scheduler
 from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize
 from cai_mesh import rng
@@ -79,6 +81,20 @@ class Sampler:
         self.autoencoder: Autoencoder = load_autoencoder(
             self.design, seed=0, dtype=dtype, device=device, directory=directory
         )
+        self._patches: PatchDenoiser | None = None
+
+    def split(self, group: dist.ProcessGroup, *, mode: Mode = "exact", warmup: int = 4) -> None:
+        """Make each picture on all ranks of a group, in strips; all of them then draw the same prompts.
+
+        Args: those of `split_denoiser`, and its errors.
+        """
+        if self.design.scheduler.get("thresholding"):
+            raise ConfigError(
+                "this scheduler cannot work on strips",
+                got="thresholding = true",
+                cause="it looks at the brightest pixels of the whole picture",
+            )
+        self._patches = split_denoiser(self.denoiser, group, mode=mode, warmup=warmup)
 
     @torch.inference_mode()
     def pictures(self, prompts: Sequence[str], options: Options, *, first: int = 0) -> np.ndarray:
@@ -102,7 +118,13 @@ class Sampler:
         scheduler = make_scheduler(self.design, options)
         noise = self._noise(len(prompts), options, first)
         given = self.conditions(prompts, options.guidance)
-        return denoise(lambda x, t: self._guided(x, t, given, options.guidance), noise, scheduler)
+
+        def said(x: Tensor, time: Tensor) -> Tensor:
+            return self._guided(x, time, given, options.guidance)
+
+        if self._patches is None:
+            return denoise(said, noise, scheduler)
+        return self._patches.gather(denoise(said, self._patches.start(noise), scheduler))
 
     def conditions(self, prompts: Sequence[str], guidance: float) -> dict[str, Tensor]:
         """What the denoiser takes of prompts; with guidance those of no prompt come before them."""
@@ -139,7 +161,10 @@ class Sampler:
         twice = torch.cat([x, x]) if guidance != 1 else x
         times = time.to(self._device).expand(len(twice))
         taken = self.design.family.takes(twice.to(self._dtype), times, given)
-        said = self.denoiser(**taken, return_dict=False)[0].float()
+        if self._patches is None:
+            said = self.denoiser(**taken, return_dict=False)[0].float()
+        else:
+            said = self._patches.forward(**taken).float()
         if predicts_variance(self.design.denoiser):
             said = said.chunk(2, 1)[0]
         if guidance == 1:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from cai_apps.applications.diffusion import need_diffusers
 from cai_apps.cli.arguments import parse
+from cai_apps.config.validation import launched
 from cai_apps.run.directory import RunDirectory
 from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,11 @@ class Arguments:
     """Pictures that are drawn at once."""
     raw: bool = False
     """Use the last weights, where averaged ones are there too."""
+    patches: Literal["none", "exact", "stale"] = "none"
+    """Under a launcher: how its ranks make each picture together, in strips (arXiv:2402.19481). exact: as one device;
+    stale: after patches_warmup steps with what neighbours had a step before."""
+    patches_warmup: int = 4
+    """Exact steps before stale ones."""
     output: Path | None = None
     """A .png file for all pictures in a grid, a row a prompt; pictures.png in the directory unless given."""
 
@@ -48,10 +60,6 @@ def run(arguments: list[str]) -> int:
     for name in ("images", "steps", "batch"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} is too small", got=getattr(options, name), expected="at least 1")
-    from PIL import Image
-
-    from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
-
     found = RunDirectory(options.directory)
     directory = found.export if found.config_file.is_file() else options.directory
     if not directory.is_dir():
@@ -60,11 +68,54 @@ def run(arguments: list[str]) -> int:
             cause="the run has not ended, or this is no run",
             fix="train it to its end",
         )
-    sampler = open_sampler(directory, raw=options.raw)
+    with _ranks(options) as device:
+        _draw(options, directory, device)
+    return 0
+
+
+@contextmanager
+def _ranks(options: Arguments) -> Iterator[torch.device | None]:
+    """The device of this rank where several ranks make a picture; None: one process chooses.
+
+    Raises:
+        ConfigError: strips without ranks, or ranks without strips.
+    """
+    if launched() != (options.patches != "none"):
+        raise ConfigError(
+            "several ranks make a picture in strips, one process makes it whole",
+            got=f"--patches {options.patches} {'under a launcher' if launched() else 'in one process'}",
+            fix="cai run --nproc-per-node 2 -m cai_apps generate DIR --patches exact --prompt ...",
+        )
+    if options.patches == "none":
+        yield None
+        return
+    import torch.distributed as dist
+
+    from cai_apps.run.job import start_rank
+    from cai_apps.run.launch import gpus
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        yield start_rank("cuda" if gpus("auto") >= local else "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def _draw(options: Arguments, directory: Path, device: torch.device | None) -> None:
+    """Draw and write; of several ranks the first writes."""
+    import torch.distributed as dist
+    from PIL import Image
+
+    from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
+
+    sampler = open_sampler(directory, raw=options.raw, device=device)
+    if options.patches != "none":
+        assert dist.group.WORLD is not None
+        sampler.split(dist.group.WORLD, mode=options.patches, warmup=options.patches_warmup)
     drawing = Options(options.size, options.steps, options.guidance, options.scheduler, options.seed)
     prompts = [prompt for prompt in options.prompt for _ in range(options.images)]
     pictures = sampler.in_batches(prompts, drawing, batch=options.batch)
-    output = options.output or options.directory / "pictures.png"
-    Image.fromarray(grid(pictures, options.images)).save(output)
-    print(output)
-    return 0
+    if device is None or dist.get_rank() == 0:
+        output = options.output or options.directory / "pictures.png"
+        Image.fromarray(grid(pictures, options.images)).save(output)
+        print(output)
