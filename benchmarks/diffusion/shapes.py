@@ -5,6 +5,7 @@
 A checker learns, from renders alone, what lies at each of the nine places of a picture; its own error on renders it has
 not seen is reported beside. The pictures agree where colour, kind and place of every shape of the caption are found.
 The Frechet distance is between features of the checker: of pictures and renders, and of renders and other renders.
+Then the trained model learns a subject (DreamBooth).
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import COLOURS, KINDS, PLACES, SIZES, Shapes
+from cai_apps.applications.diffusion.data.sources import source_of
 from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
 
 SIDE, CELL = 64, 22
 HEADS = (len(COLOURS) + 1, len(KINDS) + 1, len(SIZES) + 1)
 FEATURES = 32
+CAPTION = "a flower"
 
 
 def arguments() -> argparse.Namespace:
@@ -37,6 +41,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="denoising steps")
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--checker-steps", type=int, default=1500)
+    parser.add_argument("--subject-steps", type=int, default=400, help="of DreamBooth on it; 0: none")
+    parser.add_argument("--subject-lr", type=float, default=1e-4)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -145,53 +151,121 @@ def frechet(checker: Checker, one: Tensor, other: Tensor) -> float:
     return (apart + covariances[0].trace() + covariances[1].trace() - 2 * values.sqrt().sum()).item()
 
 
-def main() -> None:
-    options = arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def cai(*words: object) -> float:
+    """Runs `cai`; seconds."""
     started = time.perf_counter()
-    flags = [f"--{key}={value}" for key, _, value in (text.partition("=") for text in options.set)]
-    command = [
-        sys.executable,
-        "-m",
-        "cai_apps",
-        "train",
-        "sd-shapes",
-        f"--log.directory={options.run}",
-        *flags,
-    ]
-    subprocess.run(command, check=True)
-    trained = time.perf_counter() - started
+    subprocess.run([sys.executable, "-m", "cai_apps", *map(str, words)], check=True)
+    return time.perf_counter() - started
+
+
+def base(options: argparse.Namespace, checker: Checker, device: torch.device) -> tuple[dict, np.ndarray]:
+    """Trains the recipe and draws captions it has not seen."""
+    flags = [f"--{text}" for text in options.set]
+    trained = cai("train", "sd-shapes", f"--log.directory={options.run}", *flags)
     unseen, numbers = Shapes(0, SIDE, seed=2), range(options.pictures)
     started = time.perf_counter()
-    sampler = open_sampler(options.run / "export")
     drawing = Options(steps=options.steps, guidance=options.guidance)
-    pictures = sampler.in_batches([unseen.caption(n) for n in numbers], drawing, batch=256)
+    pictures = open_sampler(options.run / "export").in_batches(
+        [unseen.caption(n) for n in numbers], drawing, batch=256
+    )
     drawn = time.perf_counter() - started
-    checker, accuracy = train_checker(options.checker_steps, device)
     shown = torch.from_numpy(pictures).permute(0, 3, 1, 2).to(device)
     real, others = (renders(Shapes(0, SIDE, seed=s), range(2000), device) for s in (3, 4))
     records = [json.loads(line) for line in (options.run / "metrics.jsonl").read_text().splitlines()]
     speeds = sorted(record["images_per_second"] for record in records[20:] or records)
-    result = {
+    return {
         "train_seconds": trained,
         "sample_seconds": drawn,
+        "steps": records[-1]["step"],
         "images_per_second": speeds[len(speeds) // 2],
         "peak_gib": max(record["memory_bytes"] for record in records) / 2**30,
         "loss": records[-1]["loss"],
-        "checker_accuracy": accuracy,
         "agreement": agreement(read(checker, shown).cpu(), told(unseen, numbers)),
         "frechet": frechet(checker, shown, real),
         "frechet_renders": frechet(checker, real, others),
+    }, pictures
+
+
+def subject(options: argparse.Namespace, checker: Checker, device: torch.device) -> tuple[dict, np.ndarray]:
+    """DreamBooth of four crops of a photo on the trained base, beside pictures of the base's own.
+
+    The similarity to the subject is the cosine between pictures and the crop most like them, of 16 x 16 pixels without
+    their mean. The score of the prior is the agreement of 20 captions, eight pictures each.
+    """
+    from PIL import Image
+
+    drawing = Options(steps=options.steps, guidance=options.guidance)
+    known, own = Shapes(0, SIDE, seed=5), Shapes(0, SIDE, seed=6)
+    prompts = [own.caption(n) for n in range(20) for _ in range(8)]
+    expected = told(own, range(20)).repeat_interleave(8, 0)
+    crops = source_of(Data(source="flower", size=SIDE))
+    wanted = torch.from_numpy(np.stack([crops.image(n) for n in range(crops.size)])).permute(0, 3, 1, 2)
+    found: dict[str, dict[str, float]] = {}
+    rows = []
+
+    def look(name: str, home: Path) -> None:
+        sampler = open_sampler(home)
+        shown = sampler.in_batches([CAPTION] * 32, drawing, batch=64)
+        priors = (
+            torch.from_numpy(sampler.in_batches(prompts, drawing, batch=160)).permute(0, 3, 1, 2).to(device)
+        )
+        score = agreement(read(checker, priors).cpu(), expected)
+        found[name] = {"similarity": alike(torch.from_numpy(shown).permute(0, 3, 1, 2), wanted), **score}
+        rows.extend([*shown[:8], *priors[::8][:8].permute(0, 2, 3, 1).cpu().numpy()])
+
+    look("before", options.run / "export")
+    home = options.run.parent / "class"
+    home.mkdir(parents=True, exist_ok=True)
+    captions = [known.caption(n) for n in range(200)]
+    for n, picture in enumerate(
+        open_sampler(options.run / "export").in_batches(captions, drawing, batch=200)
+    ):
+        Image.fromarray(picture).save(home / f"{n:03d}.png")
+        (home / f"{n:03d}.txt").write_text(captions[n], encoding="utf-8")
+    run = options.run.parent / "subject"
+    flags = {
+        "model.name": options.run / "export", "data.source": "flower", "data.size": SIDE, "data.caption": CAPTION,
+        "objective.prediction": "v", "data.encoder_dtype": "fp32",
+        "prior.images": 200, "prior.source": home, "prior.prompt": "", "optimizer.lr": options.subject_lr,
+        "train.steps": options.subject_steps, "train.global_batch": 32, "train.microbatch_size": 32,
+        "train.compile": "off", "sampling.every": 0, "sampling.prompts": "[]", "log.directory": run,
+    }  # fmt: skip
+    seconds = cai("train", "dreambooth", *(f"--{name}={value}" for name, value in flags.items()))
+    look("after", run / "export")
+    return {"seconds": seconds, **found}, np.concatenate([wanted.permute(0, 2, 3, 1).numpy(), np.stack(rows)])
+
+
+def alike(pictures: Tensor, wanted: Tensor) -> float:
+    """The mean over pictures of the cosine with the crop most like them."""
+
+    def small(images: Tensor) -> Tensor:
+        found = nn.functional.interpolate(images.double(), (16, 16), mode="area").flatten(1)
+        return nn.functional.normalize(found - found.mean(1, keepdim=True), dim=1)
+
+    return (small(pictures) @ small(wanted).T).max(1).values.mean().item()
+
+
+def main() -> None:
+    from PIL import Image
+
+    options = arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    checker, accuracy = train_checker(options.checker_steps, device)
+    result: dict[str, object] = {
+        "checker_accuracy": accuracy,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "command": " ".join(["python benchmarks/diffusion/shapes.py", *sys.argv[1:]]),
     }
-    print(json.dumps(result, indent=1))
-    if options.out:
-        from PIL import Image
-
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        Image.fromarray(grid(pictures[:64], 8)).save(options.out.with_suffix(".png"))
+    parts = {"base": base} | ({"subject": subject} if options.subject_steps else {})
+    for name, part in parts.items():
+        result[name], pictures = part(options, checker, device)
+        print(json.dumps(result[name], indent=1), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            columns = 8 if name == "base" else 4
+            shown = grid(pictures[:64], columns)
+            Image.fromarray(shown).save(options.out.with_name(f"{options.out.stem}-{name}.png"))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def _step_with_zeros(
 
 def state_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors an optimizer keeps for a parameter, allocated if they were not yet; none if it has another's."""
-    initialize_state(optimizer)
+    if (
+        param.requires_grad and param not in optimizer.state
+    ):  # looked up once a parameter: there may be thousands
+        initialize_state(optimizer)
     state = optimizer.state.get(param, {})
     return {slot: value for slot, value in state.items() if isinstance(value, torch.Tensor)}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
-from cai_apps.compose.blocks import compile_blocks, recompute_blocks
+from cai_apps.compose.blocks import compile_layers, recompute_layers
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
 from cai_apps.compose.sharding import place_weights
@@ -66,9 +66,9 @@ def transform(
     """
     loss, compiled = rewrite(config, workload, model, mesh, device=device), is_compiled(config, device)
     if config.memory.recompute != "none" and config.memory.activations == "device":
-        recompute_blocks(model, form=config.memory.recompute, compiled=compiled)
+        recompute_layers(workload.layers(model), form=config.memory.recompute, compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_layers(workload.layers(model))
     if config.memory.activations == "host":
         offload_activations(model)
     for module, name, param in sites(model):
@@ -77,7 +77,7 @@ def transform(
 
 
 def is_compiled(config: RunConfig, device: torch.device) -> bool:
-    """Whether blocks are compiled on such a device. Those of a grid of tensor-parallel ranks are not one graph."""
+    """Whether layers are compiled on such a device. Those of a grid of tensor-parallel ranks are not one graph."""
     usual = device.type == "cuda" and config.parallel.tensor.mode == "1d"
     return config.train.compile == "on" or (config.train.compile == "auto" and usual)
 

@@ -14,6 +14,10 @@ AVERAGE = "average."
 """What names of the average's tensors begin with in a checkpoint."""
 
 
+Pairs = tuple[list[Tensor], list[Tensor]]
+"""Averages, and the weights they follow, in the same order."""
+
+
 class Average:
     """An exponential moving average of the master weights (Polyak and Juditsky, 1992), of this rank's parts of them.
 
@@ -24,32 +28,23 @@ class Average:
     def __init__(self, weights: Weights, decay: float):
         self._weights, self._decay = weights, decay
         self._held = {name: _copy(boxed) for name, boxed in self._current().items()}
+        self._pairs: Pairs | None = None
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """After step number `step` of the run, counted from 1."""
         share = 1 - min(self._decay, (1 + step) / (10 + step))
-        averages: list[Tensor] = []
-        values: list[Tensor] = []
-        for name, boxed in self._current().items():
-            pairs = zip(self._held[name].pieces, boxed.present.pieces, strict=True)
-            own, now = (
-                zip(*((mine, its) for (_, mine), (_, its) in pairs), strict=True)
-                if boxed.pieces
-                else ((), ())
-            )
-            if boxed.lend is not None:  # what is lent is there until something else is
-                torch._foreach_lerp_(list(own), list(now), share)
-                continue
-            averages += own
-            values += now
-        if averages:
-            torch._foreach_lerp_(averages, values, share)
+        if self._weights.stay:
+            self._pairs = self._pairs or self._side_by_side(self._current())
+            _move(self._pairs, share)
+        else:
+            for name, boxed in self._current().items():  # what is lent is there until something else is
+                _move(self._side_by_side({name: boxed}), share)
 
     def restart(self) -> None:
         """Begin anew from the weights as they are."""
         for name, boxed in self._current().items():
-            for (_, own), (_, value) in zip(self._held[name].pieces, boxed.present.pieces, strict=True):
+            for own, value in zip(*self._side_by_side({name: boxed}), strict=True):
                 own.copy_(value)
 
     def state(self) -> dict[str, BoxedTensor]:
@@ -60,9 +55,25 @@ class Average:
         """By the names of parameters."""
         return self._held
 
+    def _side_by_side(self, current: dict[str, BoxedTensor]) -> Pairs:
+        averages: list[Tensor] = []
+        values: list[Tensor] = []
+        for name, boxed in current.items():
+            held, present = self._held[name], boxed.present
+            for (_, own), (_, value) in zip(held.pieces, present.pieces, strict=True):
+                averages.append(own)
+                values.append(value)
+        return averages, values
+
     def _current(self) -> dict[str, BoxedTensor]:
         state = self._weights.state()
         return {name.removeprefix(MODEL): boxed for name, boxed in state.items() if name.startswith(MODEL)}
+
+
+def _move(pairs: Pairs, share: float) -> None:
+    averages, values = pairs
+    if averages:
+        torch._foreach_lerp_(averages, values, share)
 
 
 def _copy(boxed: BoxedTensor) -> BoxedTensor:

@@ -1,9 +1,9 @@
-"""What is done to the forward of every block, below the hooks of `__call__`: recompute inside, compile outside."""
+"""What is done to the forwards of a workload's layers, below hooks of `__call__`: recompute inside, compile outside."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,29 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cai_mesh.storage import blocks
 
 
-def recompute_blocks(model: nn.Module, *, form: str, compiled: bool) -> None:
-    """Keep a block's inputs and run its forward again in backward (Chen et al., arXiv:1604.06174).
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: elements of its lists of layers."""
+    return [block for block in blocks(model) if block is not model]
+
+
+def recompute_layers(layers: Sequence[nn.Module], *, form: str, compiled: bool) -> None:
+    """Keep a layer's inputs and run its forward again in backward (Chen et al., arXiv:1604.06174).
 
     Args:
+        layers: of a model; none is part of another.
         form: "full": nothing else is kept. "most": the results of attention are kept too, which cost most FLOPs for a
             byte where sequences are long: as many as there are positions before the average one. "selective": those
             of all matrix products too (Korthikanti et al., arXiv:2205.05198, turned around). A product of depth K
             costs K FLOPs for a byte of its result in bfloat16; all that is run again then costs about one.
-        compiled: the blocks are compiled afterwards. Every operator is then marked as it is traced: the compiler of
+        compiled: they are compiled afterwards. Every operator is then marked as it is traced: the compiler of
             torch 2.11 does not mark those inside an `autograd.Function`, and would keep the results of all linear
             layers. For full recompute in eager mode the marks would cost host time and are not needed.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if form != "full" or compiled:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _POLICIES[form])
-    for block in blocks(model):
-        if block is not model:
-            block.forward = functools.partial(checkpoint, block.forward, **options)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "linear")
@@ -67,8 +72,20 @@ _POLICIES = {
 }
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the forward of every block; blocks of one kind share their compiled code."""
-    for block in blocks(model):
-        if block is not model:
-            block.forward = torch.compile(block.forward)
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Compile the forward of every layer; layers of one kind and size share their compiled code.
+
+    Where layers of one kind differ in size, as in a UNet, each size is compiled for itself: torch would make one code
+    of open sizes for all of them, and after eight compile no more.
+    """
+    sizes: dict[type, set[tuple[torch.Size, ...]]] = {}
+    for layer in layers:
+        sizes.setdefault(type(layer), set()).add(tuple(param.shape for param in layer.parameters()))
+    most = max(map(len, sizes.values()), default=1)
+    options: dict[str, Any] = {} if most == 1 else {"dynamic": False}
+    # each size in training and in evaluation, with inputs of two sizes (the last batch)
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 4 * most)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * most)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, **options)

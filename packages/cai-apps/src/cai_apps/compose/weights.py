@@ -35,6 +35,11 @@ class Weights(Protocol):
         """The optimizer, where training state is in several memories; it says what is where."""
         ...
 
+    @property
+    def stay(self) -> bool:
+        """Whether master weights stay in the memory that `state` shows for as long as the session lives."""
+        ...
+
     def norm(self, clip: float) -> Tensor:
         """Finish the gradients; their norm over the whole model, a scalar on the device. Collective.
 
@@ -86,6 +91,7 @@ class Replicated:
     """ZeRO stages 0 to 2: every rank computes with unsharded parameters; `shard_optimizer` steps shards."""
 
     offloaded = None
+    stay = True
 
     def __init__(self, model: nn.Module, optimizer: ShardedOptimizer):
         self.optimizer, self.sync = optimizer, optimizer
@@ -126,6 +132,7 @@ class Sharded:
     """ZeRO stage 3: parameters are this rank's shards, gathered by block; an ordinary optimizer steps them."""
 
     offloaded = None
+    stay = True
 
     def __init__(
         self,
@@ -172,6 +179,8 @@ class Offloaded:
 
     The norm is taken as gradients pass by, and they are scaled as they are stepped with.
     """
+
+    stay = False
 
     def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer, sync: GradSync | None):
         self.offloaded = optimizer

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps.compose.blocks import blocks_of
 from cai_pipeline import Trial
 
 Batch = dict[str, Tensor]
@@ -37,6 +38,8 @@ class Workload:
         initializer: of the model: what fills the parameters and buffers of one of its modules, as transformers'
             `_init_weights` does.
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
+        layers: of the model, or of what a stage has of it: each is one graph where layers are compiled, and is run
+            again as a whole in backward where they are recomputed; none is part of another.
         running: a context of the model's forwards, those on tensors without values too.
         trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
     """
@@ -49,6 +52,7 @@ class Workload:
     initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
+    layers: Callable[[nn.Module], list[nn.Module]] = blocks_of
     running: Callable[[], AbstractContextManager] = nullcontext
     trial: Trial | None = None
 

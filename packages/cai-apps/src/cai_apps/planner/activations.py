@@ -29,7 +29,6 @@ from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.errors import CaiError, PlanError
-from cai_mesh.storage import blocks
 from cai_pipeline import run_stage
 
 REST = ""
@@ -110,7 +109,7 @@ def _forward(
     with FakeTensorMode(allow_non_fake_inputs=True):
         _give_sizes(model, dtype)
         batch = workload.example(config.train.microbatch_size)
-        watch = _Watch(model, graphs=is_compiled(config, device))
+        watch = _Watch(model, workload.layers(model), graphs=is_compiled(config, device))
         with watch.counting(), workload.running():
             output = run_stage(model.train(), None, workload.inputs(batch))
             found = loss(output, workload.target(batch))
@@ -156,7 +155,7 @@ class _Watch:
         graphs: blocks will be compiled: what is kept is what torch's partitioner of graphs keeps.
     """
 
-    def __init__(self, model: nn.Module, *, graphs: bool):
+    def __init__(self, model: nn.Module, layers: list[nn.Module], *, graphs: bool):
         self.kept: Counter[str] = Counter()
         self.products: Counter[str] = Counter()
         self.attention: Counter[str] = Counter()
@@ -169,11 +168,10 @@ class _Watch:
         self._most = 0
         self._kinds: dict[Any, tuple[str, Any]] = {}
         names = {module: name for name, module in model.named_modules()}
-        within = [block for block in blocks(model) if block is not model]
-        inside = {parameter for block in within for parameter in block.parameters()}
+        inside = {parameter for layer in layers for parameter in layer.parameters()}
         self._outside = {p.shape for p in model.parameters() if p.ndim > 1 and p not in inside}
-        for block in within:
-            block.forward = self._watched(block, names[block], graphs)
+        for layer in layers:
+            layer.forward = self._watched(layer, names[layer], graphs)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:

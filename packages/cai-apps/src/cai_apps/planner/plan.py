@@ -25,7 +25,7 @@ from cai_apps.planner.memory import (
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
-from cai_mesh.storage import blocks, units
+from cai_mesh.storage import units
 from cai_pipeline import program
 
 AWAY = 3
@@ -111,7 +111,7 @@ def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved) -> S
     with imaginary_rank(spec, stage * (spec.world_size // spec.pp)) as mesh:
         rewrite(config, workload, model, mesh, device=device_of(config))
     names = {module: name for name, module in model.named_modules()}
-    own = tuple(names[block] for block in blocks(model) if block is not model)
+    own = tuple(names[layer] for layer in workload.layers(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     order = program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1)[stage]
     last = stage == pipeline.size - 1

@@ -22,6 +22,8 @@ class Family:
     multiple: of its config: what the sides of its latents must be multiples of.
     square: its latents are as high as wide, and always of one size.
     zero: ends of the names of layers whose weights start at zero, so that blocks begin as the identity.
+    layers: classes of its parts that are compiled, and recomputed, each as a whole.
+    convolutional: its layers are fastest where channels are last in memory.
     flow: it learns a flow, not a diffusion.
     unknown: keys of its config that ask for conditions nobody gives it here.
     """
@@ -34,6 +36,8 @@ class Family:
     multiple: Callable[[Mapping[str, Any]], int]
     square: bool
     zero: tuple[str, ...]
+    layers: tuple[str, ...]
+    convolutional: bool
     flow: bool
     unknown: tuple[str, ...] = ()
 
@@ -53,6 +57,8 @@ FAMILIES = {
         lambda config: 2 ** (len(config["block_out_channels"]) - 1),
         square=False,
         zero=("conv2", "proj_out", "conv_out"),
+        layers=("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D"),
+        convolutional=True,
         flow=False,
         unknown=("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim_type"),
     ),
@@ -65,6 +71,8 @@ FAMILIES = {
         lambda config: config["patch_size"],
         square=True,
         zero=("norm1.linear", "proj_out_1", "proj_out_2"),
+        layers=("BasicTransformerBlock",),
+        convolutional=False,
         flow=False,
     ),
     "SD3Transformer2DModel": Family(
@@ -81,6 +89,8 @@ FAMILIES = {
         lambda config: config["patch_size"],
         square=False,
         zero=("norm1.linear", "norm1_context.linear", "norm_out.linear", "proj_out"),
+        layers=("JointTransformerBlock",),
+        convolutional=False,
         flow=True,
     ),
 }

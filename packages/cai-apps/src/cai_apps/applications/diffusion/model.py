@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cai_apps.applications.diffusion.design import TEXTS, Design
 from cai_apps.applications.diffusion.families import Family
 from cai_apps.applications.diffusion.text import build_text_encoder, embed
+from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.models import initializer as transformers_initializer
 
 
@@ -28,6 +29,7 @@ class Denoiser(nn.Module):
         self.denoiser = denoiser
         self.texts = nn.ModuleDict({str(number): text for number, text in enumerate(texts)})
         self._family = family
+        self.layers = family.layers
 
     def forward(self, sample: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
         """`condition`: text [n, length, width], pooled [n, width], label int64 [n]; tokens int64 [n, encoders, length]
@@ -59,6 +61,16 @@ def _share_embedders(denoiser: nn.Module) -> None:
     for block in blocks:
         block.norm1.emb = blocks[0].norm1.emb
     blocks[0].norm1.emb.class_embedder.dropout_prob = 0.0
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """What is compiled and recomputed of a `Denoiser`: the layers its family names, and blocks without any of them."""
+    named: tuple[str, ...] = model.layers  # type: ignore[assignment]
+    found: list[nn.Module] = []
+    for block in blocks_of(model):
+        inside = [module for module in block.modules() if type(module).__name__ in named]
+        found += inside or [block]
+    return found
 
 
 def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], None]]:

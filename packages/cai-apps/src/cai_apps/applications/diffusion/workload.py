@@ -14,9 +14,10 @@ from cai_apps.applications.diffusion.data.samples import draw
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.encoders import Autoencoder, encoder_directory, load_autoencoder
 from cai_apps.applications.diffusion.families import predicts_variance
-from cai_apps.applications.diffusion.model import build, initializer, parts
+from cai_apps.applications.diffusion.model import build, initializer, layers, parts
 from cai_apps.applications.diffusion.process import Process, process_of, squared_error
 from cai_apps.applications.diffusion.variance import StepBounds
+from cai_apps.compose.apply import is_compiled
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Batch, Loss, Workload
 from cai_mesh.checkpoint import load_hf
@@ -36,6 +37,7 @@ class Noising:
         offset: how much of it is alike all over a channel.
         compute: dtype of what goes into the model.
         variance: the model says the variance too.
+        layout: in memory, of the noisy latents.
     """
 
     process: Process
@@ -44,6 +46,7 @@ class Noising:
     offset: float
     compute: torch.dtype
     variance: bool
+    layout: torch.memory_format = torch.preserve_format
 
     def __call__(self, batch: Batch) -> Batch:
         """`noisy` in the dtype of computing, `time`, `target` and `weight`, and the condition as it was."""
@@ -52,7 +55,7 @@ class Noising:
         noise = self._noise(clean, batch["position"])
         noisy = self.process.mix(clean, noise, time)
         ready = {
-            "noisy": noisy.to(self.compute),
+            "noisy": noisy.to(self.compute, memory_format=self.layout),
             "time": time,
             "target": self.process.target(clean, noise, time),
             "weight": self.process.weight(time) * batch.get("share", 1.0),
@@ -100,6 +103,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
             config.objective.offset_noise,
             compute,
             variance,
+            _layout(config, design, device),
         ),
         inputs=lambda batch: {
             "sample": batch["noisy"],
@@ -110,6 +114,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         loss=lambda model, mesh: _loss(process, variance),
         example=lambda samples: _example(config, design, samples, compute, variance),
         initializer=initializer(design),
+        layers=layers,
         pretrained=_pretrained(config, design),
     )
 
@@ -117,6 +122,12 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
 def trains_text(config: Config, design: Design) -> bool:
     """Whether the text encoders learn with the denoiser."""
     return config.model.text_encoder == "trained" and bool(design.texts)
+
+
+def _layout(config: Config, design: Design, device: torch.device | None) -> torch.memory_format:
+    """Compiled convolutions keep channels last; torch's own group norm would turn them back at every layer."""
+    last = design.family.convolutional and device is not None and is_compiled(config, device)
+    return torch.channels_last if last else torch.preserve_format
 
 
 def _autoencoder(config: Config, design: Design, device: torch.device | None) -> Autoencoder:

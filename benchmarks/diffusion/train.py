@@ -1,0 +1,243 @@
+"""Training steps of a diffusion recipe: ours, plain diffusers, and diffusers compiled; one JSON line a form.
+
+    python benchmarks/diffusion/train.py sd-v1 --form ours --batch 32 --out steps.jsonl
+
+`ours` is the session that `cai train` builds of the recipe (`cai_apps.compose.apply`). `plain` is a loop as diffusers'
+examples have it: fp32 weights, bf16 autocast, torch's AdamW, its EMAModel. `compiled` is the same in channels-last, as
+one graph by torch.compile. All learn from the same kind of random latents and embeddings; data, logging and checkpoints
+are left out. `--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, while ours
+embeds captions once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cai_apps import recipes
+from cai_apps.applications.diffusion.design import Design, load_design
+from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.flops import image_flops
+from cai_apps.applications.diffusion.process import process_of
+from cai_apps.applications.diffusion.task import DIFFUSION
+from cai_apps.applications.diffusion.text import embed
+from cai_apps.applications.diffusion.workload import workload
+from cai_apps.compose.apply import apply
+from cai_apps.run.train import settle
+
+Step = Callable[[dict[str, Tensor]], Tensor]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("--form", choices=("ours", "plain", "compiled"), required=True)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="values of the recipe, ours alone"
+    )
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--encoders", action="store_true", help="pixels, not latents")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--profile", type=Path, help="table of the kernels of two steps")
+    parser.add_argument("--out", type=Path, help="file to append to")
+    return parser.parse_args()
+
+
+def value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def batches(
+    config: Any, design: Design, encoders: bool, device: torch.device
+) -> Callable[[int], dict[str, Tensor]]:
+    """By step: what a rank reads of its data."""
+    size, n = config.data.size, config.train.global_batch
+    family, denoiser, length = design.family, design.denoiser, design.text_length
+    side = size // design.factor
+
+    def of(step: int) -> dict[str, Tensor]:
+        gen = torch.Generator(device).manual_seed(step)
+        rand: dict[str, Any] = {"generator": gen, "device": device}
+        found = {
+            "position": torch.arange(step * n, (step + 1) * n, device=device),
+            "u": torch.rand(n, dtype=torch.float64, **rand),
+        }
+        if encoders:
+            found["pixels"] = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, **rand)
+        else:
+            found["mean"] = torch.randn(n, design.channels, side, side, **rand)
+            if design.autoencoder is not None:
+                found["std"] = torch.full_like(found["mean"], 0.1)
+        if family.condition == "label":
+            return found | {"label": torch.randint(denoiser["num_embeds_ada_norm"], (n,), **rand)}
+        if config.model.text_encoder == "trained":
+            return found | {"tokens": torch.randint(2, 400, (n, len(design.texts), length), **rand)}
+        if "pooled" in family.widths:
+            length_all = 2 * length
+            found["pooled"] = torch.randn(n, denoiser[family.widths["pooled"]], **rand)
+        else:
+            length_all = length
+        if encoders:
+            found["tokens"] = torch.randint(2, 400, (n, len(design.texts), length), **rand)
+        return found | {"text": torch.randn(n, length_all, denoiser[family.widths["text"]], **rand)}
+
+    return of
+
+
+def ours(config: Any, device: torch.device) -> Step:
+    config = settle(DIFFUSION, config, 1, device.type)
+    session = apply(config, workload(config, load_design(config.model.name), device), device=device)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        if config.model.text_encoder == "frozen":
+            batch = {name: value for name, value in batch.items() if name != "tokens"}
+        loss, norm = session.step([batch], total=config.train.global_batch), session.norm()
+        session.update(config.optimizer.lr, float(norm))
+        return loss
+
+    return step
+
+
+def peer(config: Any, design: Design, device: torch.device, *, compiled: bool) -> Step:
+    """A loop as those of diffusers' examples."""
+    import diffusers
+    from diffusers.training_utils import EMAModel
+
+    with torch.device(device):
+        model = getattr(diffusers, design.denoiser["_class_name"]).from_config(dict(design.denoiser))
+    model.train()
+    if compiled:
+        model.to(memory_format=torch.channels_last)
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optimizer.lr, betas=(0.9, config.optimizer.beta2)
+    )
+    average = EMAModel(model.parameters(), decay=config.optimizer.ema_decay)
+    process = process_of(design.scheduler, min_snr=config.objective.min_snr)
+    encode = _encoders(config, design, device)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            batch = encode(batch)
+            clean = batch["mean"] + batch.get("std", 0.0) * torch.randn_like(batch["mean"])
+            noise, time = torch.randn_like(clean), process.time(batch["u"])
+            noisy, target = process.mix(clean, noise, time), process.target(clean, noise, time)
+        if compiled:
+            noisy = noisy.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16):
+            found = run(**design.family.takes(noisy, time, batch), return_dict=False)[0]
+        error = (found.float()[:, : target.shape[1]] - target).square().flatten(1).mean(1)
+        loss = (error * process.weight(time)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        average.step(model.parameters())
+        return loss.detach()
+
+    return step
+
+
+def _encoders(
+    config: Any, design: Design, device: torch.device
+) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    held: list[Any] = []
+
+    def encode(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "pixels" not in batch:
+            return batch
+        if not held:
+            options: dict[str, Any] = {"seed": 0, "dtype": torch.bfloat16, "device": device}
+            held.extend((load_autoencoder(design, **options), load_texts(design, **options)))
+        vae, texts = held
+        found = batch | vae.moments(batch["pixels"])
+        return found | embed(design.family, design.denoiser, texts, batch["tokens"], torch.bfloat16)
+
+    return encode
+
+
+def main() -> None:
+    options = arguments()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu", 0 if on_gpu else None)
+    own = {k: value(v) for k, _, v in (s.partition("=") for s in options.set)}
+    batch = {"train.global_batch": options.batch, "train.microbatch_size": options.batch}
+    if "train.microbatch_size" in own:
+        batch.pop("train.microbatch_size")
+    encoded = {"data.latents": "encoded"} if options.encoders else {}
+    config = DIFFUSION.resolve(recipes.load(options.recipe, {**batch, **encoded, **own}), 1)
+    design = load_design(config.model.name)
+    torch.manual_seed(0)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    built = time.perf_counter()
+    if options.form == "ours":
+        step = ours(config, device)
+    else:
+        step = peer(config, design, device, compiled=options.form == "compiled")
+    data = batches(config, design, options.encoders, device)
+    seconds, losses, first = [], [], 0.0
+    for number in range(options.warmup + options.steps):
+        batch = data(number)
+        _wait(on_gpu)
+        started = time.perf_counter()
+        loss = step(batch)
+        _wait(on_gpu)
+        seconds.append(time.perf_counter() - started)
+        losses.append(round(float(loss), 5))
+        first = first or time.perf_counter() - built
+    if options.profile:
+        _profile(step, data, options.profile)
+    middle = statistics.median(seconds[options.warmup :])
+    row = {
+        "form": options.form, "recipe": options.recipe, "set": options.set, "batch": options.batch,
+        "encoders": options.encoders, "images_per_second": round(options.batch / middle, 2),
+        "step_seconds": round(middle, 5), "spread": [round(pick(seconds[options.warmup :]), 5) for pick in (min, max)],
+        "first_step_seconds": round(first, 1),
+        "tflops": round(image_flops(config, design) * options.batch / middle / 1e12, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
+        "losses": losses[:6], "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }  # fmt: skip
+    print(json.dumps(row), flush=True)
+    if options.out:
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    dist.destroy_process_group()
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def _profile(step: Step, data: Callable[[int], dict[str, Tensor]], file: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    batch = data(1000)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(2):
+            step(batch)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    averages = found.key_averages()
+    wide = {"row_limit": 60, "max_name_column_width": 90}
+    host = averages.table(sort_by="self_cpu_time_total", **wide)
+    file.write_text(averages.table(sort_by=by, **wide) + "\n\n" + host)
+
+
+if __name__ == "__main__":
+    main()
