@@ -168,22 +168,23 @@ class _StepState:
         self.saved: dict[tuple[int, int | None], _SavedForward] = {}
         self.unsharding: CommHandle | None = None
         self.backwards_left = len(inputs)
-        self.perform_action: dict[Kind, Callable[[Action], None]] = {
+
+    def perform(self, whole: Program) -> None:
+        """Perform this rank's part of a lowered program."""
+        # not kept: a step that refers to itself would hold its inputs until the next collection of garbage
+        performers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.UNSHARD: self._unshard,
             Kind.RESHARD: self._reshard,
             Kind.REDUCE: self._reduce,
         }
-
-    def perform(self, whole: Program) -> None:
-        """Perform this rank's part of a lowered program."""
         held = holders(whole)
         for batch in batches(whole[self.runner.rank], held):
             if batch[0].kind in TRANSFERS:
                 self._transfer(batch, held[batch[0].partner.stage])
             else:
-                self.perform_action[batch[0].kind](batch[0])
+                performers[batch[0].kind](batch[0])
         if self.runner.p2p is not None:
             self.runner.p2p.finish()
 
