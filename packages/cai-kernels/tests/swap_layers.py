@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import torch
@@ -213,8 +214,9 @@ class Rotary(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind = kind
-        forward = {"plain": Plain, "by length": Long, "by value": Large, "random": Random}[kind]
-        self.__class__ = forward
+        forwards = {"plain": Plain, "by length": Long, "by value": Large, "random": Random}
+        forwards |= {"decorated": Decorated, "decorated by an object": DecoratedByAnObject}
+        self.__class__ = forwards[kind]
 
 
 def half(x):
@@ -256,6 +258,44 @@ class Plain(Rotary):
         if form == "mixed":
             return rotate_plain(q.bfloat16(), k.bfloat16(), cos, sin)
         return rotate_plain(q, k, cos, sin)
+
+
+def renamed(function):
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        if "kind" in kwargs:
+            kwargs["form"] = kwargs.pop("kind")
+        return function(*args, **kwargs)
+
+    return called
+
+
+class Decorated(Rotary):
+    """As Transformers decorates forwards whose arguments have new names."""
+
+    @torch.enable_grad()
+    @renamed
+    def forward(self, q, k, form=""):
+        return rotate_plain(q, k, *table(q, form))
+
+
+class Held:
+    """A decorator that is an object."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args, **kwargs):
+        return self.__wrapped__(*args, **kwargs)
+
+    def __get__(self, module, kind=None):
+        return self if module is None else functools.partial(self, module)
+
+
+class DecoratedByAnObject(Rotary):
+    @Held
+    def forward(self, q, k):
+        return rotate_plain(q, k, *table(q))
 
 
 class Long(Rotary):

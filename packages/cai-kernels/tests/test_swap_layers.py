@@ -209,13 +209,26 @@ def test_a_gate_is_heard(build):
     assert_as_plain(build, use, replaced=False)
 
 
-@pytest.mark.parametrize("kind", ["plain", "by length", "by value", "random"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "decorated", "decorated by an object", "by length", "by value", "random"]
+)
 def test_rotations(kind):
     def use(module):
         q, k = draw(2, 4, 40, 8), draw(2, 2, 40, 8)
         return [t for n in (1, 7, 40) for t in module(q[:, :, :n], k[:, :, :n] * 100)]
 
-    assert_as_plain(lambda: Rotary(kind), use, replaced=kind == "plain")
+    assert_as_plain(lambda: Rotary(kind), use, replaced=kind in ("plain", "decorated"))
+
+
+def test_decorators_stay_around_a_rotation():
+    module, q, k = Rotary("decorated"), draw(2, 4, 5, 8), draw(2, 2, 5, 8)
+    want = module(q, k, form="double")
+    swap(nn.Sequential(module))
+    with torch.no_grad():
+        torch.testing.assert_close(module(q, k, kind="double"), want)
+        assert module(q.requires_grad_(), k)[0].requires_grad
+    with pytest.raises(TypeError, match="other"):
+        module(q, k, other=1)
 
 
 @pytest.mark.parametrize("form", ["positional", "keyword", "uneven", "double", "mixed", "narrow keys"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -213,6 +214,28 @@ def count_live(schedule: str) -> int:
 def test_live_activations_are_what_the_checker_says() -> None:
     assert run_ranks(2, count_live, "gpipe") == [5, 5]
     assert run_ranks(2, count_live, "1f1b") == [2, 1]
+
+
+def left_after_a_step(schedule: str) -> int:
+    """How many of a step's tensors are alive after it, without a garbage collection."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = split(build(config_of("llama", 2)), mesh)
+    runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=3, loss_fn=loss_of)
+    gc.collect()
+    gc.disable()
+    try:
+        inputs, targets = batches(3, 0, ragged=False)
+        given = [weakref.ref(each) for each in (*(part["input_ids"] for part in inputs), *targets)]
+        runner.step(inputs, targets)
+        del inputs, targets
+        return sum(each() is not None for each in given)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_leaves_none_of_its_inputs(schedule: str) -> None:
+    assert run_ranks(2, left_after_a_step, schedule) == [0, 0]
 
 
 def fail_on_the_last_stage() -> None:

@@ -7,6 +7,7 @@ import torch
 from odd_llamas import ODD, build
 from pipeline_families import sum_tied_gradients, token_ids
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import canonical_name
@@ -68,19 +69,25 @@ def test_calls_that_cannot_be_split_are_refused(case):
         assert message in str(got)
 
 
+CACHE = next(
+    name for name in ("cache", "past_key_values") if name in CausalLMOutputWithPast.__dataclass_fields__
+)
+"""What Transformers calls it, before and since 5.24."""
+
+
 def of_hidden_states(output):
     return output.loss + sum(state.square().mean() for state in output.hidden_states)
 
 
 def of_the_cache(output):
-    return output.loss + output.past_key_values.layers[0].keys.mean()
+    return output.loss + output[CACHE].layers[0].keys.mean()
 
 
 @pytest.mark.parametrize(
     ("loss", "call", "entry"),
     [
         (of_hidden_states, {"output_hidden_states": True}, "hidden_states"),
-        (of_the_cache, {"use_cache": True}, "past_key_values"),
+        (of_the_cache, {"use_cache": True}, CACHE),
     ],
 )
 def test_a_loss_of_what_other_stages_have_is_refused(loss, call, entry):

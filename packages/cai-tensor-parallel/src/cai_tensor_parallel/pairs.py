@@ -8,6 +8,7 @@ between layers.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ def _recorded(model: nn.Module, trial: SmallModel) -> _Record:
 
 
 def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    code = getattr(kind.forward, "__wrapped__", kind.forward).__code__
+    code = inspect.unwrap(kind.forward).__code__
     return code.co_varnames[1 : code.co_argcount]
 
 

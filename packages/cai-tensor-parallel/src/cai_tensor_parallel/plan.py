@@ -113,14 +113,15 @@ def plan_for(model: nn.Module) -> Plan:
 
     Input embedding and output head, and what is tied to them, are cut by vocabulary, where the plan has no other role
     for them and the embedding computes nothing more than a lookup; in a plan from structure where that is proved, too.
-    Globs of a carried or built-in plan that are for parts this model does not have are left out. Raises `PlanError`
-    for a model with no plan, with a template to fill in.
+    Globs of a carried or built-in plan that are for parts this model does not have are left out. A carried plan with
+    no `*` says nothing of the layers (many name the embedding alone) and does not count. Raises `PlanError` for a
+    model with no plan, with a template to fill in.
     """
     config = getattr(model, "config", None)
     prefix = getattr(model, "base_model_prefix", "")
     prefix = prefix + "." if prefix and hasattr(model, prefix) else ""
-    carried = getattr(config, "base_model_tp_plan", None)
-    if carried:
+    carried = getattr(config, "base_model_tp_plan", None) or {}
+    if any("*" in glob for glob in carried):
         base = Plan(dict(carried))
     else:
         base = Plan(*(built_in(config) or ({},)))

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cai_mesh.errors import DataError
 
@@ -140,7 +141,7 @@ def _read_dataset(directory: Path) -> Iterator[str]:
             f"{directory} is an HF dataset directory and the package 'datasets' is not installed",
             fix="pip install 'cai-apps[data]'",
         ) from None
-    table = datasets.load_from_disk(str(directory))
+    table: Any = datasets.load_from_disk(str(directory))
     if hasattr(table, "keys"):
         split = "train" if "train" in table else sorted(table)[0]
         table = table[split]

@@ -82,15 +82,17 @@ def swap_rotary(model: nn.Module, record: Swapped, backend: Backend) -> None:
         if not known[id(source)]:
             continue
         reason = taken(module)
-        if reason is None and source is not type(module).forward:
-            reason = "its forward is decorated"
         if reason is None and not found:
             reason = next(str(r) for r in known[id(source)].values())
         if reason is not None:
             record.leave(name, "rope", reason)
             continue
+        forward = _decorated(type(module).forward, source, _with_kernels(source, found, backend))
+        if forward is None:
+            record.leave(name, "rope", "a decorator of its forward keeps it in another place than a variable")
+            continue
         described = " and ".join(sorted({f"rope(interleaved={r.interleaved})" for r in found.values()}))
-        record.put(name, module, _with_kernels(source, found, backend), "rope", described)
+        record.put(name, module, forward, "rope", described)
 
 
 def _rotations(source: types.FunctionType) -> dict[str, Rotation | str]:
@@ -217,6 +219,30 @@ def _with_kernels(source: types.FunctionType, found: dict[str, Rotation], backen
     forward.__name__ = "forward"  # the name under which pickle looks a bound method up
     del forward.__wrapped__
     return forward
+
+
+def _decorated(outer: Callable, source: Callable, inner: Callable) -> Callable | None:
+    """The decorators of `outer` around `inner` instead of `source`; None if one does not hold what it decorates in
+    one variable of its own."""
+    if outer is source:
+        return inner
+    wrapped = getattr(outer, "__wrapped__", None)
+    held = [_content(cell) is wrapped for cell in getattr(outer, "__closure__", None) or ()]
+    around = _decorated(wrapped, source, inner) if wrapped is not None and sum(held) == 1 else None
+    if around is None or not isinstance(outer, types.FunctionType):
+        return None
+    cells = zip(outer.__closure__ or (), held, strict=True)
+    closure = tuple(types.CellType(around) if here else cell for cell, here in cells)
+    copy = types.FunctionType(outer.__code__, outer.__globals__, "forward", outer.__defaults__, closure)
+    copy.__kwdefaults__ = outer.__kwdefaults__
+    return copy
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 def _rotate(function: Callable, rotation: Rotation, backend: Backend) -> Callable:
