@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -161,7 +162,8 @@ def _chosen(functions: Mapping, module: nn.Module, names: set[str]) -> Iterator[
 
 def _held(holder: object, name: str) -> Any:
     try:
-        return getattr(holder, name, None)
+        with warnings.catch_warnings(action="ignore"):  # diffusers warns who reads a config from its model
+            return getattr(holder, name, None)
     except Exception:  # a config whose layers differ has no single answer
         return None
 
