@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 
 import pytest
@@ -105,6 +106,23 @@ def test_every_input_has_the_gradient_of_one_process(form, sequence, recompute):
     for found in run_ranks(2, parallel, form, sequence, recompute):
         for got in found:
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def slow_inputs() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    time.sleep(0.1)  # others that draw at the same time would get in between
+    x, other = torch.randn(2, 3, 6, 8, dtype=torch.float64)
+    return {"x": x, "other": other}
+
+
+def tried_with_slow_inputs():
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    trial = Trial(lambda: build("same"), slow_inputs, lambda out: out.square().mean())
+    parallelize(build("same"), mesh, Plan(PLAN), trial=trial)
+
+
+def test_inputs_of_a_trial_may_use_the_random_generator_of_all():
+    run_ranks(2, tried_with_slow_inputs)
 
 
 def kept():

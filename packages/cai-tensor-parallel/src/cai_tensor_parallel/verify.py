@@ -152,7 +152,7 @@ def _run_whole(request: _Request) -> tuple[dict[str, torch.Tensor], nn.Module]:
     try:
         with torch.device("cpu"), torch.enable_grad():
             whole = request.trial.build().double().eval()
-            return _run(whole, request), whole
+            return _run(whole, _inputs(request), request), whole
     except Exception as error:
         raise PlanError(
             "a small model of this kind has no gradients to compare with",
@@ -164,15 +164,17 @@ def _run_whole(request: _Request) -> tuple[dict[str, torch.Tensor], nn.Module]:
 
 def _on_ranks(request: _Request, plan: Plan, outputs: dict[str, torch.Tensor]) -> list[_Result]:
     axes = dict.fromkeys(request.cut.axes, request.ranks)
-    with torch.device("cpu"):  # not in the threads, which share a random generator
-        models = [request.trial.build().double().eval() for _ in range(math.prod(axes.values()))]
+    with torch.device("cpu"), torch.enable_grad():  # not in the threads, which share a random generator
+        count = range(math.prod(axes.values()))
+        models = [request.trial.build().double().eval() for _ in count]
+        inputs = [_inputs(request) for _ in count]
 
     def run(ranks: VirtualRanks) -> _Result:
         model, result = models[ranks.rank], _Result()
         with torch.device("cpu"), torch.enable_grad():
             request.cut(model, plan, ranks, Cutter(tuple((n, request.ranks, ranks.here[n]) for n in axes)))
             watch(model, _collect(model, result.between))
-            result.outputs = _run(model, request, outputs, ranks)
+            result.outputs = _run(model, inputs[ranks.rank], request, outputs, ranks)
             result.gradients = {n: (layout_of(p), p.grad) for n, p in model.named_parameters()}
         return result
 
@@ -203,13 +205,14 @@ def _collect(model: nn.Module, between: set[str]) -> Callable[[str, list[torch.T
 
 def _run(
     model: nn.Module,
+    inputs: dict[str, Any],
     request: _Request,
     whole: dict[str, torch.Tensor] | None = None,
     ranks: VirtualRanks | None = None,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward; the loss and what the model returned, cut logits put together as those in `whole`."""
     trial, cut = request.trial, request.cut
-    output = model(**arguments_of(model, _inputs(trial, cut)))
+    output = model(**arguments_of(model, inputs))
     found = tensors_of(output)
     for name, tensor in found.items():
         shape = tensor.shape if whole is None else whole.get(name, tensor).shape
@@ -221,9 +224,9 @@ def _run(
     return {name: tensor.detach() for name, tensor in found.items()} | {"loss": loss.detach()}
 
 
-def _inputs(trial: Trial | SmallModel, cut: Cut) -> dict[str, Any]:
+def _inputs(request: _Request) -> dict[str, Any]:
     """The trial's inputs; where samples are cut, as many times as many samples, the copies moved on by some tokens."""
-    inputs, copies = dict(trial.inputs()), cut.copies
+    inputs, copies = dict(request.trial.inputs()), request.cut.copies
     samples = next((t.shape[0] for t in inputs.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
 
     def more(value: Any) -> Any:
