@@ -241,7 +241,7 @@ def assert_same_as_one_device(
     scale: dict[str, float] = {}
     for name, value in expected.items():
         group = name.rsplit(".", 2)[0]
-        scale[group] = max(scale.get(group, 0.0), float(value.abs().max()) if value.numel() else 0.0)
+        scale[group] = max(scale.get(group, 0.0), float(value.detach().abs().max()) if value.numel() else 0.0)
     worst = []
     for name, value in expected.items():
         if got[name].shape != value.shape:
