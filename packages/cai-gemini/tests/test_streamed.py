@@ -30,6 +30,12 @@ def small_pieces(monkeypatch, size):
         monkeypatch.setattr(f"cai_gemini.{where}.PIECE", size)
 
 
+@pytest.fixture
+def steady(monkeypatch):
+    """Every use of a chunk takes as long, however busy the machine is: what "auto" plans is the same each time."""
+    monkeypatch.setattr("cai_gemini.clock.Clock._between", lambda *_: 1e-4)
+
+
 @pytest.fixture(params=[64, 128, None])
 def piece(request, monkeypatch):
     """Several pieces a parameter, several parameters a piece, and a chunk at once."""
@@ -155,7 +161,7 @@ def test_a_step_that_fails_is_raised_where_its_weights_are_used(monkeypatch):
 
 
 @pytest.mark.parametrize("residency", [ALL, MIXED, "auto"], ids=str)
-def test_pieces_count_in_the_budget(residency, monkeypatch):
+def test_pieces_count_in_the_budget(residency, steady, monkeypatch):
     small_pieces(monkeypatch, 64)
     model, ours = offload(*build(), residency=residency, device_memory="40KB", tuning=Tuning(rates=FAST_LINK))
     ours._engine.ledger.limit = 40_000
@@ -172,7 +178,7 @@ def test_pieces_count_in_the_budget(residency, monkeypatch):
         train(model, ours)
 
 
-def test_auto_streams_where_it_pays_and_only_there(monkeypatch):
+def test_auto_streams_where_it_pays_and_only_there(steady, monkeypatch):
     small_pieces(monkeypatch, 64)
 
     def plan(rates, **options):
