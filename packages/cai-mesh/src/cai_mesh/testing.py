@@ -75,7 +75,7 @@ class RankPool:
             raise
         if errors:
             self.close()
-            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+            raise RankError(_told(errors))
         return [results[rank] for rank in range(n)]
 
     def _collect(
@@ -115,6 +115,14 @@ class RankPool:
             process.join()
             pipe.close()
         self._workers.clear()
+
+
+def _told(errors: dict[int, str]) -> str:
+    """How each rank ended, a line each, then all they said."""
+    ends = [
+        f"rank {rank} ended with: {text.strip().splitlines()[-1]}" for rank, text in sorted(errors.items())
+    ]
+    return "\n".join([*ends, *(f"rank {rank}: {text}" for rank, text in sorted(errors.items()))])
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from cai_kernels.swap import KINDS, swap
 from cai_mesh.comm import build_mesh
 from cai_mesh.errors import ConfigError
 from cai_mesh.gradients import share_in_graphs
-from cai_mesh.layout import attach_to, reduce_of, sites
+from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
 from cai_zero import LossScale
@@ -42,6 +42,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     model = on_meta(workload)
     check_groups(config.optimizer, [name for name, _ in model.named_parameters()])
     loss = transform(config, workload, model, mesh, device=device)
+    trained = {canonical_name(name, param) for name, param in model.named_parameters() if param.requires_grad}
     weights = place_weights(config, workload, model, mesh, device=device)
     scale = LossScale(mesh) if config.precision.compute == "fp16" else None
     runner = PipelineRunner(
@@ -53,7 +54,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         grad_sync=weights.sync,
     )
     decay = config.optimizer.ema_decay
-    average = None if decay is None else Average(weights, decay)
+    average = None if decay is None else Average(weights, decay, trained)
     return Session(config, mesh, model, weights, runner, workload, scale, average)
 
 

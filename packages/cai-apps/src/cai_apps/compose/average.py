@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 import torch
@@ -23,10 +24,13 @@ class Average:
 
     After step t it moves to the weights by 1 - d, with d = min(decay, (1 + t) / (10 + t)), so that a young average
     forgets the initial weights. It starts as the weights are when it is made.
+
+    Args:
+        trained: names of the parameters that it follows.
     """
 
-    def __init__(self, weights: Weights, decay: float):
-        self._weights, self._decay = weights, decay
+    def __init__(self, weights: Weights, decay: float, trained: Set[str]):
+        self._weights, self._decay, self._trained = weights, decay, trained
         self._held = {name: _copy(boxed) for name, boxed in self._current().items()}
         self._pairs: Pairs | None = None
 
@@ -67,7 +71,8 @@ class Average:
 
     def _current(self) -> dict[str, BoxedTensor]:
         state = self._weights.state()
-        return {name.removeprefix(MODEL): boxed for name, boxed in state.items() if name.startswith(MODEL)}
+        named = ((name.removeprefix(MODEL), boxed) for name, boxed in state.items() if name.startswith(MODEL))
+        return {name: boxed for name, boxed in named if name in self._trained}
 
 
 def _move(pairs: Pairs, share: float) -> None:

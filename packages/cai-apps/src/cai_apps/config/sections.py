@@ -180,6 +180,20 @@ class Log:
     """Steps between printed lines where the output is not a terminal."""
 
 
+@dataclass(frozen=True)
+class LoRA:
+    """Adapters beside frozen weights (arXiv:2106.09685), of applications that offer them."""
+
+    rank: int = 0
+    """Columns of each adapter; 0: there are none, and all weights are trained."""
+    alpha: int | None = None
+    """What an adapter adds is scaled by alpha / rank; None: by 1."""
+    targets: tuple[str, ...] = ()
+    """Layers with an adapter, by their names or the ends of them; empty: the projections of attention."""
+    dropout: float = 0.0
+    """Of what an adapter is given."""
+
+
 class Logged(Protocol):
     """Any config whose run has a directory."""
 

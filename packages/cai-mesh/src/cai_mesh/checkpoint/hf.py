@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,24 @@ _DTYPES = {
 }
 
 
-def load_hf(model: nn.Module, directory: str | os.PathLike, *, within: str = "") -> None:
+def _same(name: str) -> str | None:
+    return name
+
+
+def load_hf(
+    model: nn.Module,
+    directory: str | os.PathLike,
+    *,
+    within: str = "",
+    names: Callable[[str], str | None] = _same,
+) -> None:
     """Fill a model's parameters, on any layout, from a directory of safetensors (one file, or several and an index).
 
     Buffers of its state dict are filled too where the files hold them.
 
     Args:
         within: load only parameters whose names begin so; the files have them without it.
+        names: what the files call a parameter of that name; None: they do not have it, and it stays as it is.
 
     A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
     with a table of the parameters that are missing or of another shape, before anything is written.
@@ -64,9 +75,8 @@ def load_hf(model: nn.Module, directory: str | os.PathLike, *, within: str = "")
 
     directory = Path(directory)
     where = _index(directory)
-    wanted = _within(
-        {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}, within
-    )
+    held = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    wanted = _within(_named(held, names), within)
     prefix = getattr(model.get_submodule(within.removesuffix(".")), "base_model_prefix", "")
     buffers = _within({n: BoxedTensor.from_param(b) for n, b in _buffers(model).items()}, within)
     wanted |= {name: boxed for name, boxed in buffers.items() if _find(name, where, prefix)}
@@ -127,6 +137,11 @@ def _within(boxes: Mapping[str, BoxedTensor], prefix: str) -> dict[str, BoxedTen
     return {name.removeprefix(prefix): boxed for name, boxed in boxes.items() if name.startswith(prefix)}
 
 
+def _named(boxes: Mapping[str, BoxedTensor], names: Callable[[str], str | None]) -> dict[str, BoxedTensor]:
+    told = ((names(name), boxed) for name, boxed in boxes.items())
+    return {name: boxed for name, boxed in told if name is not None}
+
+
 def _find(name: str, where: Mapping[str, str], prefix: str) -> str | None:
     candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
     return next((key for key in candidates if key in where), None)
@@ -153,6 +168,7 @@ def save_hf(
     weights: Mapping[str, BoxedTensor] | None = None,
     dtype: torch.dtype | None = None,
     within: str = "",
+    names: Callable[[str], str | None] = _same,
     max_file_bytes: int = 5 * 1000**3,
 ) -> None:
     """Write a directory that `from_pretrained` of transformers or diffusers opens. Collective.
@@ -164,6 +180,7 @@ def save_hf(
         weights: boxes to write in place of the model's parameters of those names (master weights).
         dtype: of floating-point tensors; None keeps each tensor's.
         within: write only what has names that begin so, without it: `model.get_submodule` of it, with its config.
+        names: what the files call a parameter of that name; None: it is not written.
         max_file_bytes: a file holds at least one tensor and otherwise no more than this.
 
     A tied parameter is written once, under its canonical name. Raises `CheckpointError` when the directory is not
@@ -178,7 +195,7 @@ def save_hf(
         *all_gather_object(set(weights or ()), group)
     )  # a rank may hold no part of some of them
     boxes = {name: boxed for name, boxed in boxes.items() if name not in replaced}
-    boxes = _within(boxes | dict(weights or {}), within)
+    boxes = _within(_named(boxes | dict(weights or {}), names), within)
     model = model.get_submodule(within.removesuffix("."))
     entries = _lay_out(_everyones(boxes, group), dtype, max_file_bytes, _stem(model))
     export = _Export(final, agreed(lambda: uuid.uuid4().hex, group)[0])

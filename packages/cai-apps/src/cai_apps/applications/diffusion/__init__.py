@@ -24,12 +24,21 @@ def need_diffusers() -> None:
         )
 
 
+def _need(config: Config) -> None:
+    """Raises ConfigError where a run's packages are not installed."""
+    need_diffusers()
+    if config.lora.rank:
+        from cai_apps.compose.lora import need_peft
+
+        need_peft()
+
+
 def _there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
 def _train(config: Config, label: str) -> RunDirectory:
-    need_diffusers()
+    _need(config)
     from cai_apps.applications.diffusion.task import DIFFUSION
     from cai_apps.run.train import train
 
@@ -37,7 +46,7 @@ def _train(config: Config, label: str) -> RunDirectory:
 
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
-    need_diffusers()
+    _need(config)
     from cai_apps.applications.diffusion.task import DIFFUSION
     from cai_apps.config.validation import ranks_of
     from cai_apps.planner.fit import Planner

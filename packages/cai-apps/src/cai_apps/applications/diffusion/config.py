@@ -93,5 +93,6 @@ class Config(sections.RunConfig):
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     prior: Prior = field(default_factory=Prior)
+    lora: sections.LoRA = field(default_factory=sections.LoRA)
     objective: Objective = field(default_factory=Objective)
     sampling: Sampling = field(default_factory=Sampling)

@@ -2,6 +2,7 @@
 
 export/          the averaged weights where there are some, else the last; frozen parts, tokenizer, scheduler
 export/raw/      with an average: the last weights of the trained parts
+export/lora/     with adapters: they alone, as `load_lora_weights` of diffusers reads them; above they are in the weights
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import torch.distributed as dist
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import LABELS, RAW, TEXTS, Design
 from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_texts
-from cai_apps.applications.diffusion.model import parts
+from cai_apps.applications.diffusion.model import parts, targets
 from cai_apps.applications.diffusion.workload import trains_text
+from cai_apps.compose.lora import merged, plain_name, save_adapters
 from cai_mesh.checkpoint import save_hf
 from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
 
+ADAPTERS = "lora"
+"""Folder of an export with the adapters alone."""
 PIPELINES = {
     "UNet": "StableDiffusionPipeline",
     "DiT": "DiTPipeline",
@@ -41,10 +45,10 @@ def export(session: Session, design: Design, config: Config, directory: Path, ru
         run: directory of the run, which holds tokenizers and names of labels.
     """
     average, masters = session.average, session.weights.masters()
-    trained = parts(design, train_text=trains_text(config, design))
-    _save(session, design, trained, directory, masters if average is None else average.values())
+    _save(session, design, config, directory, masters if average is None else average.values())
     if average is not None:
-        _save(session, design, trained, directory / RAW, masters)
+        _save(session, design, config, directory / RAW, masters)
+    trained = parts(design, train_text=trains_text(config, design))
     if dist.get_rank() == 0:
         _write_beside(design, config, directory, run, set(trained.values()))
     dist.barrier()
@@ -53,17 +57,24 @@ def export(session: Session, design: Design, config: Config, directory: Path, ru
 def _save(
     session: Session,
     design: Design,
-    trained: Mapping[str, str],
+    config: Config,
     directory: Path,
     weights: Mapping[str, BoxedTensor] | None,
 ) -> None:
+    train_text = trains_text(config, design)
+    trained = parts(design, train_text=train_text)
     held = dict(weights) if weights is not None else BoxedTensor.of_model(session.model)
+    if config.lora.rank:
+        adapted = targets(design, config.lora, train_text=train_text)
+        save_adapters(directory / ADAPTERS, held, config.lora, adapted, trained)
+        held = merged(session.model, held, config.lora)
     for prefix, folder in trained.items():
         save_hf(
             session.model,
             directory / folder,
             weights=_all_names(design, held),
             within=prefix,
+            names=plain_name,
             dtype=torch.float32,
         )
 

@@ -23,6 +23,7 @@ class Family:
     square: its latents are as high as wide, and always of one size.
     zero: ends of the names of layers whose weights start at zero, so that blocks begin as the identity.
     layers: classes of its parts that are compiled, and recomputed, each as a whole.
+    adapted: ends of the names of layers that have adapters unless a config says which.
     convolutional: its layers are fastest where channels are last in memory.
     flow: it learns a flow, not a diffusion.
     unknown: keys of its config that ask for conditions nobody gives it here.
@@ -37,6 +38,7 @@ class Family:
     square: bool
     zero: tuple[str, ...]
     layers: tuple[str, ...]
+    adapted: tuple[str, ...]
     convolutional: bool
     flow: bool
     unknown: tuple[str, ...] = ()
@@ -47,6 +49,8 @@ class Family:
         return {name: held[what] for what, name in self.arguments.items()}
 
 
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""The projections of diffusers' attention."""
 FAMILIES = {
     "UNet2DConditionModel": Family(
         "UNet",
@@ -58,6 +62,7 @@ FAMILIES = {
         square=False,
         zero=("conv2", "proj_out", "conv_out"),
         layers=("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D"),
+        adapted=ATTENTION,
         convolutional=True,
         flow=False,
         unknown=("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim_type"),
@@ -72,6 +77,7 @@ FAMILIES = {
         square=True,
         zero=("norm1.linear", "proj_out_1", "proj_out_2"),
         layers=("BasicTransformerBlock",),
+        adapted=ATTENTION,
         convolutional=False,
         flow=False,
     ),
@@ -90,6 +96,7 @@ FAMILIES = {
         square=False,
         zero=("norm1.linear", "norm1_context.linear", "norm_out.linear", "proj_out"),
         layers=("JointTransformerBlock",),
+        adapted=(*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         convolutional=False,
         flow=True,
     ),

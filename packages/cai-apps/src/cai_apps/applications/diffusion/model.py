@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,16 @@ from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.design import TEXTS, Design
 from cai_apps.applications.diffusion.families import Family
-from cai_apps.applications.diffusion.text import build_text_encoder, embed
+from cai_apps.applications.diffusion.text import ADAPTED, build_text_encoder, embed
 from cai_apps.compose.blocks import blocks_of
+from cai_apps.compose.lora import add_adapters, initialize, is_adapter, plain_name
 from cai_apps.compose.models import initializer as transformers_initializer
+from cai_apps.config.sections import LoRA
+from cai_mesh.errors import CheckpointError
+
+
+EMBEDDING = ".norm1.emb."
+"""In names of a DiT's parameters: of a block's embedding of times and labels."""
 
 
 class Denoiser(nn.Module):
@@ -40,8 +48,8 @@ class Denoiser(nn.Module):
         return self.denoiser(**self._family.takes(sample, time, condition), return_dict=False)[0]
 
 
-def build(design: Design, *, train_text: bool) -> Denoiser:
-    """The model of a design, on the device of the context."""
+def build(design: Design, *, train_text: bool, lora: LoRA | None = None) -> Denoiser:
+    """The model of a design, on the device of the context; with `lora.rank` its adapters alone are trained."""
     import diffusers
 
     kind = getattr(diffusers, design.denoiser["_class_name"])
@@ -49,7 +57,15 @@ def build(design: Design, *, train_text: bool) -> Denoiser:
     if design.family.name == "DiT":
         _share_embedders(denoiser)
     texts = [build_text_encoder(text) for text in design.texts] if train_text else []
-    return Denoiser(denoiser, design.family, texts)
+    model = Denoiser(denoiser, design.family, texts)
+    if lora is not None and lora.rank:
+        add_adapters(model, lora, targets(design, lora, train_text=train_text))
+    return model
+
+
+def targets(design: Design, lora: LoRA, *, train_text: bool) -> tuple[str, ...]:
+    """Ends of the names of the layers that have adapters."""
+    return lora.targets or (*design.family.adapted, *(ADAPTED if train_text and design.texts else ()))
 
 
 def _share_embedders(denoiser: nn.Module) -> None:
@@ -61,6 +77,24 @@ def _share_embedders(denoiser: nn.Module) -> None:
     for block in blocks:
         block.norm1.emb = blocks[0].norm1.emb
     blocks[0].norm1.emb.class_embedder.dropout_prob = 0.0
+
+
+def check_shared(directory: Path) -> None:
+    """Raises CheckpointError where the blocks of a DiT have embeddings of times and labels that differ."""
+    from safetensors import safe_open
+
+    first: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as held:
+            for name in held.keys():  # noqa: SIM118 (no dict)
+                _, found, key = name.partition(EMBEDDING)
+                if found and not torch.equal(first.setdefault(key, value := held.get_tensor(name)), value):
+                    raise CheckpointError(
+                        f"the blocks of the DiT in {directory} have embeddings that differ",
+                        got=name,
+                        expected="one embedding of times and labels, as in the paper, copied to every block",
+                        cause="its blocks were trained with an embedding each, which cai does not",
+                    )
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -78,14 +112,16 @@ def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], N
 
     def of(model: nn.Module) -> Callable[[nn.Module], None]:
         assert isinstance(model, Denoiser)
-        zero = {
-            module for name, module in model.denoiser.named_modules() if name.endswith(design.family.zero)
-        }
+        named = {module: name for name, module in model.named_modules()}
+        layers = ((module, plain_name(f"{name}.")) for module, name in named.items())
+        zero = {module for module, name in layers if name is not None and _is_zero(design, name)}
         own = set(model.denoiser.modules()) | {model, model.texts}
         text = transformers_initializer(model.texts)
 
         def fill(module: nn.Module) -> None:
-            if module not in own:
+            if is_adapter(f"{named[module]}."):
+                initialize(module, named[module])
+            elif module not in own:
                 text(module)
             elif module in zero:
                 for param in module.parameters(recurse=False):
@@ -96,6 +132,11 @@ def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], N
         return fill
 
     return of
+
+
+def _is_zero(design: Design, name: str) -> bool:
+    """Whether a layer, by its name with a dot after it, starts at zero."""
+    return name.startswith("denoiser.") and name.removesuffix(".").endswith(design.family.zero)
 
 
 def _reset(module: nn.Module) -> None:

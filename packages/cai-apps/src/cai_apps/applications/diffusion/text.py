@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from transformers import CLIPTokenizer
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
+"""Ends of the names of layers of text encoders that have adapters unless a config says which."""
 KINDS = ("CLIPTextModel", "CLIPTextModelWithProjection")
 
 

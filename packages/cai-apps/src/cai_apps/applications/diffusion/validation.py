@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+import torch
+
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.encoders import check_widths
+from cai_apps.applications.diffusion.model import build, targets
 from cai_apps.applications.diffusion.process import process_of
 from cai_apps.applications.diffusion.sample import make_scheduler, options
+from cai_apps.applications.diffusion.workload import trains_text
+from cai_apps.compose.lora import check_targets, need_peft
 from cai_apps.config import validation
+from cai_apps.config.sections import LoRA
 from cai_mesh.errors import ConfigError
 
 RANGES = {
@@ -16,6 +24,9 @@ RANGES = {
     "data.validation_fraction": 0,
     "prior.images": 0,
     "prior.weight": 0,
+    "lora.rank": 0,
+    "lora.alpha": 1,
+    "lora.dropout": 0,
     "objective.offset_noise": 0,
     "objective.condition_dropout": 0,
     "sampling.steps": 1,
@@ -36,7 +47,8 @@ def resolve(config: Config, design: Design, world_size: int) -> Config:
     _check_design(config, design)
     make_scheduler(design, options(config))
     _check_prior(config, design)
-    for share in ("objective.condition_dropout", "data.validation_fraction"):
+    _check_adapters(config, design)
+    for share in ("objective.condition_dropout", "data.validation_fraction", "lora.dropout"):
         section, _, name = share.partition(".")
         if getattr(getattr(config, section), name) >= 1:
             raise ConfigError(f"{share} is no part of the whole", got=getattr(getattr(config, section), name))
@@ -103,6 +115,39 @@ def _check_objective(config: Config, design: Design) -> None:
         )
     if objective.min_snr is not None and objective.min_snr <= 0:
         raise ConfigError("objective.min_snr is not positive", got=objective.min_snr)
+
+
+def _check_adapters(config: Config, design: Design) -> None:
+    lora = config.lora
+    if not lora.rank:
+        if lora != LoRA():
+            raise ConfigError(
+                "options of adapters, but lora.rank is 0",
+                got=", ".join(
+                    f"lora.{key} = {value!r}" for key, value in asdict(lora).items() if key != "rank"
+                ),
+                fix="set lora.rank, usually to a number from 4 to 64; or leave them out",
+            )
+        return
+    if config.precision.linear != "compute":
+        raise ConfigError(
+            "adapters beside layers in 8 bits",
+            got=f'precision.linear = "{config.precision.linear}", lora.rank = {lora.rank}',
+            cause="the products of an adapter are too narrow for them",
+            fix='set precision.linear to "compute"',
+        )
+    if config.model.weights == "random":
+        raise ConfigError(
+            "adapters over random weights",
+            got=f'model.weights = "random", lora.rank = {lora.rank}',
+            cause="layers that start at zero, the last among them, would stay there: nothing could be learned",
+            fix='set model.weights to "pretrained", and model.name to a directory or a hub id',
+        )
+    need_peft()
+    train_text = trains_text(config, design)
+    with torch.device("meta"):
+        model = build(design, train_text=train_text)
+    check_targets(model, targets(design, lora, train_text=train_text))
 
 
 def _check_prior(config: Config, design: Design) -> None:

@@ -14,10 +14,11 @@ from cai_apps.applications.diffusion.data.samples import draw
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.encoders import Autoencoder, encoder_directory, load_autoencoder
 from cai_apps.applications.diffusion.families import predicts_variance
-from cai_apps.applications.diffusion.model import build, initializer, layers, parts
+from cai_apps.applications.diffusion.model import build, check_shared, initializer, layers, parts
 from cai_apps.applications.diffusion.process import Process, process_of, squared_error
 from cai_apps.applications.diffusion.variance import StepBounds
 from cai_apps.compose.apply import is_compiled
+from cai_apps.compose.lora import plain_name
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Batch, Loss, Workload
 from cai_mesh.checkpoint import load_hf
@@ -95,7 +96,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
     )
     variance = predicts_variance(design.denoiser)
     return Workload(
-        build=lambda: build(design, train_text=trains_text(config, design)),
+        build=lambda: build(design, train_text=trains_text(config, design), lora=config.lora),
         ready=Noising(
             process,
             _autoencoder(config, design, device),
@@ -150,8 +151,10 @@ def _pretrained(config: Config, design: Design) -> Callable[[nn.Module], None] |
         return None
 
     def load(model: nn.Module) -> None:
+        if design.family.name == "DiT":
+            check_shared(directory / design.family.folder)
         for within, folder in parts(design, train_text=trains_text(config, design)).items():
-            load_hf(model, directory / folder, within=within)
+            load_hf(model, directory / folder, within=within, names=plain_name)
 
     return load
 

@@ -1,0 +1,175 @@
+"""Low-rank adapters beside frozen layers (Hu et al., "LoRA", arXiv:2106.09685), by the peft library.
+
+A layer W becomes W x + alpha / rank B A x, of which only A and B learn. peft calls the layer's own parameters
+`LAYER.base_layer.weight`, and the others `LAYER.lora_A.default.weight` and `LAYER.lora_B.default.weight`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cai_apps.config.sections import LoRA
+from cai_mesh.comm import all_gather_object
+from cai_mesh.errors import ConfigError, did_you_mean
+from cai_mesh.layout import BoxedTensor
+
+A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
+FILE = "pytorch_lora_weights.safetensors"
+"""What diffusers and peft call the file of a model's adapters."""
+METADATA = "lora_adapter_metadata"
+"""Key of diffusers for the options of adapters, in the head of that file."""
+
+
+def need_peft() -> None:
+    """Raises ConfigError where the library of the adapters is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("adapters (lora.rank) need peft", fix="pip install 'cai-apps[lora]'")
+
+
+def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str]) -> None:
+    """Put adapters beside the layers of `targets`, in place, and freeze everything else.
+
+    Args:
+        model: on any device, meta too; B starts at zero.
+        targets: names of layers, or ends of them from a dot on.
+
+    Raises:
+        ConfigError: a target is no layer of the model, or no linear layer or convolution.
+    """
+    from peft import inject_adapter_in_model
+
+    check_targets(model, targets)
+    inject_adapter_in_model(_options(lora, targets), model)
+
+
+def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raises the ConfigError of `add_adapters`."""
+    named = dict(model.named_modules())
+    layers = {name for name, module in named.items() if isinstance(module, nn.Linear | nn.Conv2d)}
+    ends = {_end(name) for name in layers}
+    for target in targets:
+        found = [name for name in named if name == target or name.endswith(f".{target}")]
+        others = [name for name in found if name not in layers]
+        if not found or others:
+            raise ConfigError(
+                "lora.targets names no layer of the model"
+                if not found
+                else "adapters cannot stand beside all of it",
+                got=f"{target!r}"
+                if not found
+                else f"{target!r}: {others[0]} is a {type(named[others[0]]).__name__}",
+                expected="linear layers or convolutions, by their names or the ends of them",
+                fix=did_you_mean(target, sorted(ends)),
+            )
+
+
+def _end(name: str) -> str:
+    """The last word of a layer's name, with the one before it where that is a number."""
+    words = name.split(".")
+    return ".".join(words[-2:]) if words[-1].isdigit() else words[-1]
+
+
+def _options(lora: LoRA, targets: Sequence[str]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank, lora_alpha=alpha_of(lora), target_modules=list(targets), lora_dropout=lora.dropout
+    )
+
+
+def alpha_of(lora: LoRA) -> int:
+    return lora.rank if lora.alpha is None else lora.alpha
+
+
+def initialize(module: nn.Module, name: str) -> None:
+    """Fill a module of an adapter as peft does: A by torch's own rule for layers, B with zeros.
+
+    Args:
+        name: of the module in the model.
+    """
+    if name.endswith(B.removesuffix(".weight")):
+        for param in module.parameters(recurse=False):
+            nn.init.zeros_(param)
+    elif hasattr(module, "reset_parameters"):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a layer or a parameter of that name is of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str | None:
+    """What the same model without adapters calls a parameter; None: it has none."""
+    return None if is_adapter(name) else name.replace(".base_layer.", ".")
+
+
+def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> dict[str, BoxedTensor]:
+    """The weights of a model without adapters: of layers that have some W + alpha / rank B A, in float32 at least, under
+    their names beside adapters. Collective.
+
+    Args:
+        weights: of the adapters, by name; a rank may hold parts of some of them.
+    """
+    whole, scale = _whole(weights), alpha_of(lora) / lora.rank
+    found = {name: boxed for name, boxed in BoxedTensor.of_model(model).items() if not is_adapter(name)}
+    for name, boxed in found.items():
+        if not name.endswith(BASE):
+            continue
+        layer, boxed = name.removesuffix(BASE), boxed.present
+        dtype = torch.promote_types(boxed.dtype, torch.float32)
+        added = scale * (whole[layer + B].to(dtype).flatten(1) @ whole[layer + A].to(dtype).flatten(1))
+        added = added.view(boxed.global_shape)
+        pieces = tuple((box, value.cpu().to(dtype) + added[box.slices()]) for box, value in boxed.pieces)
+        found[name] = replace(boxed, pieces=pieces, dtype=dtype)
+    return found
+
+
+def save_adapters(
+    directory: Path,
+    weights: Mapping[str, BoxedTensor],
+    lora: LoRA,
+    targets: Sequence[str],
+    parts: Mapping[str, str],
+) -> None:
+    """Write the adapters into one file, in float32, as diffusers' `load_lora_weights` reads it. Collective; the first rank writes.
+
+    Args:
+        weights: of the adapters, by name; a rank may hold parts of some of them.
+        parts: what the names of a part of the model begin with -> what diffusers calls the part.
+    """
+    from safetensors.torch import save_file
+
+    whole, tensors, told = _whole(weights), {}, {}
+    options = json.loads(json.dumps(_options(lora, targets).to_dict(), default=sorted))
+    for prefix, part in parts.items():
+        held = {name: value for name, value in whole.items() if name.startswith(prefix)}
+        for name, value in held.items():
+            tensors[f"{part}.{name.removeprefix(prefix)}".replace(".default.", ".")] = (
+                value.float().contiguous()
+            )
+        if held:
+            told |= {f"{part}.{key}": value for key, value in options.items()}
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / FILE, metadata={"format": "pt", METADATA: json.dumps(told, indent=2)})
+
+
+def _whole(weights: Mapping[str, BoxedTensor]) -> dict[str, Tensor]:
+    """The adapters' tensors in full, on every rank; a rank may know only some of their names."""
+    world = dist.group.WORLD
+    mine = {name: (each.global_shape, each.dtype) for name, each in weights.items() if is_adapter(name)}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for known in all_gather_object(mine, world):
+        shapes |= known
+    held = {name: weights.get(name, BoxedTensor(*shape, ())) for name, shape in sorted(shapes.items())}
+    return {name: each.to_full(world) for name, each in held.items()}
