@@ -72,20 +72,23 @@ _POLICIES = {
 }
 
 
-def compile_layers(layers: Sequence[nn.Module]) -> None:
+def compile_layers(layers: Sequence[nn.Module], *, sizes: int = 1) -> None:
     """Compile the forward of every layer; layers of one kind and size share their compiled code.
 
     Where layers of one kind differ in size, as in a UNet, each size is compiled for itself: torch would make one code
     of open sizes for all of them, and after eight compile no more.
+
+    Args:
+        sizes: of inputs that come along.
     """
-    sizes: dict[type, set[tuple[torch.Size, ...]]] = {}
+    shapes: dict[type, set[tuple[torch.Size, ...]]] = {}
     for layer in layers:
-        sizes.setdefault(type(layer), set()).add(tuple(param.shape for param in layer.parameters()))
-    most = max(map(len, sizes.values()), default=1)
+        shapes.setdefault(type(layer), set()).add(tuple(param.shape for param in layer.parameters()))
+    most = max(map(len, shapes.values()), default=1)
     options: dict[str, Any] = {} if most == 1 else {"dynamic": False}
     # each size in training and in evaluation, with inputs of two sizes (the last batch)
     limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, 4 * most)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * most)
+    limits.recompile_limit = max(limits.recompile_limit, 4 * most * sizes)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * most * sizes)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)

@@ -114,8 +114,8 @@ def plain_name(name: str) -> str | None:
 
 
 def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> dict[str, BoxedTensor]:
-    """The weights of a model without adapters: of layers that have some W + alpha / rank B A, in float32 at least, under
-    their names beside adapters. Collective.
+    """The weights of a model without adapters, under their names beside them; of layers that have some
+    W + alpha / rank B A, in float32 at least. Collective.
 
     Args:
         weights: of the adapters, by name; a rank may hold parts of some of them.
@@ -141,7 +141,7 @@ def save_adapters(
     targets: Sequence[str],
     parts: Mapping[str, str],
 ) -> None:
-    """Write the adapters into one file, in float32, as diffusers' `load_lora_weights` reads it. Collective; the first rank writes.
+    """Write the adapters into one file, in float32, as `load_lora_weights` of diffusers reads it. Collective.
 
     Args:
         weights: of the adapters, by name; a rank may hold parts of some of them.

@@ -40,6 +40,7 @@ class Workload:
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
         layers: of the model, or of what a stage has of it: each is one graph where layers are compiled, and is run
             again as a whole in backward where they are recomputed; none is part of another.
+        sizes: of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
         trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
     """
@@ -53,6 +54,7 @@ class Workload:
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
     layers: Callable[[nn.Module], list[nn.Module]] = blocks_of
+    sizes: int = 1
     running: Callable[[], AbstractContextManager] = nullcontext
     trial: Trial | None = None
 

@@ -26,6 +26,9 @@ class Data:
     with "file_name" and "text"; the name of the subdirectory is its label."""
     size: int = 64
     """Side of the square that an image is scaled and cropped to, in pixels."""
+    max_ratio: float = 1.0
+    """Longest side over shortest. Above 1 images of a directory are cropped to the nearest of several shapes of about
+    size x size pixels, and a batch is of one shape; 1: to squares."""
     samples: int = 20000
     """Of shapes: how many are drawn."""
     caption: str | None = None

@@ -2,7 +2,7 @@
 
 export/          the averaged weights where there are some, else the last; frozen parts, tokenizer, scheduler
 export/raw/      with an average: the last weights of the trained parts
-export/lora/     with adapters: they alone, as `load_lora_weights` of diffusers reads them; above they are in the weights
+export/lora/     with adapters: they alone, for `load_lora_weights` of diffusers; the weights above have them too
 """
 
 from __future__ import annotations

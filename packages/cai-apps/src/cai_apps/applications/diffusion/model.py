@@ -18,7 +18,6 @@ from cai_apps.compose.models import initializer as transformers_initializer
 from cai_apps.config.sections import LoRA
 from cai_mesh.errors import CheckpointError
 
-
 EMBEDDING = ".norm1.emb."
 """In names of a DiT's parameters: of a block's embedding of times and labels."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
 from cai_apps.applications.diffusion.design import LABELS, load_design
@@ -45,7 +46,9 @@ class DiffusionTask:
         return prepared
 
     def announce(self, config: Config, prepared: Prepared) -> str:
-        return f"{config.model.name} on {prepared.images:,} images of {config.data.size} x {config.data.size}"
+        size, ratio = config.data.size, config.data.max_ratio
+        shape = f"{size} x {size}" if ratio == 1 else f"about {size} x {size}, sides up to {ratio:g} : 1"
+        return f"{config.model.name} on {prepared.images:,} images of {shape}"
 
     def fill(self, job: Job) -> None:
         tokenizer = job.prepared.tokenizer
@@ -92,7 +95,11 @@ def _samples(config: Config, images: Images) -> tuple[Samples, Samples | None]:
     if config.prior.images:
         return SubjectAndClass(images, images.size - config.prior.images, config.prior.weight), None
     training, validation = split(images, config.data.validation_fraction)
-    return training, validation if validation.size else None
+    held_out = validation if validation.size else None
+    if config.data.max_ratio == 1:
+        return training, held_out
+    batch, seed = config.train.global_batch, config.train.seed
+    return Buckets(training, batch, seed), None if held_out is None else Buckets(held_out, batch, seed)
 
 
 DIFFUSION = DiffusionTask()

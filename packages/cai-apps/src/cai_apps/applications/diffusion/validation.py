@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 
 from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.sources import DRAWN
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.encoders import check_widths
 from cai_apps.applications.diffusion.model import build, targets
@@ -20,6 +21,7 @@ from cai_mesh.errors import ConfigError
 
 RANGES = {
     "data.size": 1,
+    "data.max_ratio": 1,
     "data.samples": 2,
     "data.validation_fraction": 0,
     "prior.images": 0,
@@ -97,7 +99,28 @@ def _check_design(config: Config, design: Design) -> None:
             expected=f"in_channels = {design.denoiser['in_channels']}",
         )
     check_widths(design)
+    _check_shapes(config, design)
     _check_objective(config, design)
+
+
+def _check_shapes(config: Config, design: Design) -> None:
+    ratio = config.data.max_ratio
+    if ratio == 1:
+        return
+    cause = ""
+    if design.family.square:
+        cause = f"a {design.family.name} takes squares"
+    elif config.data.source in DRAWN:
+        cause = f'the images of "{config.data.source}" are squares'
+    elif config.prior.images:
+        cause = "a batch of DreamBooth has images of the subject and of its class"
+    if cause:
+        raise ConfigError(
+            "images of several shapes are for directories of them",
+            got=f"data.max_ratio = {ratio}",
+            cause=cause,
+            fix="leave data.max_ratio out",
+        )
 
 
 def _check_objective(config: Config, design: Design) -> None:

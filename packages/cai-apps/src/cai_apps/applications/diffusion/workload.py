@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.data.ratios import shapes_of
 from cai_apps.applications.diffusion.data.samples import draw
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.encoders import Autoencoder, encoder_directory, load_autoencoder
@@ -38,6 +39,7 @@ class Noising:
         offset: how much of it is alike all over a channel.
         compute: dtype of what goes into the model.
         variance: the model says the variance too.
+        most: numbers of a sample's latents at most.
         layout: in memory, of the noisy latents.
     """
 
@@ -47,6 +49,7 @@ class Noising:
     offset: float
     compute: torch.dtype
     variance: bool
+    most: int
     layout: torch.memory_format = torch.preserve_format
 
     def __call__(self, batch: Batch) -> Batch:
@@ -72,11 +75,15 @@ class Noising:
     def _clean(self, held: Batch) -> Tensor:
         """Latents, in float32 at least."""
         mean, std = held["mean"], held.get("std")
-        drawn = None if std is None else draw(mean, held["position"], self.seed, "posterior").to(mean.dtype)
+        drawn = (
+            None
+            if std is None
+            else draw(mean, held["position"], self.seed, "posterior", self.most).to(mean.dtype)
+        )
         return self.autoencoder.latents(mean, std, drawn).to(torch.promote_types(self.compute, torch.float32))
 
     def _noise(self, like: Tensor, position: Tensor) -> Tensor:
-        noise = draw(like, position, self.seed, "noise")
+        noise = draw(like, position, self.seed, "noise", self.most)
         if self.offset:
             noise += self.offset * draw(like[:, :, :1, :1], position, self.seed, "offset")
         return noise.to(like.dtype)
@@ -104,6 +111,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
             config.objective.offset_noise,
             compute,
             variance,
+            design.channels * (config.data.size // design.factor) ** 2,
             _layout(config, design, device),
         ),
         inputs=lambda batch: {
@@ -116,6 +124,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         example=lambda samples: _example(config, design, samples, compute, variance),
         initializer=initializer(design),
         layers=layers,
+        sizes=len(shapes_of(config.data.size, config.data.max_ratio, design.multiple)),
         pretrained=_pretrained(config, design),
     )
 

@@ -15,8 +15,9 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,15 @@ from torch import Tensor
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.prior import with_class
-from cai_apps.applications.diffusion.data.sources import Source, source_of
+from cai_apps.applications.diffusion.data.ratios import nearest, shapes_of
+from cai_apps.applications.diffusion.data.sources import Folder, Source, source_of
 from cai_apps.applications.diffusion.design import Design, load_design
-from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_texts
+from cai_apps.applications.diffusion.encoders import (
+    Autoencoder,
+    encoder_directory,
+    load_autoencoder,
+    load_texts,
+)
 from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize, train_tokenizer
 from cai_apps.compose.sharding import DTYPES
 from cai_mesh.errors import DataError
@@ -110,6 +117,8 @@ def _key(config: Config, design: Design, source: Source) -> str:
         "weights": _weights(config, design) if frozen else None,
         **used,
     }
+    if config.data.max_ratio > 1:
+        inputs["max_ratio"] = config.data.max_ratio
     return "images-" + hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -138,9 +147,7 @@ class _Writer:
         labels: tuple[str, ...] = ()
         if self._design.family.condition == "label":
             labels = tuple(self._source.labels)
-            self._save(
-                "label", ({"label": torch.tensor([self._source.label(i)])} for i in range(self._source.size))
-            )
+            self._save({"label": torch.tensor([self._source.label(i)])} for i in range(self._source.size))
         else:
             self._captions()
         self._images()
@@ -151,7 +158,7 @@ class _Writer:
         """Every caption once; that without words is the first."""
         known: dict[str, int] = {"": EMPTY}
         numbers = [known.setdefault(self._source.caption(i), len(known)) for i in range(self._source.size)]
-        self._save("caption", ({"caption": torch.tensor([number])} for number in numbers))
+        self._save({"caption": torch.tensor([number])} for number in numbers)
         tokenizers = self._tokenizers(list(known))
         tokens, cut = tokenize(tokenizers, list(known), self._design.text_length)
         if cut:
@@ -161,7 +168,7 @@ class _Writer:
                 flush=True,
             )
         if self._config.model.text_encoder == "trained":
-            self._save("tokens", ({"tokens": part} for part in tokens.split(AT_ONCE)))
+            self._save({"tokens": part} for part in tokens.split(AT_ONCE))
             return
         texts = load_texts(self._design, **self._encoding)
         device, dtype = self._encoding["device"], self._encoding["dtype"]
@@ -171,7 +178,7 @@ class _Writer:
                 for part in tokens.split(AT_ONCE):
                     yield embed(self._design.family, self._design.denoiser, texts, part.to(device), dtype)
 
-        self._save("text", embedded())
+        self._save(embedded())
 
     def _tokenizers(self, captions: list[str]) -> list[CLIPTokenizer]:
         count = len(self._design.texts)
@@ -183,19 +190,38 @@ class _Writer:
         return [trained] * count
 
     def _images(self) -> None:
+        data, source = self._config.data, self._source
+        if data.max_ratio == 1:
+            self._encoded(source.image, np.arange(source.size), "")
+            return
+        assert isinstance(source, Folder)
+        known = shapes_of(data.size, data.max_ratio, self._design.multiple)
+        bucket = np.array([nearest(source.shape(i), known) for i in range(source.size)])
+        row = np.zeros_like(bucket)
+        for number in np.unique(bucket):
+            members = np.flatnonzero(bucket == number)
+            row[members] = np.arange(len(members))
+            self._encoded(partial(source.image, shape=known[number]), members, f".{number}")
+        self._save([{"bucket": torch.from_numpy(bucket), "row": torch.from_numpy(row)}])
+
+    def _encoded(self, image: Callable[[int], np.ndarray], numbers: np.ndarray, ending: str) -> None:
+        """Images of one shape in files whose names end so."""
         pixels = (
-            torch.from_numpy(np.stack([self._source.image(i) for i in part])).permute(0, 3, 1, 2).contiguous()
-            for part in np.array_split(np.arange(self._source.size), -(-self._source.size // AT_ONCE))
+            torch.from_numpy(np.stack([image(i) for i in part])).permute(0, 3, 1, 2).contiguous()
+            for part in np.array_split(numbers, -(-len(numbers) // AT_ONCE))
         )
         if self._config.data.latents == "encoded" or self._design.autoencoder is None:
-            self._save(
-                "pixels", ({"pixels": part} for part in pixels)
-            )  # a byte a number; folded when it is read
+            # a byte a number; folded when it is read
+            self._save({f"pixels{ending}": part} for part in pixels)
             return
-        autoencoder = load_autoencoder(self._design, **self._encoding)
-        self._save("latents", (autoencoder.moments(part.to(self._encoding["device"])) for part in pixels))
+        moments = (self._autoencoder.moments(part.to(self._encoding["device"])) for part in pixels)
+        self._save({name + ending: value for name, value in part.items()} for part in moments)
 
-    def _save(self, what: str, parts: Iterable[dict[str, Tensor]]) -> None:
+    @cached_property
+    def _autoencoder(self) -> Autoencoder:
+        return load_autoencoder(self._design, **self._encoding)
+
+    def _save(self, parts: Iterable[dict[str, Tensor]]) -> None:
         """Each tensor of the parts, one part after the other, in a file of its own."""
         files = {}
         for part in parts:

@@ -46,13 +46,20 @@ class Images:
         where, position = torch.from_numpy(self.first + indices), torch.from_numpy(positions)
         dropped = rng.unit(rng.key(self.seed, "dropped"), position) < self.dropout
         found = {"position": position, "u": rng.unit(rng.key(self.seed, "time"), position)}
-        found |= {name: self._files[name][where] for name in ("pixels", "mean", "std") if name in self._files}
+        found |= self._pictures(where)
         if "label" in self._files:
             unknown = len(self.prepared.labels)
             return found | {"label": torch.where(dropped, unknown, self._files["label"][where])}
         captions = torch.where(dropped, EMPTY, self._files["caption"][where])
         texts = (name for name in ("tokens", "text", "pooled") if name in self._files)
         return found | {name: self._files[name][captions] for name in texts}
+
+    def _pictures(self, where: Tensor) -> dict[str, Tensor]:
+        """Pixels or latents of images, which are of one shape."""
+        names, ending = ("pixels", "mean", "std"), ""
+        if "bucket" in self._files:
+            ending, where = f".{int(self._files['bucket'][where[0]])}", self._files["row"][where]
+        return {name: self._files[name + ending][where] for name in names if name + ending in self._files}
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,16 @@ class SubjectAndClass:
         return self.images.rows(chosen, positions) | {"share": share}
 
 
-def draw(like: Tensor, position: Tensor, seed: int, purpose: str) -> Tensor:
-    """Standard normal numbers in the shape of `like` [n, ...], float64: those of each sample by its position."""
+def draw(like: Tensor, position: Tensor, seed: int, purpose: str, most: int | None = None) -> Tensor:
+    """Standard normal numbers in the shape of `like` [n, ...], float64: those of each sample by its position.
+
+    Args:
+        most: numbers that a sample of the run has at most, where not all have as many.
+    """
     count = like[0].numel()
-    index = position.unsqueeze(1) * count + torch.arange(count, device=position.device)
+    index = position.unsqueeze(1) * (count if most is None else most) + torch.arange(
+        count, device=position.device
+    )
     return torch.special.ndtri(rng.unit(rng.key(seed, purpose), index)).view(like.shape)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+DRAWN = ("shapes", "digits", "flower")
+"""Sources that ship with cai; all their images are squares."""
+ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
+"""Key of EXIF, and its values for images whose sides change places when they are looked at."""
 CROPS = ((150, 0, 400), (180, 20, 380), (120, 10, 417), (200, 40, 340))
 """Left, top and side of each crop of the flower, in pixels."""
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -157,7 +162,7 @@ class Crops:
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory of images, scaled so that their shorter side fits and cropped in the middle."""
+    """A directory of images, scaled so that one side fits and cropped in the middle."""
 
     files: tuple[Path, ...]
     captions: tuple[str, ...]
@@ -190,18 +195,32 @@ class Folder:
     def size(self) -> int:
         return len(self.files)
 
-    def image(self, number: int) -> np.ndarray:
-        """Raises `DataError` for a file that is no image, naming it."""
+    def image(self, number: int, shape: tuple[int, int] | None = None) -> np.ndarray:
+        """uint8 [height, width, 3] of `shape`; None: the square. Raises `DataError` for a file that is no image."""
         from PIL import Image, ImageOps
+
+        height, width = shape or (self.side, self.side)
+        with self._opened(number) as file:
+            image = _colours(ImageOps.exif_transpose(file))
+        return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
+
+    def shape(self, number: int) -> tuple[int, int]:
+        """Height and width in pixels, as the image is looked at. Raises `DataError` for a file that is no image."""
+        with self._opened(number) as file:
+            lies = file.getexif().get(ORIENTATION, 1) in LYING
+            return (file.width, file.height) if lies else (file.height, file.width)
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[Image.Image]:
+        from PIL import Image
 
         try:
             with Image.open(self.files[number]) as file:
-                image = _colours(ImageOps.exif_transpose(file))
+                yield file
         except (OSError, ValueError, SyntaxError) as error:
             raise DataError(
                 f"a damaged image: {self.files[number]}", cause=str(error), fix="replace or remove it"
             ) from None
-        return np.asarray(ImageOps.fit(image, (self.side, self.side), Image.Resampling.BICUBIC))
 
     def caption(self, number: int) -> str:
         return self.captions[number]

@@ -1,0 +1,34 @@
+"""Shapes of images: a list of about one number of pixels, and which of them an image is nearest to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Shape = tuple[int, int]
+"""Height and width in pixels."""
+PARTS = 8
+"""A side is a multiple of about this part of the square's."""
+
+
+def shapes_of(size: int, max_ratio: float, multiple: int) -> list[Shape]:
+    """Shapes of at most size x size pixels, and as many as their ratio allows, from the highest to the widest.
+
+    Args:
+        size: of the square, which is one of them.
+        max_ratio: longest side over shortest.
+        multiple: of every side. Sides grow by the multiple of it that is nearest to an eighth of `size`.
+    """
+    step = multiple * max(1, round(size / PARTS / multiple))
+    found = {(size, size)}
+    for long in range(size // step * step, round(size * max_ratio) + 1, step):
+        short = size * size // long // step * step
+        if short and long <= max_ratio * short and long != short:
+            found |= {(long, short), (short, long)}
+    return sorted(found, key=lambda shape: shape[1] / shape[0])
+
+
+def nearest(shape: Shape, known: Sequence[Shape]) -> int:
+    """The number of the known shape whose ratio is nearest to that of an image."""
+    ratio = math.log(shape[1] / shape[0])
+    return min(range(len(known)), key=lambda i: abs(math.log(known[i][1] / known[i][0]) - ratio))
