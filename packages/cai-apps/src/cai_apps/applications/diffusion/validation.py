@@ -159,6 +159,13 @@ def _check_adapters(config: Config, design: Design) -> None:
             cause="the products of an adapter are too narrow for them",
             fix='set precision.linear to "compute"',
         )
+    if config.parallel.tensor.size > 1:
+        raise ConfigError(
+            "adapters beside layers that tensor-parallel ranks cut",
+            got=f"parallel.tensor.size = {config.parallel.tensor.size}, lora.rank = {lora.rank}",
+            cause="what an adapter adds would have to be cut as its layer is",
+            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
+        )
     if config.model.weights == "random":
         raise ConfigError(
             "adapters over random weights",
