@@ -79,6 +79,18 @@ def test_zero_1_holds_unsharded_gradients_only_to_accumulate(tiny):
     assert model_state(one, 100, 8.0).gradients == 200
 
 
+@pytest.mark.parametrize(("zero", "parameters"), [(0, 2 * 1100), (1, 2 * 1100), (2, 2 * 1100), (3, 4 * 550)])
+def test_frozen_parameters_take_their_values_alone(tiny, zero, parameters):
+    config = replace(
+        tiny,
+        parallel=replace(tiny.parallel, zero=zero, shard=2),
+        precision=replace(tiny.precision, compute="bf16"),
+    )
+    beside, alone = model_state(config, 100, 8.0, frozen=1000), model_state(config, 100, 8.0)
+    assert beside.parameters == parameters
+    assert (beside.gradients, beside.optimizer) == (alone.gradients, alone.optimizer)
+
+
 def test_what_zero_holds_whole_is_two_units(tiny):
     """Two blocks of 10 and 20 elements and a root of 5: gathered and, in float32 here, reduced two at a time."""
     model = nn.Module()

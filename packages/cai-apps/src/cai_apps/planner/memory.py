@@ -54,25 +54,27 @@ def moment_bytes(config: RunConfig, model: nn.Module) -> float:
     return master * (sizes[True] + 2 * sizes[False]) / max(1, sum(sizes.values()))
 
 
-def model_state(config: RunConfig, parameters: int, moments: float) -> ModelState:
-    """The state of a rank whose stage and tensor shard has `parameters` elements.
+def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int = 0) -> ModelState:
+    """The state of a rank.
 
     Args:
+        trained: elements of its stage's tensor shard that learn.
         moments: bytes an element that the optimizer keeps beside master weights.
+        frozen: elements that do not. They have neither gradients nor state, and no master weights but in stage 3.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
     gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate.
     """
     zero, ranks = config.parallel.zero, config.parallel.shard
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
-    own = -(-parameters // ranks)
-    stepped = own if zero >= 1 else parameters
+    own, own_frozen = -(-trained // ranks), -(-frozen // ranks)
+    stepped = own if zero >= 1 else trained
     masters = master if master != compute else 0
     average = master if config.optimizer.ema_decay is not None else 0
     unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config))
     return ModelState(
-        parameters=own * master if zero == 3 else parameters * compute,
-        gradients=(parameters if unsharded_gradients else own) * master,
+        parameters=(own + own_frozen) * master if zero == 3 else (trained + frozen) * compute,
+        gradients=(trained if unsharded_gradients else own) * master,
         optimizer=int(stepped * (moments + average + (masters if zero < 3 else 0))),
     )
 

@@ -67,6 +67,8 @@ class Plan:
     ranks: int
     parameters: int
     """Elements of the whole model."""
+    frozen: int
+    """Those of them that do not learn."""
     axes: dict[str, int]
     stages: tuple[StagePlan, ...]
     offload: OffloadNeeds | None
@@ -98,11 +100,19 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
     device = device_of(config)
     saved = saved or saved_bytes(config, workload, device)
     stages = tuple(_stage(config, workload, stage, saved) for stage in range(config.parallel.pipeline.size))
-    unsharded = sum(parameter.numel() for parameter in on_meta(workload).parameters())
+    trained, frozen = elements(on_meta(workload))
     spec = mesh_spec(config)
     needs = offload_needs(config, on_meta(workload), stages[0].activations) if ranks == 1 else None
     axes = {axis: spec.sizes()[axis] for axis in AXES}
-    return Plan(config, device.type, ranks, unsharded, axes, stages, needs)
+    return Plan(config, device.type, ranks, trained + frozen, frozen, axes, stages, needs)
+
+
+def elements(model: nn.Module) -> tuple[int, int]:
+    """How many elements of a model learn, and how many do not."""
+    sizes = {True: 0, False: 0}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    return sizes[True], sizes[False]
 
 
 def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved) -> StagePlan:
@@ -112,14 +122,14 @@ def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved) -> S
         rewrite(config, workload, model, mesh, device=device_of(config))
     names = {module: name for name, module in model.named_modules()}
     own = tuple(names[layer] for layer in workload.layers(model))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained, frozen = elements(model)
     order = program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1)[stage]
     last = stage == pipeline.size - 1
     return StagePlan(
         stage,
         own,
-        parameters,
-        model_state(config, parameters, moment_bytes(config, model)),
+        trained + frozen,
+        model_state(config, trained, moment_bytes(config, model), frozen=frozen),
         unsharded_bytes(config, model),
         _activations(config, saved, own, most_in_flight(order), last=last),
         accumulates(config),
@@ -135,11 +145,17 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     parallel = config.parallel
     if parallel.shard == 1:
         return 0
-    sizes = [sum(parameter.numel() for _, parameter in held) for held in units(model).values()]
-    most = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+    held = [[parameter for _, parameter in unit] for unit in units(model).values()]
+    gathered = _most_of_two([sum(p.numel() for p in unit) for unit in held])
+    learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in held])
     reduces = parallel.zero >= 2 or (parallel.zero == 1 and not accumulates(config))
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
-    return most * ((parallel.zero == 3) * compute + reduces * master)
+    return gathered * (parallel.zero == 3) * compute + learned * reduces * master
+
+
+def _most_of_two(sizes: list[int]) -> int:
+    """Of a unit and the one after it."""
+    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
 
 
 def _activations(config: RunConfig, saved: Saved, own: tuple[str, ...], in_flight: int, *, last: bool) -> int:

@@ -43,7 +43,7 @@ def render(plan: Plan, title: str, batch: str) -> str:
     parts = f"{config.parallel.pipeline.microbatches} microbatches of {config.train.microbatch_size}"
     return "\n".join(
         [
-            f"{title}, {plan.parameters:,} parameters",
+            f"{title}, {plan.parameters:,} parameters{_learn(plan)}",
             f"mesh      {mesh}  ({plan.ranks} ranks)",
             f"training  ZeRO-{config.parallel.zero}, {config.precision.compute},"
             f" recompute {config.memory.recompute}, {config.parallel.pipeline.schedule}, on {plan.device}",
@@ -59,6 +59,10 @@ def render(plan: Plan, title: str, batch: str) -> str:
             *_offload(plan),
         ]
     )
+
+
+def _learn(plan: Plan) -> str:
+    return f", of which {plan.parameters - plan.frozen:,} learn" if plan.frozen else ""
 
 
 def _recompute(planner: Planner, plan: Plan) -> str:
