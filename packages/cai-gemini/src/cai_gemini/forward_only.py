@@ -20,6 +20,8 @@ from cai_mesh.errors import PlanError
 
 ALIGNED = 256
 """Bytes that the tensors of a layer begin at multiples of."""
+ALIGNMENT = 64
+"""Of what torch allocates on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class HostModel:
     What lies in `layers` comes layer by layer: each before its forward, while the one before it runs, and is dropped
     after it. So at most two are on the device. All else is there from the beginning of `with` to its end. The order of
     layers is that of the pass before; one that comes unexpectedly is waited for. Values are those of the same model on
-    the device, bit for bit. On a CPU device layers are copied as well, so that what is there can be counted.
+    the device, bit for bit. On a CPU device layers are copied as well, so that what is there can be counted; and tensors
+    of mapped files that begin at odd addresses are copied once, as a CPU's products are rounded otherwise there.
 
     Args:
         model: on the host; its tensors are moved, and put in others' place. It may not be used outside `with`.
@@ -83,9 +86,10 @@ class HostModel:
     def __init__(self, model: nn.Module, device: torch.device | str, layers: Sequence[nn.Module] = ()):
         self.model, self._copies = model, Copies(torch.device(device))
         self.most = 0
-        rest, own = _places(model, layers)
-        self._rest = rest
-        with torch.no_grad():
+        self._rest, own = _places(model, layers)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._copies.device.type == "cpu":
+                self._rest = [_aligned(place) for place in self._rest]
             self._layers = {
                 layer: _Layer(places, self._copies.device) for layer, places in own.items() if places
             }
@@ -162,6 +166,15 @@ class HostModel:
 
     def _count(self) -> None:
         self.most = max(self.most, self.resident)
+
+
+def _aligned(place: _Place) -> _Place:
+    """A place whose values begin where torch's own allocator would let them."""
+    if place.home.data_ptr() % ALIGNMENT == 0:
+        return place
+    home = place.home.clone()
+    place.put(home)
+    return _Place(home, place.put)
 
 
 def _room(tensor: Tensor) -> int:

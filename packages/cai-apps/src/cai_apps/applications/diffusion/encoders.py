@@ -129,18 +129,30 @@ def load_texts(
     directory: Path | None = None,
 ) -> list[nn.Module]:
     """The text encoders of a design, frozen, as `load_autoencoder` does."""
-    found: list[nn.Module] = []
-    for number, config in enumerate(design.texts):
-        if directory is not None:
-            kind: Any = type(_meta(config))
-            home = directory / TEXTS[number]
-            model = kind.from_pretrained(home, dtype=dtype, variant=variant_of(home))
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed + 1 + number)
-                model = build_text_encoder(config)
-        found.append(model.to(device, dtype).eval().requires_grad_(False))
-    return found
+    options: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device, "directory": directory}
+    return [load_text(design, number, **options) for number in range(len(design.texts))]
+
+
+def load_text(
+    design: Design,
+    number: int,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    directory: Path | None = None,
+) -> nn.Module:
+    """One of the text encoders of a design, frozen, as `load_autoencoder` does."""
+    config = design.texts[number]
+    if directory is not None:
+        kind: Any = type(_meta(config))
+        home = directory / TEXTS[number]
+        model = kind.from_pretrained(home, dtype=dtype, variant=variant_of(home))
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1 + number)
+            model = build_text_encoder(config)
+    return model.to(device, dtype).eval().requires_grad_(False)
 
 
 def _meta(config: Any) -> nn.Module:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from cai_gemini import HostModel
 from cai_mesh.errors import ConfigError
 
 Decoding = Literal["auto", "whole", "sliced", "tiled"]
+WAYS: tuple[Decoding, ...] = get_args(Decoding)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import LABELS, RAW, Design, load_design
-from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_texts
+from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_text
 from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.loading import Memory, denoiser_home, load_denoiser, settle_text
 from cai_apps.applications.diffusion.patches import Mode, PatchDenoiser, split_denoiser
 from cai_apps.applications.diffusion.patches.strips import Strips
 from cai_apps.applications.diffusion.process import open_scheduler
 from cai_apps.applications.diffusion.sizes import Size, sides
-from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize
+from cai_apps.applications.diffusion.text import join, load_tokenizers, read, tokenize
 from cai_gemini import HostModel
 from cai_mesh import rng
 from cai_mesh.errors import ConfigError, did_you_mean
@@ -234,15 +234,23 @@ class Sampler:
         tokens = [
             self._tokens(tokenizers, [*f, *part]) for f, part in zip(free, parts, strict=True)
         ]
-        texts = load_texts(self.design, seed=0, dtype=self._dtype, device="cpu", directory=self._directory)
-        with ExitStack() as there, torch.inference_mode():
-            for text in texts:
-                there.enter_context(settle_text(text, self.device, self._memory))
-            found = [
-                embed(self.design.family, self.design.denoiser, texts, each.to(self.device), self._dtype)
-                for each in tokens
-            ]
-            return [{name: value.cpu() for name, value in each.items()} for each in found]
+        said: list[list[dict[str, Tensor]]] = [[] for _ in parts]
+        for number in range(len(self.design.texts)):
+            for of_part, found in zip(said, self._read(number, tokens), strict=True):
+                of_part.append(found)
+        return [join(self.design.family, self.design.denoiser, each) for each in said]
+
+    def _read(self, number: int, tokens: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """What a text encoder says of each batch, on the host."""
+        text = load_text(
+            self.design, number, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
+        )
+        with settle_text(text, self.device, self._memory), torch.inference_mode():
+            found = []
+            for each in tokens:
+                said = read(self.design.family, text, each[:, number].to(self.device), self._dtype)
+                found.append({name: value.cpu() for name, value in said.items()})
+            return found
 
     def _tokens(self, tokenizers: Sequence[Any], prompts: Sequence[str]) -> Tensor:
         tokens, cut = tokenize(tokenizers, prompts, self.design.text_length)
