@@ -119,7 +119,9 @@ def peer(home: Path, form: str, drawing: Options, device: torch.device) -> Calla
     return draw
 
 
-def measure(make: Callable[[], Callable[[int], Any]], options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
+def measure(
+    make: Callable[[], Callable[[int], Any]], options: argparse.Namespace, on_gpu: bool
+) -> dict[str, Any]:
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()

@@ -33,7 +33,9 @@ def autoencoder(**more: Any) -> diffusers.AutoencoderKL:
 def clip(kind: type = CLIPTextModel, width: int = 16) -> Any:
     shape = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    return kind(CLIPTextConfig(**shape, **ids, projection_dim=16, max_position_embeddings=LENGTH, vocab_size=300))
+    return kind(
+        CLIPTextConfig(**shape, **ids, projection_dim=16, max_position_embeddings=LENGTH, vocab_size=300)
+    )
 
 
 def tokenizer() -> Any:

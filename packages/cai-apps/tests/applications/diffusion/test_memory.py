@@ -67,7 +67,9 @@ def test_a_weight_is_off_by_half_a_step(kind, dtype):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_layers_compute_with_the_weights_they_hold(kind):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2), nn.Flatten(), nn.Linear(128, 5, bias=False))
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2), nn.Flatten(), nn.Linear(128, 5, bias=False)
+    )
     plain = [m.weight.detach().clone() for m in (model[0], model[2])]
     size = sum(w.nbytes for w in plain)
     assert quantize_layers([("", model)], kind) == ["0", "2"]
@@ -87,9 +89,7 @@ def test_what_is_stored_in_8_bits_and_what_is_not(pipelines):
     ):
         design = load_design(str(pipelines[name]))
         home = pipelines[name] / design.family.folder
-        held = load_denoiser(
-            design, home, device="cpu", dtype=torch.float32, memory=Memory("int8")
-        ).model
+        held = load_denoiser(design, home, device="cpu", dtype=torch.float32, memory=Memory("int8")).model
         as_before = {n for n, m in held.named_modules() if type(m) in (nn.Linear, nn.Conv2d)}
         assert kept <= as_before
         others = {n for n in as_before - kept if "embed" not in n}
@@ -253,7 +253,10 @@ def test_how_pictures_are_decoded_depends_on_what_is_free():
 
 def test_all_ways_to_decode_through_a_sampler(pipelines, monkeypatch):
     options = Options(size=(40, 56), steps=2)
-    found = {how: sampler_of(pipelines["sd"], vae=how).pictures(CAPTIONS, options).astype(int) for how in loading.WAYS}
+    found = {
+        how: sampler_of(pipelines["sd"], vae=how).pictures(CAPTIONS, options).astype(int)
+        for how in loading.WAYS
+    }
     assert np.abs(found["whole"] - found["sliced"]).max() <= 1
     np.testing.assert_array_equal(found["whole"], found["auto"])
     assert np.abs(found["whole"] - found["tiled"]).max() > 1
@@ -389,8 +392,8 @@ def test_cai_generate_with_little_memory(pipelines, tmp_path, capsys):
 
 def test_every_combination_draws(pipelines):
     """Or says that it cannot."""
-    for weights, residency, vae in itertools.product(("plain", "int8", "fp8"), ("device", "host"), loading.WAYS):
+    for weights, residency, vae in itertools.product(
+        ("plain", "int8", "fp8"), ("device", "host"), loading.WAYS
+    ):
         sampler = sampler_of(pipelines["dit"], torch.bfloat16, weights=weights, residency=residency, vae=vae)
         assert sampler.pictures(["3"], Options(steps=1)).shape == (1, 16, 16, 3)
-
-

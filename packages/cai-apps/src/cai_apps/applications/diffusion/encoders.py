@@ -62,7 +62,9 @@ class Autoencoder:
         if self.model is None:
             found = nn.functional.pixel_shuffle(latents, self.design.fold)
         else:
-            self._cut(self._that_fits(latents, self.design.factor) if self.decoding == "auto" else self.decoding)
+            self._cut(
+                self._that_fits(latents, self.design.factor) if self.decoding == "auto" else self.decoding
+            )
             found = self.model.decode(latents / self.model.config.scaling_factor + self._shift).sample
         return ((found + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 

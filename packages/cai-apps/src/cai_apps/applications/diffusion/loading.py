@@ -90,7 +90,9 @@ def _layers(module: nn.Module, names: Sequence[str], prefix: str = "") -> Iterat
             yield from _layers(child, names, f"{prefix}{name}.")
 
 
-WEIGHTS = re.compile(r"^(?:diffusion_pytorch_)?model(?:\.(?P<variant>[\w-]+?))??(?:-\d+-of-\d+)?\.safetensors$")
+WEIGHTS = re.compile(
+    r"^(?:diffusion_pytorch_)?model(?:\.(?P<variant>[\w-]+?))??(?:-\d+-of-\d+)?\.safetensors$"
+)
 
 
 def variant_of(folder: Path) -> str | None:

@@ -98,7 +98,9 @@ def _change(name: str, layer: nn.Module, kind: Kind) -> None:
     weight = layer._parameters.pop("weight")
     assert weight is not None
     if not weight.isfinite().all():
-        raise ConfigError(f"the weight of {name} is not finite", cause="the file is damaged, or training diverged")
+        raise ConfigError(
+            f"the weight of {name} is not finite", cause="the file is damaged, or training diverged"
+        )
     values, scale = quantize(weight, kind)
     layer.__class__ = CLASSES[type(layer)]
     layer.register_buffer("values", values)

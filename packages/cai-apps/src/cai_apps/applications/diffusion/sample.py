@@ -174,8 +174,7 @@ class Sampler:
         with there, torch.inference_mode():
             started = self._now()
             found = [
-                autoencoder.images(part.to(self.device)).permute(0, 2, 3, 1).cpu().numpy()
-                for part in latents
+                autoencoder.images(part.to(self.device)).permute(0, 2, 3, 1).cpu().numpy() for part in latents
             ]
             self.seconds += self._now() - started
         return np.concatenate(found)
@@ -231,9 +230,7 @@ class Sampler:
                 for f, found in zip(free, labels, strict=True)
             ]
         tokenizers = load_tokenizers(self._directory, len(self.design.texts))
-        tokens = [
-            self._tokens(tokenizers, [*f, *part]) for f, part in zip(free, parts, strict=True)
-        ]
+        tokens = [self._tokens(tokenizers, [*f, *part]) for f, part in zip(free, parts, strict=True)]
         said: list[list[dict[str, Tensor]]] = [[] for _ in parts]
         for number in range(len(self.design.texts)):
             for of_part, found in zip(said, self._read(number, tokens), strict=True):

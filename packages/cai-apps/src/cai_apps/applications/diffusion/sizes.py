@@ -15,7 +15,9 @@ def parse_size(text: str) -> Size:
     """The size that "512" or "512x768" (height x width) says. Raises `ConfigError` for anything else."""
     match = re.fullmatch(r"(\d{1,6})(?:x(\d{1,6}))?", text.strip())
     if match is None:
-        raise ConfigError("no size of pictures", got=text, expected="as 512, or 512x768: height x width in pixels")
+        raise ConfigError(
+            "no size of pictures", got=text, expected="as 512, or 512x768: height x width in pixels"
+        )
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
 
 
