@@ -69,8 +69,8 @@ class HostModel:
     What lies in `layers` comes layer by layer: each before its forward, while the one before it runs, and is dropped
     after it. So at most two are on the device. All else is there from the beginning of `with` to its end. The order of
     layers is that of the pass before; one that comes unexpectedly is waited for. Values are those of the same model on
-    the device, bit for bit. On a CPU device layers are copied as well, so that what is there can be counted; and tensors
-    of mapped files that begin at odd addresses are copied once, as a CPU's products are rounded otherwise there.
+    the device, bit for bit. On a CPU device layers are copied as well, so that what is there can be counted, and
+    tensors of mapped files that begin at odd addresses once, as a CPU's products are rounded otherwise there.
 
     Args:
         model: on the host; its tensors are moved, and put in others' place. It may not be used outside `with`.

@@ -42,6 +42,10 @@ class Memory:
     vae: Decoding = "auto"
 
 
+EVERYTHING = Memory()
+"""Weights as they are, on the device."""
+
+
 def denoiser_home(design: Design, directory: Path, *, raw: bool) -> Path:
     """The folder of the denoiser's weights. Raises `ConfigError` where there is none."""
     home = directory / RAW / design.family.folder if raw else directory / design.family.folder

@@ -16,10 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.design import LABELS, RAW, Design, load_design
+from cai_apps.applications.diffusion.design import LABELS, Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_text
 from cai_apps.applications.diffusion.families import predicts_variance
-from cai_apps.applications.diffusion.loading import Memory, denoiser_home, load_denoiser, settle_text
+from cai_apps.applications.diffusion.loading import (
+    EVERYTHING,
+    Memory,
+    denoiser_home,
+    load_denoiser,
+    settle_text,
+)
 from cai_apps.applications.diffusion.patches import Mode, PatchDenoiser, split_denoiser
 from cai_apps.applications.diffusion.patches.strips import Strips
 from cai_apps.applications.diffusion.process import open_scheduler
@@ -87,7 +93,7 @@ class Sampler:
         device: torch.device | str,
         dtype: torch.dtype,
         raw: bool = False,
-        memory: Memory = Memory(),
+        memory: Memory = EVERYTHING,
     ):
         self.design: Design = load_design(str(directory))
         self._directory, self.device, self._dtype = directory, torch.device(device), dtype
@@ -287,9 +293,9 @@ class Sampler:
 def denoise(model: Callable[[Tensor, Tensor], Tensor], noise: Tensor, scheduler: Any) -> Tensor:
     """All steps of a scheduler whose times are set, from standard normal noise; `model` is called with (x, time)."""
     x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
-    for time in scheduler.timesteps:
-        told = scheduler.scale_model_input(x, time) if hasattr(scheduler, "scale_model_input") else x
-        x = scheduler.step(model(told, time), time, x, return_dict=False)[0]
+    for at in scheduler.timesteps:
+        told = scheduler.scale_model_input(x, at) if hasattr(scheduler, "scale_model_input") else x
+        x = scheduler.step(model(told, at), at, x, return_dict=False)[0]
     return x
 
 
@@ -348,7 +354,7 @@ def open_sampler(
     *,
     raw: bool = False,
     device: torch.device | None = None,
-    memory: Memory = Memory(),
+    memory: Memory = EVERYTHING,
 ) -> Sampler:
     """A sampler in bfloat16 on a GPU, in float32 on the CPU; on the GPU where `device` is None and there is one."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

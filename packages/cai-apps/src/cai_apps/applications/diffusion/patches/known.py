@@ -43,4 +43,5 @@ KNOWN = frozenset(
         "Upsample2D",
     }
 )
-"""Names of classes of torch, of diffusers and of `quantized`; any other is refused, as nobody has looked at what it does with rows."""
+"""Names of classes of torch, of diffusers and of `quantized`; any other is refused, as nobody has looked at
+what it does with rows."""
