@@ -2,6 +2,7 @@
 
 from cai_gemini.activations import ActivationOffload, offload_activations
 from cai_gemini.embedding import CachedEmbedding, RowwiseAdagrad, ShardedEmbedding, lookahead
+from cai_gemini.forward_only import HostModel
 from cai_gemini.offload import Tiers, Tuning, offload
 from cai_gemini.optimizer import OffloadedOptimizer
 from cai_gemini.placement import Placement
@@ -14,6 +15,7 @@ __all__ = [
     "ActivationOffload",
     "CachedEmbedding",
     "ChunkResidency",
+    "HostModel",
     "OffloadedOptimizer",
     "Placement",
     "RowwiseAdagrad",

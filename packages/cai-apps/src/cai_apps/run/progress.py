@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Protocol
 
@@ -59,6 +62,29 @@ class LiveProgress:
 
     def close(self) -> None:
         self._bar.stop()
+
+
+@contextmanager
+def counted(total: int, what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """How many of `total` things are done, as the function it gives is told: a live bar on a terminal, else lines."""
+    if not shown:
+        yield lambda done: None
+        return
+    if sys.stdout.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        with Bar(TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    started = time.monotonic()
+
+    def told(done: int) -> None:
+        left = (time.monotonic() - started) / done * (total - done)
+        print(f"{what} {done}/{total}  ETA {_clock(left)}", flush=True)
+
+    yield told
 
 
 def describe(metrics: Metrics) -> str:

@@ -110,10 +110,10 @@ def _write_beside(design: Design, config: Config, directory: Path, run: Path, tr
         shutil.copy(run / LABELS, directory / LABELS)
     scheduler = getattr(diffusers, design.scheduler["_class_name"]).from_config(dict(design.scheduler))
     scheduler.save_pretrained(directory / "scheduler")
-    (directory / "model_index.json").write_text(json.dumps(_index(design), indent=2), encoding="utf-8")
+    (directory / "model_index.json").write_text(json.dumps(index_of(design), indent=2), encoding="utf-8")
 
 
-def _index(design: Design) -> dict[str, object]:
+def index_of(design: Design) -> dict[str, object]:
     """model_index.json: the parts with the libraries they are of."""
     found: dict[str, object] = {
         "_class_name": PIPELINES[design.family.name],

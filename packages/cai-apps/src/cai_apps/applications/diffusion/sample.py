@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.design import LABELS, RAW, Design, load_design
-from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_texts
+from cai_apps.applications.diffusion.design import LABELS, Design, load_design
+from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_text
 from cai_apps.applications.diffusion.families import predicts_variance
+from cai_apps.applications.diffusion.loading import (
+    EVERYTHING,
+    Memory,
+    denoiser_home,
+    load_denoiser,
+    settle_text,
+)
 from cai_apps.applications.diffusion.patches import Mode, PatchDenoiser, split_denoiser
+from cai_apps.applications.diffusion.patches.strips import Strips
 from cai_apps.applications.diffusion.process import open_scheduler
-from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize
+from cai_apps.applications.diffusion.sizes import Size, sides
+from cai_apps.applications.diffusion.text import join, load_tokenizers, read, tokenize
+from cai_gemini import HostModel
 from cai_mesh import rng
 from cai_mesh.errors import ConfigError, did_you_mean
 
@@ -34,14 +47,14 @@ class Options:
     """How pictures are made.
 
     Args:
-        size: side in pixels; None: of the images it was trained on.
+        size: side in pixels, or height and width; None: of the images it was trained on.
         steps: of the scheduler.
         guidance: 1: none.
         scheduler: "auto", "ddim", "dpm" or "flow".
         seed: picture number i starts from noise of (seed, i), whatever else is drawn with it.
     """
 
-    size: int | None = None
+    size: Size | None = None
     steps: int = 20
     guidance: float = 4.0
     scheduler: str = "auto"
@@ -55,33 +68,53 @@ def options(config: Config) -> Options:
 
 
 class Sampler:
-    """An exported model on one device.
+    """An exported model that draws on one device.
 
-    The text encoders are loaded when prompts are embedded and freed after it.
+    What is drawn goes through the parts one after the other: text encoders for all prompts, the denoiser, the
+    autoencoder. Each is on the device only while it works. Text encoders are read anew each time; the denoiser and the
+    autoencoder stay on the host from their first use.
 
     Args:
         directory: of an export, or of a pipeline of diffusers.
         raw: the last weights of the denoiser, where the export holds averaged ones too.
+        memory: what is held in memory.
+
+    Attributes:
+        device: where it draws.
+        seconds: that the last call took to denoise and decode, without what was read from files.
 
     Raises `ConfigError` where a part is missing.
     """
 
-    def __init__(self, directory: Path, *, device: torch.device | str, dtype: torch.dtype, raw: bool = False):
-        import diffusers
-
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        raw: bool = False,
+        memory: Memory = EVERYTHING,
+    ):
         self.design: Design = load_design(str(directory))
-        self._directory, self._device, self._dtype = directory, torch.device(device), dtype
-        kind = getattr(diffusers, self.design.denoiser["_class_name"])
-        folder = self.design.family.folder
-        home = directory / RAW / folder if raw else directory / folder
-        if not home.is_dir():
-            raise ConfigError(f"no weights at {home}", cause="the run kept no average of its weights")
-        denoiser: nn.Module = kind.from_pretrained(home, torch_dtype=dtype)
-        self.denoiser = denoiser.to(device).eval().requires_grad_(False)
-        self.autoencoder: Autoencoder = load_autoencoder(
-            self.design, seed=0, dtype=dtype, device=device, directory=directory
-        )
+        self._directory, self.device, self._dtype = directory, torch.device(device), dtype
+        self._home, self._memory = denoiser_home(self.design, directory, raw=raw), memory
         self._patches: PatchDenoiser | None = None
+        self.seconds = 0.0
+
+    @functools.cached_property
+    def _denoiser(self) -> HostModel:
+        return load_denoiser(
+            self.design, self._home, device=self.device, dtype=self._dtype, memory=self._memory
+        )
+
+    @functools.cached_property
+    def _autoencoder(self) -> tuple[Autoencoder, AbstractContextManager[Any]]:
+        """Beside it what has it on the device."""
+        found = load_autoencoder(
+            self.design, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
+        )
+        found = replace(found, decoding=self._memory.vae)
+        return found, nullcontext() if found.model is None else HostModel(found.model, self.device)
 
     def split(self, group: dist.ProcessGroup, *, mode: Mode = "exact", warmup: int = 4) -> None:
         """Make each picture on all ranks of a group, in strips; all of them then draw the same prompts.
@@ -94,75 +127,154 @@ class Sampler:
                 got="thresholding = true",
                 cause="it looks at the brightest pixels of the whole picture",
             )
-        self._patches = split_denoiser(self.denoiser, group, mode=mode, warmup=warmup)
+        self._patches = split_denoiser(self._denoiser.model, group, mode=mode, warmup=warmup)
 
-    @torch.inference_mode()
+    def check(self, prompts: Sequence[str], options: Options, *, ranks: int = 1) -> None:
+        """Refuse what cannot be drawn, before weights are read.
+
+        Args:
+            ranks: that make each picture together.
+
+        Raises:
+            ConfigError: the size, the scheduler, a label or `Memory` does not fit the model.
+        """
+        make_scheduler(self.design, options)
+        height, _ = sides(self.design, options.size)
+        if self.design.family.condition == "label":
+            label_numbers(self.design, prompts, label_names(self._directory))
+        if self.design.autoencoder is None and self._memory.vae != "auto":
+            raise ConfigError(
+                "this model works on pixels: there is nothing to decode",
+                got=f"--vae {self._memory.vae}",
+                fix="leave it out",
+            )
+        if ranks > 1:
+            multiple = self.design.family.multiple(self.design.denoiser)
+            Strips(ranks, 0).check(height // self.design.factor, multiple)
+
     def pictures(self, prompts: Sequence[str], options: Options, *, first: int = 0) -> np.ndarray:
-        """uint8 [prompts, side, side, 3].
+        """uint8 [prompts, height, width, 3].
 
         Args:
             prompts: captions, or names or numbers of labels.
             first: number of the first picture; with the seed it decides on the noise.
         """
-        latents = self.latents(prompts, options, first=first)
-        return self.autoencoder.images(latents).permute(0, 2, 3, 1).cpu().numpy()
+        return self.in_batches(prompts, options, batch=max(len(prompts), 1), first=first)
 
-    def in_batches(self, prompts: Sequence[str], options: Options, *, batch: int) -> np.ndarray:
-        """`pictures`, so many at once; the same pictures whatever that is."""
-        parts = range(0, len(prompts), batch)
-        return np.concatenate([self.pictures(prompts[i : i + batch], options, first=i) for i in parts])
+    def in_batches(
+        self,
+        prompts: Sequence[str],
+        options: Options,
+        *,
+        batch: int,
+        first: int = 0,
+        told: Callable[[int], None] = lambda drawn: None,
+    ) -> np.ndarray:
+        """`pictures`, so many at once; the same pictures whatever that is.
 
-    @torch.inference_mode()
+        Args:
+            told: called with the number of pictures that are through the denoiser so far.
+        """
+        latents = self._latents(prompts, options, batch, first, told)
+        autoencoder, there = self._autoencoder
+        with there, torch.inference_mode():
+            started = self._now()
+            found = [
+                autoencoder.images(part.to(self.device)).permute(0, 2, 3, 1).cpu().numpy() for part in latents
+            ]
+            self.seconds += self._now() - started
+        return np.concatenate(found)
+
     def latents(self, prompts: Sequence[str], options: Options, *, first: int = 0) -> Tensor:
-        """Latents of pictures, float32 [prompts, c, h, w]."""
-        scheduler = make_scheduler(self.design, options)
-        noise = self._noise(len(prompts), options, first)
-        given = self.conditions(prompts, options.guidance)
+        """Latents of pictures, float32 [prompts, c, h, w], drawn at once."""
+        (found,) = self._latents(prompts, options, max(len(prompts), 1), first, lambda drawn: None)
+        return found.to(self.device)
 
-        def said(x: Tensor, time: Tensor) -> Tensor:
-            return self._guided(x, time, given, options.guidance)
+    def _latents(
+        self,
+        prompts: Sequence[str],
+        options: Options,
+        batch: int,
+        first: int,
+        told: Callable[[int], None],
+    ) -> list[Tensor]:
+        """Of each batch, on the host."""
+        ranks = 1 if self._patches is None else self._patches.strips.count
+        self.check(prompts, options, ranks=ranks)
+        parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+        given, found, drawn = self._conditions(parts, options.guidance), [], 0
+        with self._denoiser, torch.inference_mode():
+            started = self._now()
+            for part, condition in zip(parts, given, strict=True):
+                there = {name: value.to(self.device) for name, value in condition.items()}
+                noise = self._noise(len(part), options, first + drawn)
+                found.append(self._denoised(noise, there, options).cpu())
+                drawn += len(part)
+                told(drawn)
+            self.seconds = self._now() - started
+        return found
+
+    def _denoised(self, noise: Tensor, given: dict[str, Tensor], options: Options) -> Tensor:
+        scheduler = make_scheduler(self.design, options)
+
+        def said(x: Tensor, at: Tensor) -> Tensor:
+            return self._guided(x, at, given, options.guidance)
 
         if self._patches is None:
             return denoise(said, noise, scheduler)
         return self._patches.gather(denoise(said, self._patches.start(noise), scheduler))
 
-    def conditions(self, prompts: Sequence[str], guidance: float) -> dict[str, Tensor]:
-        """What the denoiser takes of prompts; with guidance those of no prompt come before them."""
+    def _conditions(self, parts: Sequence[Sequence[str]], guidance: float) -> list[dict[str, Tensor]]:
+        """What the denoiser takes of each batch of prompts, on the host; with guidance those of no prompt come before
+        them. Text encoders are gone when it returns."""
+        free = [[""] * len(part) if guidance != 1 else [] for part in parts]
         if self.design.family.condition == "label":
-            labels = label_numbers(self.design, prompts, label_names(self._directory))
-            free = [self.design.denoiser["num_embeds_ada_norm"]] * len(prompts) if guidance != 1 else []
-            return {"label": torch.tensor(free + labels, device=self._device)}
-        texts = load_texts(
-            self.design, seed=0, dtype=self._dtype, device=self._device, directory=self._directory
-        )
+            names, none = label_names(self._directory), self.design.denoiser["num_embeds_ada_norm"]
+            labels = [label_numbers(self.design, part, names) for part in parts]
+            return [
+                {"label": torch.tensor([none] * len(f) + found)}
+                for f, found in zip(free, labels, strict=True)
+            ]
         tokenizers = load_tokenizers(self._directory, len(self.design.texts))
-        free = [""] * len(prompts) if guidance != 1 else []
-        tokens, cut = tokenize(tokenizers, [*free, *prompts], self.design.text_length)
+        tokens = [self._tokens(tokenizers, [*f, *part]) for f, part in zip(free, parts, strict=True)]
+        said: list[list[dict[str, Tensor]]] = [[] for _ in parts]
+        for number in range(len(self.design.texts)):
+            for of_part, found in zip(said, self._read(number, tokens), strict=True):
+                of_part.append(found)
+        return [join(self.design.family, self.design.denoiser, each) for each in said]
+
+    def _read(self, number: int, tokens: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """What a text encoder says of each batch, on the host."""
+        text = load_text(
+            self.design, number, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
+        )
+        with settle_text(text, self.device, self._memory), torch.inference_mode():
+            found = []
+            for each in tokens:
+                said = read(self.design.family, text, each[:, number].to(self.device), self._dtype)
+                found.append({name: value.cpu() for name, value in said.items()})
+            return found
+
+    def _tokens(self, tokenizers: Sequence[Any], prompts: Sequence[str]) -> Tensor:
+        tokens, cut = tokenize(tokenizers, prompts, self.design.text_length)
         for number in cut:
-            print(f"cut after {self.design.text_length} tokens: {[*free, *prompts][number]!r}", flush=True)
-        return embed(self.design.family, self.design.denoiser, texts, tokens.to(self._device), self._dtype)
+            print(f"cut after {self.design.text_length} tokens: {prompts[number]!r}", flush=True)
+        return tokens
 
     def _noise(self, count: int, options: Options, first: int) -> Tensor:
-        size = options.size or self.design.denoiser["sample_size"] * self.design.factor
-        if size % self.design.multiple:
-            raise ConfigError(
-                "pictures of this size do not divide into latents and patches",
-                got=size,
-                expected=f"a multiple of {self.design.multiple}",
-            )
-        side = size // self.design.factor
-        shape = (self.design.channels, side, side)
-        noise = torch.empty(count, *shape)
+        factor = self.design.factor
+        height, width = sides(self.design, options.size)
+        noise = torch.empty(count, self.design.channels, height // factor, width // factor)
         for number in range(count):
             rng.normal_(noise[number], rng.key(options.seed, "picture", first + number))
-        return noise.to(self._device)
+        return noise.to(self.device)
 
-    def _guided(self, x: Tensor, time: Tensor, given: dict[str, Tensor], guidance: float) -> Tensor:
+    def _guided(self, x: Tensor, at: Tensor, given: dict[str, Tensor], guidance: float) -> Tensor:
         twice = torch.cat([x, x]) if guidance != 1 else x
-        times = time.to(self._device).expand(len(twice))
+        times = at.to(self.device).expand(len(twice))
         taken = self.design.family.takes(twice.to(self._dtype), times, given)
         if self._patches is None:
-            said = self.denoiser(**taken, return_dict=False)[0].float()
+            said = self._denoiser.model(**taken, return_dict=False)[0].float()
         else:
             said = self._patches.forward(**taken).float()
         if predicts_variance(self.design.denoiser):
@@ -172,13 +284,18 @@ class Sampler:
         free, told = said.chunk(2)
         return free + guidance * (told - free)
 
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
 
 def denoise(model: Callable[[Tensor, Tensor], Tensor], noise: Tensor, scheduler: Any) -> Tensor:
     """All steps of a scheduler whose times are set, from standard normal noise; `model` is called with (x, time)."""
     x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
-    for time in scheduler.timesteps:
-        told = scheduler.scale_model_input(x, time) if hasattr(scheduler, "scale_model_input") else x
-        x = scheduler.step(model(told, time), time, x, return_dict=False)[0]
+    for at in scheduler.timesteps:
+        told = scheduler.scale_model_input(x, at) if hasattr(scheduler, "scale_model_input") else x
+        x = scheduler.step(model(told, at), at, x, return_dict=False)[0]
     return x
 
 
@@ -232,15 +349,21 @@ def label_names(directory: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
-def open_sampler(directory: Path, *, raw: bool = False, device: torch.device | None = None) -> Sampler:
+def open_sampler(
+    directory: Path,
+    *,
+    raw: bool = False,
+    device: torch.device | None = None,
+    memory: Memory = EVERYTHING,
+) -> Sampler:
     """A sampler in bfloat16 on a GPU, in float32 on the CPU; on the GPU where `device` is None and there is one."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Sampler(directory, device=device, dtype=dtype, raw=raw)
+    return Sampler(directory, device=device, dtype=dtype, raw=raw, memory=memory)
 
 
 def grid(pictures: np.ndarray, columns: int) -> np.ndarray:
-    """Pictures [n, side, side, 3] side by side in rows of `columns`, with a white line between them."""
+    """Pictures [n, height, width, 3] side by side in rows of `columns`, with a white line between them."""
     n, height, width, _ = pictures.shape
     rows = -(-n // columns)
     full = np.full((rows * (height + 2) - 2, columns * (width + 2) - 2, 3), 255, dtype=np.uint8)

@@ -60,18 +60,35 @@ def embed(
         texts: the text encoders.
         tokens: int64 [n, encoders, length].
 
-    Returns text [n, length, width] of `dtype`; and pooled [n, width] where the denoiser takes it. For SD3 the states
-    before the last layer of all encoders lie side by side, filled up with zeros, and are followed by as many zeros in
-    place of a third encoder's (T5), as diffusers does without one.
+    Returns text [n, length, width] of `dtype`; and pooled [n, width] where the denoiser takes it, as `join` says.
+    """
+    return join(family, denoiser, [read(family, text, tokens[:, i], dtype) for i, text in enumerate(texts)])
+
+
+def read(family: Family, text: nn.Module, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What one text encoder says of tokens int64 [n, length]: text [n, length, width], of `dtype`; and pooled
+    [n, width] where the denoiser takes it."""
+    if family.condition == "text":
+        return {"text": text(input_ids=tokens).last_hidden_state.to(dtype)}
+    found = text(input_ids=tokens, output_hidden_states=True)
+    return {"text": found.hidden_states[-2].to(dtype), "pooled": found.text_embeds.to(dtype)}
+
+
+def join(
+    family: Family, denoiser: Mapping[str, Any], said: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What a denoiser takes of what its text encoders say, in their order.
+
+    For SD3 the states before the last layer of all encoders lie side by side, filled up with zeros, and are followed by
+    as many zeros in place of a third encoder's (T5), as diffusers does without one.
     """
     if family.condition == "text":
-        return {"text": texts[0](input_ids=tokens[:, 0]).last_hidden_state.to(dtype)}
-    found = [text(input_ids=tokens[:, i], output_hidden_states=True) for i, text in enumerate(texts)]
-    states = torch.cat([each.hidden_states[-2] for each in found], -1).to(dtype)
+        return dict(said[0])
+    states = torch.cat([each["text"] for each in said], -1)
     states = nn.functional.pad(states, (0, denoiser["joint_attention_dim"] - states.shape[-1]))
     return {
         "text": torch.cat([states, torch.zeros_like(states)], 1),
-        "pooled": torch.cat([each.text_embeds for each in found], -1).to(dtype),
+        "pooled": torch.cat([each["pooled"] for each in said], -1),
     }
 
 

@@ -15,10 +15,13 @@ from cai_apps.applications.diffusion import need_diffusers
 from cai_apps.cli.arguments import parse
 from cai_apps.config.validation import launched
 from cai_apps.run.directory import RunDirectory
+from cai_apps.run.progress import counted
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from cai_apps.applications.diffusion.sample import Sampler
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class Arguments:
     """Captions, or labels by name or number; several after one another."""
     images: int = 1
     """Pictures of each prompt."""
-    size: int | None = None
-    """Side in pixels; that of the training images unless given."""
+    size: str | None = None
+    """In pixels, as 512, or as 512x768: height x width, in the order of diffusers' arguments. That of the training
+    images unless given."""
     steps: int = 20
     """Denoising steps."""
     guidance: float = 4.0
@@ -48,6 +52,15 @@ class Arguments:
     stale: after patches_warmup steps with what neighbours had a step before."""
     patches_warmup: int = 4
     """Exact steps before stale ones."""
+    weights: Literal["plain", "int8", "fp8"] = "plain"
+    """How weights inside blocks of the denoiser and of text encoders are held. int8, fp8: in 8 bits with a scale a
+    channel, made anew in bf16 (fp32 on a CPU) for each use: about half the memory, and a little slower."""
+    residency: Literal["device", "host"] = "device"
+    """Where those weights are. host: in host memory; each layer comes to the GPU while the one before it runs. The
+    same pictures, slower."""
+    vae: Literal["auto", "whole", "sliced", "tiled"] = "auto"
+    """How pictures are decoded. whole: all of a batch at once; sliced: one by one; tiled: each in overlapping tiles,
+    blended, which differs a little; auto: the first of these that fits in what is free of the GPU's memory."""
     output: Path | None = None
     """A .png file for all pictures in a grid, a row a prompt; pictures.png in the directory unless given."""
 
@@ -68,6 +81,8 @@ def run(arguments: list[str]) -> int:
             cause="the run has not ended, or this is no run",
             fix="train it to its end",
         )
+    if options.output is not None:
+        _format(options.output)
     with _ranks(options) as device:
         _draw(options, directory, device)
     return 0
@@ -106,16 +121,45 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
     import torch.distributed as dist
     from PIL import Image
 
+    from cai_apps.applications.diffusion.loading import Memory
     from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
+    from cai_apps.applications.diffusion.sizes import parse_size
 
-    sampler = open_sampler(directory, raw=options.raw, device=device)
+    memory = Memory(options.weights, options.residency, options.vae)
+    sampler = open_sampler(directory, raw=options.raw, device=device, memory=memory)
+    size = None if options.size is None else parse_size(options.size)
+    drawing = Options(size, options.steps, options.guidance, options.scheduler, options.seed)
+    prompts = [prompt for prompt in options.prompt for _ in range(options.images)]
+    sampler.check(prompts, drawing, ranks=1 if device is None else dist.get_world_size())
     if options.patches != "none":
         assert dist.group.WORLD is not None
         sampler.split(dist.group.WORLD, mode=options.patches, warmup=options.patches_warmup)
-    drawing = Options(options.size, options.steps, options.guidance, options.scheduler, options.seed)
-    prompts = [prompt for prompt in options.prompt for _ in range(options.images)]
-    pictures = sampler.in_batches(prompts, drawing, batch=options.batch)
-    if device is None or dist.get_rank() == 0:
+    shows = device is None or dist.get_rank() == 0
+    with counted(len(prompts), "pictures", shown=shows and len(prompts) > options.batch) as told:
+        pictures = sampler.in_batches(prompts, drawing, batch=options.batch, told=told)
+    if shows:
         output = options.output or options.directory / "pictures.png"
-        Image.fromarray(grid(pictures, options.images)).save(output)
+        scratch = output.with_name(f".{output.name}.unfinished")
+        Image.fromarray(grid(pictures, options.images)).save(scratch, format=_format(output))
+        scratch.replace(output)
         print(output)
+        _show_figures(sampler, len(prompts))
+
+
+def _format(output: Path) -> str:
+    """Of the file, by its name. Raises `ConfigError` where Pillow writes none of that name."""
+    from PIL import Image
+
+    found = Image.registered_extensions().get(output.suffix.lower())
+    if found not in Image.SAVE:
+        raise ConfigError("no kind of picture has this name", got=output.name, expected="as pictures.png")
+    return found
+
+
+def _show_figures(sampler: Sampler, pictures: int) -> None:
+    """What it took on a GPU."""
+    import torch
+
+    if sampler.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(sampler.device) / 2**30
+        print(f"peak memory    {peak:.2f} GiB\nseconds        {sampler.seconds / pictures:.2f} a picture")

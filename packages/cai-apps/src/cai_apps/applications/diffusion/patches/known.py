@@ -28,6 +28,8 @@ KNOWN = frozenset(
         "ModuleList",
         "PatchEmbed",
         "PixArtAlphaTextProjection",
+        "QuantizedConv2d",
+        "QuantizedLinear",
         "RMSNorm",
         "ResnetBlock2D",
         "SD3Transformer2DModel",
@@ -41,4 +43,5 @@ KNOWN = frozenset(
         "Upsample2D",
     }
 )
-"""Names of classes of torch and diffusers; any other is refused, as nobody has looked at what it does with rows."""
+"""Names of classes of torch, of diffusers and of `quantized`; any other is refused, as nobody has looked at
+what it does with rows."""
