@@ -41,7 +41,8 @@ class Workload:
         layers: of the model, or of what a stage has of it: each is one graph where layers are compiled, and is run
             again as a whole in backward where they are recomputed; none is part of another.
         running: a context of the model's forwards, those on tensors without values too.
-        trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
+        trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
+            themselves; None: made of a transformers config.
     """
 
     build: Callable[[], nn.Module]
