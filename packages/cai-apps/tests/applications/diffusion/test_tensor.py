@@ -69,9 +69,7 @@ def inputs_of(case: str) -> dict[str, torch.Tensor]:
     denoiser, family = design.denoiser, design.family
     sides = (16, 16) if family.square else (8, 12)
     found = {
-        "sample": torch.randn(
-            3, denoiser["in_channels"], *sides, generator=generator, dtype=torch.float64
-        ),
+        "sample": torch.randn(3, denoiser["in_channels"], *sides, generator=generator, dtype=torch.float64),
         "time": torch.tensor([1, 500, 900]).to(torch.float32 if family.flow else torch.int64),
     }
     if family.condition == "label":
@@ -88,7 +86,9 @@ def steps(model: nn.Module, inputs: dict[str, torch.Tensor]):
     first, gradients = None, {}
     for _ in range(2):
         output = model(**inputs)
-        (output * torch.linspace(-1.0, 1.0, output.numel(), dtype=output.dtype).view(output.shape)).mean().backward()
+        (
+            output * torch.linspace(-1.0, 1.0, output.numel(), dtype=output.dtype).view(output.shape)
+        ).mean().backward()
         if first is None:
             first = output.detach()
             gradients = {
@@ -158,14 +158,14 @@ def test_plans_are_globs_over_parts():
         },
         "denoiser.transformer_blocks.*.attn.to_out.0": "rowwise",
         "denoiser.transformer_blocks.*.attn.to_add_out": "rowwise",
-        **{
-            f"denoiser.transformer_blocks.*.{name}.net.0.proj": "colwise" for name in ("ff", "ff_context")
-        },
+        **{f"denoiser.transformer_blocks.*.{name}.net.0.proj": "colwise" for name in ("ff", "ff_context")},
         **{f"denoiser.transformer_blocks.*.{name}.net.2": "rowwise" for name in ("ff", "ff_context")},
     }
     assert plan.divided == {"denoiser.transformer_blocks.*.attn": ("heads",)}
     gated = plan_for(built("sd-v1-tiny")).roles
-    assert gated["denoiser.down_blocks.*.attentions.*.transformer_blocks.*.ff.net.0.proj"] == "packed_colwise:2"
+    assert (
+        gated["denoiser.down_blocks.*.attentions.*.transformer_blocks.*.ff.net.0.proj"] == "packed_colwise:2"
+    )
 
 
 def test_what_cannot_be_cut_stays_whole_and_is_named():

@@ -1,6 +1,7 @@
 """Each tiny recipe on one, two and four ranks equals a plain loop over diffusers' model, scheduler and torch's AdamW.
 
-Ranks share data, tensors or both. Losses, every first gradient, every weight and every average after three steps; and the pictures of what was exported.
+Ranks share data, tensors or both. Losses, every first gradient, every weight and every average after three steps; and
+the pictures of what was exported.
 """
 
 from __future__ import annotations

@@ -117,9 +117,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         initializer=initializer(design),
         layers=layers,
         pretrained=_pretrained(config, design),
-        trial=trial_of(
-            design, train_text=trains_text(config, design), ranks=config.parallel.tensor.size
-        ),
+        trial=trial_of(design, train_text=trains_text(config, design), ranks=config.parallel.tensor.size),
     )
 
 
