@@ -14,7 +14,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import TRANSPOSED, own_products
 from cai_tensor_parallel.plan import Plan, Role, match
 
-COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 """How attention modules name the number of their query heads."""
 KEY_VALUE = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "wk", "wv")
 """Names of layers that make keys or values."""
@@ -94,10 +94,20 @@ def _is_attention(module: nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), int) for name in (GROUPS, *COUNTS))
 
 
+def query_heads(attention: nn.Module) -> int | None:
+    """Query heads of an attention module, as it says itself; None where it says nothing."""
+    return _first((attention,), *COUNTS)
+
+
+def has_heads_for(heads: int, degree: int) -> bool:
+    """Whether each rank gets a head."""
+    return len(own_heads(heads, degree, degree - 1)) > 0
+
+
 def _check_enough(name: str, heads: int, degree: int) -> None:
     """Raise `PlanError` where a rank would have no head."""
-    if not len(own_heads(heads, degree, degree - 1)):
-        enough = [d for d in range(2, heads + 1) if len(own_heads(heads, d, d - 1))]
+    if not has_heads_for(heads, degree):
+        enough = [d for d in range(2, heads + 1) if has_heads_for(heads, d)]
         raise PlanError(
             "the attention heads do not go round the tensor-parallel ranks",
             got=f"{heads} attention heads of {name or 'the model'} over {degree} ranks: with"
@@ -155,7 +165,7 @@ def _in_heads(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[
             if role.kind in ("colwise", "packed_colwise") and widths[name] % heads == 0 and not others:
                 found[name] = replace(role, unit=widths[name] // heads)
         rows = [n for n, r in roles.items() if r.kind == "rowwise" and not r.parameter]
-        own = [n for n in rows if n in inside]
+        own = [n for n in rows if n.startswith(attention + ".")]
         around = attention.rpartition(".")[0] + "."
         for name in own or [n for n in rows if n.startswith(around)]:
             if _features(model, name, rowwise=True) == width:
@@ -232,6 +242,8 @@ def _rotary_width(name: str, parent: nn.Module, model: nn.Module) -> int:
 
 def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
+    if isinstance(config, Mapping):  # of diffusers: its attentions say their heads, which differ
+        return None
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

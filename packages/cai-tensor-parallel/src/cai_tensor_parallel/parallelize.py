@@ -37,10 +37,10 @@ from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.modes.grid import unsharded
 from cai_tensor_parallel.modes.reading import watch_readers
 from cai_tensor_parallel.modes.sequence import Places, Sequence, cut_sequence, survey
-from cai_tensor_parallel.plan import HOLDERS, Plan, Role, match, plan_for
+from cai_tensor_parallel.plan import HOLDERS, Plan, Role, match, plan_for, plan_of_parts
 from cai_tensor_parallel.saving import guard_saving
 from cai_tensor_parallel.shard import Cutter
-from cai_tensor_parallel.verify import told, trial_of, verified
+from cai_tensor_parallel.verify import RANKS, told, trial_of, verified
 from cai_tensor_parallel.vocab import gather_logits
 from cai_tensor_parallel.vocabulary import keeps_another_bias, vocabulary_ends
 from cai_tensor_parallel.wrapping import guard_wrapping
@@ -94,7 +94,7 @@ def parallelize(
     degree = mesh.degree("tp")
     if degree == 1 and plan is None:
         return model
-    given, plan = plan, plan or plan_for(model)
+    given, plan = plan, plan or plan_for(model, degree)
     roles = match(plan, model)
     if logits == "sharded" and given is None:
         _check_head(model, roles)
@@ -141,7 +141,9 @@ def _proved(
     degree = cut.degree(mesh)
     uneven = uneven_attentions(model, match(plan, model), degree)
     if uneven:
-        check_uneven(uneven, cut.mode, degree, None if tried is None else tried[0].build(), plan)
+        small, own = (None, plan) if tried is None else (tried[0].build(), tried[1])
+        own = own or (small and plan_of_parts(small, RANKS)) or plan
+        check_uneven(uneven, cut.mode, degree, small, own)
     if tried is None:
         return plan
     shared = shared_heads_of(model) % degree != 0

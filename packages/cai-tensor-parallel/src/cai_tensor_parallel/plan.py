@@ -107,17 +107,25 @@ def parse_role(glob: str, text: str) -> Role:
     return Role(kind, int(count) if count else 2 if packed else 1)
 
 
-def plan_for(model: nn.Module) -> Plan:
+def plan_for(model: nn.Module, ranks: int = 1) -> Plan:
     """The plan of a Hugging Face model: its config's `base_model_tp_plan`, the one in `PLANS` for its type, or one
-    found from its structure and proved on a small model of its class and config.
+    found from its structure and proved on a small model of its class and config. A denoiser of diffusers, or a model
+    with one inside, has that of its parts, see `parts`.
 
     Input embedding and output head, and what is tied to them, are cut by vocabulary, where the plan has no other role
     for them and the embedding computes nothing more than a lookup; in a plan from structure where that is proved, too.
     Globs of a carried or built-in plan that are for parts this model does not have are left out. A carried plan with
-    no `*` says nothing of the layers (many name the embedding alone) and does not count. Raises `PlanError` for a
-    model with no plan, with a template to fill in.
+    no `*` says nothing of the layers (many name the embedding alone) and does not count.
+
+    Args:
+        ranks: that share features; parts of a denoiser that cannot be cut over so many stay whole.
+
+    Raises `PlanError` for a model with no plan, with a template to fill in.
     """
     config = getattr(model, "config", None)
+    parts = None if hasattr(config, "to_json_string") else plan_of_parts(model, ranks)
+    if parts is not None:
+        return parts
     prefix = getattr(model, "base_model_prefix", "")
     prefix = prefix + "." if prefix and hasattr(model, prefix) else ""
     carried = getattr(config, "base_model_tp_plan", None) or {}
@@ -166,6 +174,14 @@ def _vocabulary(model: nn.Module, given: Mapping[str, Role]) -> dict[str, str]:
         for name, role in roles.items()
         if name not in given and not any(found[name].weight is weight for weight in whole)
     }
+
+
+def plan_of_parts(model: nn.Module, ranks: int) -> Plan | None:
+    """The plan of a model with parts of diffusers over so many ranks; None for other models."""
+    from cai_tensor_parallel.parts import survey  # which plans the models of transformers inside
+
+    found = survey(model, ranks)
+    return found.plan if found.plan.roles or found.whole else None
 
 
 def _found(model: nn.Module) -> Plan:

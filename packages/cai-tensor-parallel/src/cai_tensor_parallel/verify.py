@@ -70,7 +70,7 @@ class _Request:
 
     def plan(self, whole: nn.Module) -> Plan:
         if not self.roles:
-            return plan_for(whole)
+            return plan_for(whole, self.ranks)
         return Plan(dict(self.roles), dict(self.divided), dict(self.arguments))
 
 

@@ -102,7 +102,9 @@ def rewrite(
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
     tensor = config.parallel.tensor
-    parallelize(model, mesh, mode=tensor.mode, logits="sharded", sequence=tensor.sequence)
+    parallelize(
+        model, mesh, mode=tensor.mode, logits="sharded", sequence=tensor.sequence, trial=workload.trial
+    )
     share_in_graphs(model)
     loss = workload.loss(model, mesh)
     swap(model, kinds=_kernels(config, device, compiled))

@@ -42,7 +42,8 @@ class Workload:
             again as a whole in backward where they are recomputed; none is part of another.
         sizes: of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
-        trial: a small model of the same kind for `cai_pipeline.split`; None: made of a transformers config.
+        trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
+            themselves; None: made of a transformers config.
     """
 
     build: Callable[[], nn.Module]

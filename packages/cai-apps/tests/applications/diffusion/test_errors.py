@@ -48,7 +48,13 @@ def resolved(recipe: str, **changes: Any) -> Any:
         ("sd-v1-tiny", {"model.weights": "pretrained"}, "is only a shape"),
         ("sd-v1-tiny", {"model.name": "sd-v1-tny"}, "no model 'sd-v1-tny'.*sd-v1-tiny"),
         ("sd-v1-tiny", {"optimizer.ema_decay": 1.5}, "ema_decay"),
-        ("sd-v1-tiny", {"parallel.pipeline.size": 2}, "data parallelism and ZeRO"),
+        ("sd-v1-tiny", {"parallel.pipeline.size": 2}, r"tensor parallelism.*pipeline\.size = 2"),
+        ("dit-tiny", {"parallel.tensor.size": 2, "parallel.tensor.sequence": True}, "sequence = True"),
+        (
+            "sd3-tiny",
+            {"parallel.tensor.size": 4, "parallel.tensor.mode": "2d"},
+            'mode = "2d".*leave both out',
+        ),
     ],
 )
 def test_a_config_that_cannot_be(recipe, changes, words):

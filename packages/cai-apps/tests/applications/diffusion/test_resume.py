@@ -46,8 +46,10 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_resumes_on_another_layout(tmp_path):
     cache = tmp_path / "cache"
     whole = weights(run(tmp_path / "whole", cache, 4, 1, 1))
+    run(tmp_path / "parts", cache, 1, 1, 0)
     run(tmp_path / "parts", cache, 2, 2, 3)
-    assert_same(weights(run(tmp_path / "parts", cache, 4, 1, 0)), whole)
+    run(tmp_path / "parts", cache, 3, 1, 1, **{"parallel.tensor.size": 2})
+    assert_same(weights(run(tmp_path / "parts", cache, 4, 2, 3)), whole)
     assert any(name.startswith("raw/unet") for name in whole)
     changed = (
         name

@@ -1,6 +1,7 @@
 """Each tiny recipe on one, two and four ranks equals a plain loop over diffusers' model, scheduler and torch's AdamW.
 
-Losses, every first gradient, every weight and every average after three steps; and the pictures of what was exported.
+Ranks share data, tensors or both. Losses, every first gradient, every weight and every average after three steps; and
+the pictures of what was exported.
 """
 
 from __future__ import annotations
@@ -48,15 +49,38 @@ CHANGES = {
     "objective.offset_noise": 0.1,
     "objective.condition_dropout": 0.3,
 }
-LAYOUTS = {"1": (1, 1), "2": (2, 3), "4": (4, 2)}
-"""Ranks and ZeRO stage."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "2": {"shard": 2, "zero": 3},
+    "4": {"shard": 4, "zero": 2},
+    "tensor2": {"tensor": 2},
+    "tensor2-data2": {"shard": 2, "zero": 3, "tensor": 2},
+    "tensor4": {"tensor": 4},
+    "tensor2-full": {"tensor": 2, "memory.recompute": "full"},
+    "tensor2-selective": {"tensor": 2, "memory.recompute": "selective"},
+    "tensor2-host": {"shard": 2, "zero": 3, "tensor": 2, "memory.residency": "host"},
+}
+"""Ranks that share data and a ZeRO stage, tensor-parallel ranks (over four, two heads do not go round), and more."""
+RUNS = [(recipe, layout) for layout in ("1", "2", "4", "tensor2") for recipe in RECIPES] + [
+    ("sd3-tiny", "tensor2-data2"),
+    ("dit-tiny", "tensor2-data2"),
+    ("sd-v2-tiny", "tensor4"),
+    ("sd3-tiny", "tensor2-full"),
+    ("dit-tiny", "tensor2-selective"),
+    ("dit-tiny", "tensor2-host"),
+]
 
 
-def config_of(recipe: str, cache: str, ranks: int = 1, zero: int = 1, **more: Any) -> Any:
-    layout = {"parallel.shard": ranks, "parallel.zero": zero, "data.cache": cache}
+def config_of(recipe: str, cache: str, shard: int = 1, zero: int = 1, tensor: int = 1, **more: Any) -> Any:
+    layout = {
+        "parallel.shard": shard,
+        "parallel.zero": zero,
+        "parallel.tensor.size": tensor,
+        "data.cache": cache,
+    }
     if recipe == "sd-v2-tiny":  # the seed's images are enough for four ranks
         layout["data.validation_fraction"] = 0.9
-    return DIFFUSION.resolve(recipes.load(recipe, CHANGES | layout | more), ranks)
+    return DIFFUSION.resolve(recipes.load(recipe, CHANGES | layout | more), shard * tensor)
 
 
 def images_of(config: Any) -> Images:
@@ -74,14 +98,14 @@ def full(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
     return {name: each.to_full(dist.group.WORLD) for name, each in held.items()}
 
 
-def trained(recipe: str, cache: str, ranks: int, zero: int, directory: str):
+def trained(recipe: str, cache: str, layout: str, directory: str):
     """What every rank returns: losses, first gradients, weights and averages; it exports into `directory`."""
-    config = config_of(recipe, cache, ranks, zero)
+    config = config_of(recipe, cache, **LAYOUTS[layout])
     design = load_design(config.model.name)
     session = apply(config, workload(config, design, torch.device("cpu")), device=torch.device("cpu"))
     data = group(session.mesh, ("dp_replicate", "dp_shard"))
     rank = 0 if data is None else dist.get_rank(data)
-    batches = Batches(images_of(config), BATCH, 2, rank, ranks, config.train.seed)
+    batches = Batches(images_of(config), BATCH, 2, rank, config.parallel.shard, config.train.seed)
     losses, gradients = [], {}
     for step in range(STEPS):
         loss = session.step(batches.at(step * BATCH), total=BATCH).clone()
@@ -242,12 +266,11 @@ def expected(recipe: str, cache: str):
     return twin(recipe, cache)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "layout"), RUNS)
 def test_equals_the_plain_loop(recipe, layout, cache, tmp_path):
     losses, gradients, weights, averages = expected(recipe, cache)
-    ranks, zero = LAYOUTS[layout]
-    found = run_ranks(ranks, trained, recipe, cache, ranks, zero, str(tmp_path), timeout=240)[0]
+    ranks = LAYOUTS[layout].get("shard", 1) * LAYOUTS[layout].get("tensor", 1)
+    found = run_ranks(ranks, trained, recipe, cache, layout, str(tmp_path), timeout=240)[0]
     assert found[0] == pytest.approx(losses, abs=1e-9)
     assert_same_as_one_device(found[1], gradients, tolerance=1e-8)
     assert_same_as_one_device(found[2], weights, tolerance=1e-7)

@@ -47,19 +47,24 @@ def _train(config: Config, label: str) -> RunDirectory:
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
     _need(config)
+    from cai_apps.applications.diffusion.design import load_design
     from cai_apps.applications.diffusion.task import DIFFUSION
+    from cai_apps.applications.diffusion.tensor import share_of
     from cai_apps.config.validation import ranks_of
     from cai_apps.planner.fit import Planner
     from cai_apps.planner.text import show_plan
 
-    return show_plan(
+    ranks = ranks_of(config) if ranks is None else ranks
+    text = show_plan(
         Planner(DIFFUSION.resolve, DIFFUSION.workload),
         config,
-        ranks=ranks_of(config) if ranks is None else ranks,
+        ranks=ranks,
         memory=memory,
         title=f"{label}: {config.model.name}",
         batch=f"{config.train.global_batch} images of {config.data.size} x {config.data.size}",
     )
+    share = share_of(config, load_design(config.model.name))
+    return text if share is None else f"{text}\ntensor    {share}"
 
 
 def _report() -> Page:

@@ -17,6 +17,7 @@ from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.flops import image_flops
 from cai_apps.applications.diffusion.gallery import PICTURES, draw_at_the_end, draw_before, draw_on_the_way
 from cai_apps.applications.diffusion.sample import label_numbers
+from cai_apps.applications.diffusion.tensor import share_of
 from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.workload import Workload
@@ -28,6 +29,10 @@ from cai_apps.run.task import Work
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
     from cai_apps.run.task import Job
+
+
+TENSOR = "tensor.json"
+"""In a run's directory: what tensor-parallel ranks divide, and which parts stay whole and why."""
 
 
 class DiffusionTask:
@@ -46,9 +51,11 @@ class DiffusionTask:
         return prepared
 
     def announce(self, config: Config, prepared: Prepared) -> str:
+        share = share_of(config, load_design(config.model.name))
+        cut = "" if share is None else f"{share}\n"
         size, ratio = config.data.size, config.data.max_ratio
         shape = f"{size} x {size}" if ratio == 1 else f"about {size} x {size}, sides up to {ratio:g} : 1"
-        return f"{config.model.name} on {prepared.images:,} images of {shape}"
+        return f"{cut}{config.model.name} on {prepared.images:,} images of {shape}"
 
     def fill(self, job: Job) -> None:
         tokenizer = job.prepared.tokenizer
@@ -56,6 +63,9 @@ class DiffusionTask:
             shutil.copytree(found, job.run.path / found.name, dirs_exist_ok=True)
         if job.prepared.labels:
             (job.run.path / LABELS).write_text("\n".join(job.prepared.labels), encoding="utf-8")
+        share = share_of(job.config, load_design(job.config.model.name))
+        if share is not None:
+            (job.run.path / TENSOR).write_text(share.to_json(), encoding="utf-8")
         draw_before(job, load_design(job.config.model.name))
 
     def work(self, job: Job) -> Work:

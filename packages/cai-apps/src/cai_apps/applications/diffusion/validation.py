@@ -13,7 +13,7 @@ from cai_apps.applications.diffusion.encoders import check_widths
 from cai_apps.applications.diffusion.model import build, targets
 from cai_apps.applications.diffusion.process import process_of
 from cai_apps.applications.diffusion.sample import make_scheduler, options
-from cai_apps.applications.diffusion.workload import trains_text
+from cai_apps.applications.diffusion.tensor import share_of, trains_text
 from cai_apps.compose.lora import check_targets, need_peft
 from cai_apps.config import validation
 from cai_apps.config.sections import LoRA
@@ -45,7 +45,7 @@ def resolve(config: Config, design: Design, world_size: int) -> Config:
     """
     validation.check_ranges(config, RANGES)
     config = validation.resolve(config, world_size)
-    _check_parallel(config)
+    _check_parallel(config, design)
     _check_design(config, design)
     make_scheduler(design, options(config))
     _check_prior(config, design)
@@ -57,15 +57,24 @@ def resolve(config: Config, design: Design, world_size: int) -> Config:
     return config
 
 
-def _check_parallel(config: Config) -> None:
+def _check_parallel(config: Config, design: Design) -> None:
+    """Raises ConfigError for stages, for tensor parallelism in another form than mode 1d, and where nothing is cut."""
     parallel = config.parallel
-    if parallel.pipeline.size > 1 or parallel.tensor.size > 1:
+    if parallel.pipeline.size > 1:
         raise ConfigError(
-            "denoisers are trained by data parallelism and ZeRO",
-            got=f"parallel.tensor.size = {parallel.tensor.size}, parallel.pipeline.size = {parallel.pipeline.size}",
-            expected="1 and 1",
+            "denoisers are trained by data parallelism and ZeRO, and tensor parallelism",
+            got=f"parallel.pipeline.size = {parallel.pipeline.size}",
+            expected="1",
             fix="raise parallel.shard, and parallel.zero to 3 where memory is short",
         )
+    if parallel.tensor.mode != "1d" or parallel.tensor.sequence:
+        raise ConfigError(
+            "between a denoiser's blocks are convolutions and modulations by time, which see all samples and features",
+            got=f'parallel.tensor.mode = "{parallel.tensor.mode}", sequence = {parallel.tensor.sequence}',
+            expected='"1d", without sequence: attention and feed-forward layers are cut',
+            fix="leave both out",
+        )
+    share_of(config, design)
 
 
 def _check_design(config: Config, design: Design) -> None:

@@ -17,6 +17,7 @@ from cai_apps.applications.diffusion.encoders import Autoencoder, encoder_direct
 from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.model import build, check_shared, initializer, layers, parts
 from cai_apps.applications.diffusion.process import Process, process_of, squared_error
+from cai_apps.applications.diffusion.tensor import trains_text, trial_of
 from cai_apps.applications.diffusion.variance import StepBounds
 from cai_apps.compose.apply import is_compiled
 from cai_apps.compose.lora import plain_name
@@ -126,12 +127,8 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         layers=layers,
         sizes=len(shapes_of(config.data.size, config.data.max_ratio, design.multiple)),
         pretrained=_pretrained(config, design),
+        trial=trial_of(design, train_text=trains_text(config, design), ranks=config.parallel.tensor.size),
     )
-
-
-def trains_text(config: Config, design: Design) -> bool:
-    """Whether the text encoders learn with the denoiser."""
-    return config.model.text_encoder == "trained" and bool(design.texts)
 
 
 def _layout(config: Config, design: Design, device: torch.device | None) -> torch.memory_format:
