@@ -49,6 +49,9 @@ def test_forwards_are_those_of_the_model_left_alone():
         with mode(), away:
             for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 0, 0, 1), (2,), (0, 1, 2, 3)):
                 assert torch.equal(away.model(x, order), plain(x, order))
+    sizes = sorted(layer.nbytes for layer in away._layers.values())
+    around = plain.first.weight.nbytes + plain.first.bias.nbytes
+    assert away.most <= around + sum(sizes[-2:]), "a layer that was expected in vain is dropped"
     for name, value in plain.state_dict().items():
         assert torch.equal(value.float(), away.model.state_dict()[name].float()), name
 
