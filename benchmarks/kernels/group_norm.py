@@ -40,7 +40,9 @@ def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Te
 
 
 def cases(tiny: bool) -> Iterator[Case]:
-    sizes = [(1, 64, 4)] if tiny else [(16, 320, 64), (16, 640, 32), (16, 1280, 16), (16, 2560, 8), (2, 320, 64)]
+    sizes = (
+        [(1, 64, 4)] if tiny else [(16, 320, 64), (16, 640, 32), (16, 1280, 16), (16, 2560, 8), (2, 320, 64)]
+    )
     for samples, channels, side in sizes:
         for last in (True, False):
             tensor = samples * channels * side * side * 2

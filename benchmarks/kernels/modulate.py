@@ -36,7 +36,9 @@ def plain_gate(residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> t
 
 
 def cases(tiny: bool) -> Iterator[Case]:
-    for samples, tokens, columns in [(2, 8, 64)] if tiny else [(64, 256, 1152), (16, 1024, 1536), (4, 4096, 2432)]:
+    for samples, tokens, columns in (
+        [(2, 8, 64)] if tiny else [(64, 256, 1152), (16, 1024, 1536), (4, 4096, 2432)]
+    ):
         tensor, shape = samples * tokens * columns * 2, f"{samples}x{tokens}x{columns}"
         inputs = make(samples, tokens, columns, 1, 2)
         yield Case("modulate", shape, inputs, modulate, plain_modulate, None, 2 * tensor, 3 * tensor)

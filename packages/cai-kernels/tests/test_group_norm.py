@@ -124,7 +124,9 @@ def test_with_and_without_parameters(form, request):
     x, weight, bias, dy = tensors((2, 6, 5), torch.bfloat16)
     for given in ((x,), (x, weight), (x, weight.float(), bias.float()), (x, weight.float(), bias)):
         assert_no_less_exact(kernel(2), plain(2), given, (dy,))
-    assert_no_less_exact(lambda a, b: kernel(2)(a, None, b), lambda a, b: plain(2)(a, None, b), (x, bias), (dy,))
+    assert_no_less_exact(
+        lambda a, b: kernel(2)(a, None, b), lambda a, b: plain(2)(a, None, b), (x, bias), (dy,)
+    )
 
 
 @pytest.mark.parametrize("form", ["whole", "parts"])

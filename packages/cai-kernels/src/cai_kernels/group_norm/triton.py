@@ -13,7 +13,9 @@ from cai_kernels.group_norm import kernels, reference
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.ops import define, gradients_of
 
-WHOLE = 16384  # values of a group that one program holds in registers; half of it where channels are neighbours
+WHOLE = (
+    16384  # values of a group that one program holds in registers; half of it where channels are neighbours
+)
 TILE = 2048  # values of a tile of a larger group
 CHANNELS = 64  # of such a tile, where channels are neighbours
 PARTS = 4  # programs a multiprocessor that sum over parts of the positions
@@ -195,9 +197,7 @@ def _differentiate(ctx, dy, _mean, _rstd):
     x, weight, bias, mean, rstd = ctx.saved_tensors
     need_x, _, need_weight, need_bias = ctx.needs_input_grad[:4]
     dtypes = (weight.dtype if need_weight else None, bias.dtype if need_bias else None)
-    dx, dw, db = group_norm_backward(
-        dy, x, ctx.groups, weight, bias, mean, rstd, ctx.silu, need_x, *dtypes
-    )
+    dx, dw, db = group_norm_backward(dy, x, ctx.groups, weight, bias, mean, rstd, ctx.silu, need_x, *dtypes)
     return (
         dx if need_x else None,
         None,
