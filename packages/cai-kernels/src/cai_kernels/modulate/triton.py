@@ -58,9 +58,9 @@ def _modulate_backward(
     shift_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x [N, T, C], scale and shift [N, C]; one not needed (its dtype None) is empty."""
-    dx, *sums = _empty_gradients(dy, x, scale, mean, rstd, need_x, scale_dtype, shift_dtype)
+    dx, dscale, dshift = _empty_gradients(dy, x, scale, mean, rstd, need_x, scale_dtype, shift_dtype)
     if x.numel() == 0:
-        return dx, *(t.zero_() for t in sums)
+        return dx, dscale.zero_(), dshift.zero_()
     samples, tokens, columns = x.shape
     sizes = _tile(tokens, power_of_2(columns))
     parts, scale = _walk(x, sizes["ROWS"]), _of_samples(scale)
@@ -69,8 +69,8 @@ def _modulate_backward(
     inputs = (dy.contiguous(), x.contiguous(), scale, mean, rstd)
     outputs = (dx if need_x else None, *partial)
     launch(inputs, outputs, (parts, tokens, columns, scale.stride(0), samples), STAGES=2, **sizes)
-    _sum(partial, sums)
-    return dx, *sums
+    _sum(partial, [dscale, dshift])
+    return dx, dscale, dshift
 
 
 def _gate_add(residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
