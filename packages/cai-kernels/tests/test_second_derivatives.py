@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cai_kernels import geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu
+from cai_kernels import (
+    gate_add,
+    geglu,
+    group_norm,
+    layer_norm,
+    linear_cross_entropy,
+    modulate,
+    rms_norm,
+    rope,
+    swiglu,
+)
 
 ROWS, WIDTH = 3, 8
 
@@ -20,6 +30,9 @@ FUNCTIONS = {
     "rms_norm": lambda x, w, backend: rms_norm(x, w, backend=backend),
     "rms_norm, gemma": lambda x, w, backend: rms_norm(x, w, casting="gemma", backend=backend),
     "layer_norm": lambda x, w, backend: layer_norm(x, w, w * 2, backend=backend),
+    "group_norm": lambda x, w, backend: group_norm(x, 2, w, w * 2, silu=True, backend=backend),
+    "modulate": lambda x, w, backend: modulate(x[:, None], w * x, w + x, backend=backend),
+    "gate_add": lambda x, w, backend: gate_add(x[None], (x * w)[None], w[None], backend=backend),
     "swiglu": lambda x, w, backend: swiglu(x, w * x, backend=backend),
     "geglu": lambda x, w, backend: geglu(x, x + w, backend=backend),
     "rope": lambda x, w, backend: rope(

@@ -26,6 +26,7 @@ from cai_kernels.fp8_linear import Fp8Linear, WeightCache, convert_to_fp8, fp8_l
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
 from cai_kernels.global_norm import global_norm
+from cai_kernels.group_norm import group_norm
 from cai_kernels.grouped_matmul import grouped_matmul
 from cai_kernels.layer_norm import layer_norm
 from cai_kernels.linear_cross_entropy import (
@@ -35,6 +36,7 @@ from cai_kernels.linear_cross_entropy import (
     linear_cross_entropy_weight_grad,
     linear_log_probs,
 )
+from cai_kernels.modulate import gate_add, modulate
 from cai_kernels.paged_attention import paged_append_, paged_attention
 from cai_kernels.pair_bias_attention import pair_bias_attention
 from cai_kernels.preference import (
@@ -88,9 +90,11 @@ __all__ = [
     "embedding",
     "explain_attention",
     "fp8_linear",
+    "gate_add",
     "geglu",
     "gelu_bias",
     "global_norm",
+    "group_norm",
     "grouped_matmul",
     "grpo_loss",
     "kto_loss",
@@ -102,6 +106,7 @@ __all__ = [
     "linear_log_probs",
     "linear_sequence_log_probs",
     "merge_attention",
+    "modulate",
     "orpo_loss",
     "paged_append_",
     "paged_attention",
