@@ -78,8 +78,9 @@ def build(block=Block):
 
 
 def batch(step):
+    """Samples of four tokens."""
     gen = torch.Generator().manual_seed(step)
-    return torch.randn(16, WIDTH, generator=gen), torch.randn(16, 8, generator=gen)
+    return torch.randn(4, 4, WIDTH, generator=gen), torch.randn(4, 4, 8, generator=gen)
 
 
 def loss_of(model, x, y):

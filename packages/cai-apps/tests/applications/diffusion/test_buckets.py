@@ -247,7 +247,6 @@ def test_the_command_trains_and_validates(directory, tmp_path):
         "data.validation_fraction": 0.4,
         "train.validate_every": 1,
         "train.steps": 2,
-        "train.compile": "on",
     }
     finished = train(DIFFUSION, config_of(directory, tmp_path / "cache", **where, **check), label="buckets")
     lines = [json.loads(line) for line in finished.metrics.read_text().splitlines()]

@@ -329,3 +329,10 @@ def test_flops_are_those_of_one_backward_product(base):
 def test_what_cannot_be_is_refused_before_ranks_start(base, more, words):
     with pytest.raises(ConfigError, match=words):
         config_of(base, "sd-v1-tiny", **more)
+
+
+def test_tensor_parallel_ranks_are_refused(base):
+    more = {"parallel.tensor.size": 2, "parallel.shard": 1}
+    config = recipes.load("sd-v1-tiny", CHANGES | {"model.name": str(base / "sd-v1-tiny")} | more)
+    with pytest.raises(ConfigError, match="tensor-parallel ranks cut"):
+        DIFFUSION.resolve(config, 2)

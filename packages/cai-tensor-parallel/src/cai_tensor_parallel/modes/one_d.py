@@ -25,7 +25,7 @@ from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.modes.experts import count_once, sum_parts
 from cai_tensor_parallel.modes.parameters import cut_parameter
 from cai_tensor_parallel.modes.reading import readers_of
-from cai_tensor_parallel.modes.sequence import DIM, Sequence
+from cai_tensor_parallel.modes.sequence import Sequence
 from cai_tensor_parallel.modes.shared import sum_gradients
 from cai_tensor_parallel.modes.tokens import gathered_tokens, start_scatter_tokens
 from cai_tensor_parallel.modes.whole import Picked, Tail
@@ -116,13 +116,18 @@ class Row(Local):
         y, saved = self.products.forward(x, weight, None)
         scattered = self.sequence is not None and self.sequence.on
         y = (start_scatter_tokens(y, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
+        if self.sequence is not None:  # backward may come when the sequence is cut otherwise
+            saved = (y.new_empty(int(scattered)), *saved)
         return (y if bias is None else y + bias), saved
 
     def backward(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
-        if dy.shape[DIM:-1] != saved[0].shape[DIM:-1]:
-            return self._gathered(dy, weight, saved, **needs)
+        if self.sequence is not None:
+            scattered, *saved = saved
+            if scattered.numel():
+                return self._gathered(dy, weight, tuple(saved), **needs)
+        saved = tuple(saved)
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         if dx is None or not self.split:
             return Ready(dx), operands, db
