@@ -124,10 +124,9 @@ class Row(Local):
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         if self.sequence is not None:
-            scattered, *saved = saved
+            scattered, saved = saved[0], saved[1:]
             if scattered.numel():
-                return self._gathered(dy, weight, tuple(saved), **needs)
-        saved = tuple(saved)
+                return self._gathered(dy, weight, saved, **needs)
         dx, operands, db = self.products.backward(dy, weight, saved, **needs)
         if dx is None or not self.split:
             return Ready(dx), operands, db
