@@ -29,7 +29,7 @@ from cai_apps.applications.diffusion.encoders import load_autoencoder, load_text
 from cai_apps.applications.diffusion.flops import image_flops
 from cai_apps.applications.diffusion.process import process_of
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.text import embed
+from cai_apps.applications.diffusion.text import T5_LENGTH, embed
 from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.run.train import settle
@@ -86,7 +86,7 @@ def batches(
         if config.model.text_encoder == "trained":
             return found | {"tokens": torch.randint(2, 400, (n, len(design.texts), length), **rand)}
         if "pooled" in family.widths:
-            length_all = 2 * length
+            length_all = length + T5_LENGTH
             found["pooled"] = torch.randn(n, denoiser[family.widths["pooled"]], **rand)
         else:
             length_all = length
@@ -164,7 +164,7 @@ def _encoders(
             held.extend((load_autoencoder(design, **options), load_texts(design, **options)))
         vae, texts = held
         found = batch | vae.moments(batch["pixels"])
-        return found | embed(design.family, design.denoiser, texts, batch["tokens"], torch.bfloat16)
+        return found | embed(design.family, design.denoiser, texts, batch["tokens"].unbind(1), torch.bfloat16)
 
     return encode
 

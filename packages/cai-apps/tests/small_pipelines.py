@@ -111,7 +111,25 @@ def sd3() -> diffusers.DiffusionPipeline:
     )
 
 
-PIPELINES: dict[str, Callable[[], Any]] = {"sd": sd, "dit": dit, "sd3": sd3}
+def t5_tokenizer() -> Any:
+    from transformers import T5TokenizerFast
+
+    words = sorted({f"\u2581{word}" for caption in CAPTIONS for word in caption.split()})
+    scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((word, -1.0) for word in ("\u2581", *words))]
+    return T5TokenizerFast(vocab=scores, extra_ids=0)
+
+
+def sd3_t5() -> diffusers.DiffusionPipeline:
+    """With a third text encoder."""
+    from transformers import T5Config, T5EncoderModel
+
+    shape = {"d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 32}
+    t5 = T5EncoderModel(T5Config(**shape, feed_forward_proj="gated-gelu"))
+    parts = sd3().components | {"text_encoder_3": t5, "tokenizer_3": t5_tokenizer()}
+    return diffusers.StableDiffusion3Pipeline(**{k: v for k, v in parts.items() if v is not None})
+
+
+PIPELINES: dict[str, Callable[[], Any]] = {"sd": sd, "dit": dit, "sd3": sd3, "sd3-t5": sd3_t5}
 
 
 def save(name: str, directory: Path, **how: Any) -> Path:

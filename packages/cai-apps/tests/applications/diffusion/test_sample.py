@@ -123,8 +123,6 @@ def by_diffusers(directory: Path, prompts: list[str], options: Options, noise: t
     given: dict[str, Any] = {"num_inference_steps": options.steps, "guidance_scale": options.guidance}
     if isinstance(pipeline, diffusers.DiTPipeline):
         return pipeline(class_labels=[int(p) for p in prompts], output_type="np", **given).images
-    if isinstance(pipeline, diffusers.StableDiffusion3Pipeline):
-        given["max_sequence_length"] = 12
     return pipeline(prompts, latents=noise, output_type="np", **given).images
 
 

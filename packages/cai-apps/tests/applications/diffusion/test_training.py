@@ -221,7 +221,7 @@ def conditions(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Te
     states = torch.cat([each.hidden_states[-2] for each in found], -1)
     states = nn.functional.pad(states, (0, model.denoiser.config.joint_attention_dim - states.shape[-1]))
     return {
-        "encoder_hidden_states": torch.cat([states, torch.zeros_like(states)], 1),
+        "encoder_hidden_states": torch.cat([states, states.new_zeros(len(states), 256, states.shape[-1])], 1),
         "pooled_projections": torch.cat([each.text_embeds for each in found], -1),
     }
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from cai_apps.applications.diffusion.families import Family, check_conditions, family_of
-from cai_apps.applications.diffusion.text import kind_of_text
+from cai_apps.applications.diffusion.text import T5_LENGTH, is_t5, kind_of_text
 from cai_mesh.errors import ConfigError, did_you_mean
 
 TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+THIRD = 2
+"""Place of a T5 among them."""
 DENOISERS = ("unet", "transformer")
 RAW = "raw"
 """Folder of an export with the last weights, where it has averaged ones."""
@@ -70,9 +72,19 @@ class Design:
         return self.factor * self.family.multiple(self.denoiser)
 
     @property
+    def clips(self) -> tuple[Mapping[str, Any], ...]:
+        """The text encoders that are no T5."""
+        return tuple(text for text in self.texts if not is_t5(text))
+
+    @property
     def text_length(self) -> int:
-        """Tokens of a caption that are read."""
-        return min((text["max_position_embeddings"] for text in self.texts), default=0)
+        """Tokens of a caption that a CLIP reads."""
+        return min((text["max_position_embeddings"] for text in self.clips), default=0)
+
+    @property
+    def text_lengths(self) -> tuple[int, ...]:
+        """Tokens of a caption that each text encoder reads."""
+        return tuple(T5_LENGTH if is_t5(text) else self.text_length for text in self.texts)
 
 
 def presets() -> list[str]:
@@ -104,8 +116,9 @@ def load_design(name: str) -> Design:
     directory = Path(name).expanduser()
     design = _of_directory(directory if directory.is_dir() else _downloaded(name))
     check_conditions(design.denoiser)
-    for text in design.texts:
-        kind_of_text(text)
+    for number, text in enumerate(design.texts):
+        if not (number == THIRD and design.family.name == "SD3" and is_t5(text)):
+            kind_of_text(text)
     return design
 
 

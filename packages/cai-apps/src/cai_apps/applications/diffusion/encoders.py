@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import TEXTS, Design
 from cai_apps.applications.diffusion.loading import Decoding, decoding_of, free_bytes, variant_of
-from cai_apps.applications.diffusion.text import build_text_encoder
+from cai_apps.applications.diffusion.text import build_text_encoder, is_t5
 from cai_mesh.errors import ConfigError
 
 LARGEST_TILE = 64
@@ -172,16 +172,24 @@ def check_widths(design: Design) -> None:
             f"{design.name} has no text encoder", expected=f"captions are what a {family.name} takes"
         )
     made: dict[str, Sequence[int]] = {
-        "text": [text["hidden_size"] for text in design.texts],
-        "pooled": [text.get("projection_dim", 512) for text in design.texts],
+        "text": [text["hidden_size"] for text in design.clips],
+        "pooled": [text.get("projection_dim", 512) for text in design.clips],
     }
+    for text in design.texts:
+        if is_t5(text) and text["d_model"] != design.denoiser["joint_attention_dim"]:
+            raise ConfigError(
+                f"the states of the T5 are not what the {family.name} takes",
+                got=f"d_model = {text['d_model']}",
+                expected=f"joint_attention_dim = {design.denoiser['joint_attention_dim']}",
+                fix="use the text encoders that this denoiser was made for",
+            )
     for what, key in family.widths.items():
         taken, width = design.denoiser[key], sum(made[what])
         fits = width <= taken if (family.condition, what) == ("text and pooled", "text") else width == taken
         if not fits:
             raise ConfigError(
                 f"the {what} embeddings are not what the {family.name} takes",
-                got=f"{width} wide, of {len(design.texts)} text encoder{'s' * (len(design.texts) > 1)}",
+                got=f"{width} wide, of {len(design.clips)} text encoder{'s' * (len(design.clips) > 1)}",
                 expected=f"{key} = {taken}",
                 fix="use the text encoders that this denoiser was made for",
             )

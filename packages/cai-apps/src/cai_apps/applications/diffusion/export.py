@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import LABELS, RAW, TEXTS, Design
-from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_texts
+from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_text
 from cai_apps.applications.diffusion.model import parts, targets
 from cai_apps.applications.diffusion.tensor import trains_text
+from cai_apps.applications.diffusion.text import is_t5
 from cai_apps.compose.lora import merged, plain_name, save_adapters
 from cai_mesh.checkpoint import save_hf
 from cai_mesh.layout import BoxedTensor
@@ -101,8 +102,8 @@ def _write_beside(design: Design, config: Config, directory: Path, run: Path, tr
     if autoencoder.model is not None:
         autoencoder.model.save_pretrained(directory / "vae")
     if not trained.intersection(TEXTS):
-        for folder, text in zip(TEXTS, load_texts(design, **options, directory=source), strict=False):
-            text.save_pretrained(directory / folder)
+        for number, folder in enumerate(TEXTS[: len(design.texts)]):
+            load_text(design, number, **options, directory=source).save_pretrained(directory / folder)
     for suffix in ("", "_2", "_3")[: len(design.texts)]:
         home = run / f"tokenizer{suffix}" if (run / f"tokenizer{suffix}").is_dir() else run / "tokenizer"
         shutil.copytree(home, directory / f"tokenizer{suffix}", dirs_exist_ok=True)
@@ -125,7 +126,8 @@ def index_of(design: Design) -> dict[str, object]:
     found["vae"] = ["diffusers", "AutoencoderKL"]
     for number, text in enumerate(design.texts):
         found[TEXTS[number]] = ["transformers", text.get("architectures", ["CLIPTextModel"])[0]]
-        found[f"tokenizer{'' if number == 0 else f'_{number + 1}'}"] = ["transformers", "CLIPTokenizer"]
+        tokenizer = "T5TokenizerFast" if is_t5(text) else "CLIPTokenizer"
+        found[f"tokenizer{'' if number == 0 else f'_{number + 1}'}"] = ["transformers", tokenizer]
     missing = TEXTS[len(design.texts) :] if design.family.name == "SD3" else ()
     for name in missing:
         found |= {name: [None, None], name.replace("text_encoder", "tokenizer"): [None, None]}

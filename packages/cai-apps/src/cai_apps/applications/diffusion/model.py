@@ -43,7 +43,8 @@ class Denoiser(nn.Module):
         in place of text and pooled where text encoders are trained."""
         if self.texts:
             texts = list(self.texts.values())
-            condition = embed(self._family, self.denoiser.config, texts, condition["tokens"], sample.dtype)  # type: ignore[arg-type]
+            tokens = condition["tokens"].unbind(1)
+            condition = embed(self._family, self.denoiser.config, texts, tokens, sample.dtype)  # type: ignore[arg-type]
         return self.denoiser(**self._family.takes(sample, time, condition), return_dict=False)[0]
 
 

@@ -235,7 +235,7 @@ class Sampler:
                 {"label": torch.tensor([none] * len(f) + found)}
                 for f, found in zip(free, labels, strict=True)
             ]
-        tokenizers = load_tokenizers(self._directory, len(self.design.texts))
+        tokenizers = load_tokenizers(self._directory, self.design.texts)
         tokens = [self._tokens(tokenizers, [*f, *part]) for f, part in zip(free, parts, strict=True)]
         said: list[list[dict[str, Tensor]]] = [[] for _ in parts]
         for number in range(len(self.design.texts)):
@@ -243,7 +243,7 @@ class Sampler:
                 of_part.append(found)
         return [join(self.design.family, self.design.denoiser, each) for each in said]
 
-    def _read(self, number: int, tokens: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    def _read(self, number: int, tokens: Sequence[Sequence[Tensor]]) -> list[dict[str, Tensor]]:
         """What a text encoder says of each batch, on the host."""
         text = load_text(
             self.design, number, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
@@ -251,12 +251,12 @@ class Sampler:
         with settle_text(text, self.device, self._memory), torch.inference_mode():
             found = []
             for each in tokens:
-                said = read(self.design.family, text, each[:, number].to(self.device), self._dtype)
+                said = read(self.design.family, text, each[number].to(self.device), self._dtype)
                 found.append({name: value.cpu() for name, value in said.items()})
             return found
 
-    def _tokens(self, tokenizers: Sequence[Any], prompts: Sequence[str]) -> Tensor:
-        tokens, cut = tokenize(tokenizers, prompts, self.design.text_length)
+    def _tokens(self, tokenizers: Sequence[Any], prompts: Sequence[str]) -> list[Tensor]:
+        tokens, cut = tokenize(tokenizers, prompts, self.design.text_lengths)
         for number in cut:
             print(f"cut after {self.design.text_length} tokens: {prompts[number]!r}", flush=True)
         return tokens

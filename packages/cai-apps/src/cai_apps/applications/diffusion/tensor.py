@@ -87,7 +87,7 @@ def trial_of(design: Design, *, train_text: bool, ranks: int) -> Trial | None:
     """The small model on which a plan for `ranks` ranks is tried; None for one rank. The same one for equal designs."""
     if ranks == 1:
         return None
-    parts = {"denoiser": dict(design.denoiser), "texts": [dict(text) for text in design.texts]}
+    parts = {"denoiser": dict(design.denoiser), "texts": [dict(text) for text in design.clips]}
     return _trial(json.dumps(parts, sort_keys=True), train_text, ranks)
 
 

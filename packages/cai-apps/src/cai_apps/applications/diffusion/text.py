@@ -19,18 +19,28 @@ if TYPE_CHECKING:
 ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
 """Ends of the names of layers of text encoders that have adapters unless a config says which."""
 KINDS = ("CLIPTextModel", "CLIPTextModelWithProjection")
+T5 = "T5EncoderModel"
+"""The kind of the third text encoder of SD3, which works without it."""
+T5_LENGTH = 256
+"""Tokens of it that the pipeline of diffusers reads; without it zeros are in their place."""
 
 
 def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     """The text encoder of a config, on the device of the context."""
     import transformers
 
-    made = transformers.CLIPTextConfig(**{k: v for k, v in config.items() if k != "architectures"})
-    return getattr(transformers, kind_of_text(config))(made)
+    kind = transformers.T5Config if is_t5(config) else transformers.CLIPTextConfig
+    made = kind(**{k: v for k, v in config.items() if k != "architectures"})
+    return getattr(transformers, T5 if is_t5(config) else kind_of_text(config))(made)
+
+
+def is_t5(config: Mapping[str, Any]) -> bool:
+    """Whether a text encoder's config is of a T5."""
+    return config.get("architectures", [""])[0] == T5
 
 
 def kind_of_text(config: Mapping[str, Any]) -> str:
-    """The class of transformers that a text encoder's config is of.
+    """The class of transformers that a config of a CLIP text encoder is of.
 
     Raises:
         ConfigError: it is none of those known here.
@@ -41,7 +51,7 @@ def kind_of_text(config: Mapping[str, Any]) -> str:
             "a text encoder of an unknown kind",
             got=name,
             expected=" or ".join(KINDS),
-            fix="leave its directory out: SD3 works without its third text encoder" if "T5" in name else "",
+            fix="a T5 can be the third text encoder of an SD3 alone" if "T5" in name else "",
         )
     return name
 
@@ -50,7 +60,7 @@ def embed(
     family: Family,
     denoiser: Mapping[str, Any],
     texts: Sequence[nn.Module],
-    tokens: Tensor,
+    tokens: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """What a denoiser takes of captions.
@@ -58,17 +68,18 @@ def embed(
     Args:
         denoiser: its config.
         texts: the text encoders.
-        tokens: int64 [n, encoders, length].
+        tokens: int64 [n, length] for each of them.
 
     Returns text [n, length, width] of `dtype`; and pooled [n, width] where the denoiser takes it, as `join` says.
     """
-    return join(family, denoiser, [read(family, text, tokens[:, i], dtype) for i, text in enumerate(texts)])
+    said = [read(family, text, each, dtype) for text, each in zip(texts, tokens, strict=True)]
+    return join(family, denoiser, said)
 
 
 def read(family: Family, text: nn.Module, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """What one text encoder says of tokens int64 [n, length]: text [n, length, width], of `dtype`; and pooled
-    [n, width] where the denoiser takes it."""
-    if family.condition == "text":
+    [n, width] where the denoiser takes it, but of a T5."""
+    if family.condition == "text" or is_t5({"architectures": [type(text).__name__]}):
         return {"text": text(input_ids=tokens).last_hidden_state.to(dtype)}
     found = text(input_ids=tokens, output_hidden_states=True)
     return {"text": found.hidden_states[-2].to(dtype), "pooled": found.text_embeds.to(dtype)}
@@ -79,16 +90,19 @@ def join(
 ) -> dict[str, Tensor]:
     """What a denoiser takes of what its text encoders say, in their order.
 
-    For SD3 the states before the last layer of all encoders lie side by side, filled up with zeros, and are followed by
-    as many zeros in place of a third encoder's (T5), as diffusers does without one.
+    For SD3 the states before the last layer of the CLIP encoders lie side by side, filled up with zeros, and are
+    followed by those of the T5, or by zeros in their place, as diffusers does it.
     """
     if family.condition == "text":
         return dict(said[0])
-    states = torch.cat([each["text"] for each in said], -1)
+    clips = [each for each in said if "pooled" in each]
+    states = torch.cat([each["text"] for each in clips], -1)
     states = nn.functional.pad(states, (0, denoiser["joint_attention_dim"] - states.shape[-1]))
+    third = [each["text"] for each in said if "pooled" not in each]
+    third = third or [states.new_zeros(states.shape[0], T5_LENGTH, states.shape[-1])]
     return {
-        "text": torch.cat([states, torch.zeros_like(states)], 1),
-        "pooled": torch.cat([each["pooled"] for each in said], -1),
+        "text": torch.cat([states, *third], 1),
+        "pooled": torch.cat([each["pooled"] for each in clips], -1),
     }
 
 
@@ -103,24 +117,36 @@ def train_tokenizer(captions: Iterable[str], size: int) -> CLIPTokenizer:
 
 
 def tokenize(
-    tokenizers: Sequence[CLIPTokenizer], captions: Sequence[str], length: int
-) -> tuple[Tensor, list[int]]:
-    """int64 [captions, encoders, length], and the numbers of the captions that had to be cut."""
+    tokenizers: Sequence[Any], captions: Sequence[str], lengths: Sequence[int]
+) -> tuple[list[Tensor], list[int]]:
+    """int64 [captions, length] for each tokenizer, and the numbers of the captions that one of them had to cut."""
     ids, cut = [], set()
-    for tokenizer in tokenizers:
+    for tokenizer, length in zip(tokenizers, lengths, strict=True):
         options: dict[str, Any] = {"padding": "max_length", "max_length": length, "truncation": True}
         ids.append(torch.tensor(tokenizer(list(captions), **options)["input_ids"]).view(-1, length))
-        lengths = (len(each) for each in tokenizer(list(captions), verbose=False)["input_ids"])
-        cut |= {number for number, tokens in enumerate(lengths) if tokens > length}
-    return torch.stack(ids, 1), sorted(cut)
+        whole = tokenizer(list(captions), verbose=False)["input_ids"]
+        cut |= {number for number, tokens in enumerate(whole) if len(tokens) > length}
+    return ids, sorted(cut)
 
 
-def load_tokenizers(directory: Path, count: int) -> list[CLIPTokenizer]:
-    """Those of a pipeline's directory, or of a run's: `tokenizer`, `tokenizer_2`; the first where one is missing."""
-    from transformers import CLIPTokenizer
+def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Those of a pipeline's directory, or of a run's: `tokenizer`, `tokenizer_2`; the first where one is missing.
+
+    Args:
+        texts: configs of the text encoders.
+
+    Raises:
+        ConfigError: that of a T5 is missing.
+    """
+    from transformers import AutoTokenizer, CLIPTokenizer
 
     found = []
-    for name in ("tokenizer", "tokenizer_2", "tokenizer_3")[:count]:
+    for name, text in zip(("tokenizer", "tokenizer_2", "tokenizer_3"), texts, strict=False):
         home = directory / name
-        found.append(CLIPTokenizer.from_pretrained(home) if home.is_dir() else found[0])
+        if is_t5(text):
+            if not home.is_dir():
+                raise ConfigError("a T5 without its tokenizer", expected=str(home))
+            found.append(AutoTokenizer.from_pretrained(home))
+        else:
+            found.append(CLIPTokenizer.from_pretrained(home) if home.is_dir() else found[0])
     return found

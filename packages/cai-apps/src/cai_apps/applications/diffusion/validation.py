@@ -108,6 +108,12 @@ def _check_design(config: Config, design: Design) -> None:
             expected=f"in_channels = {design.denoiser['in_channels']}",
         )
     check_widths(design)
+    if config.model.text_encoder == "trained" and design.clips != design.texts:
+        raise ConfigError(
+            "a T5 is not trained with a denoiser",
+            got='model.text_encoder = "trained"',
+            expected='"frozen", or a directory without text_encoder_3',
+        )
     _check_shapes(config, design)
     _check_objective(config, design)
 

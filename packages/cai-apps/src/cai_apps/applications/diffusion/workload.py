@@ -18,6 +18,7 @@ from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.model import build, check_shared, initializer, layers, parts
 from cai_apps.applications.diffusion.process import Process, process_of, squared_error
 from cai_apps.applications.diffusion.tensor import trains_text, trial_of
+from cai_apps.applications.diffusion.text import T5_LENGTH
 from cai_apps.applications.diffusion.variance import StepBounds
 from cai_apps.compose.apply import is_compiled
 from cai_apps.compose.lora import plain_name
@@ -198,6 +199,6 @@ def _example(config: Config, design: Design, samples: int, compute: torch.dtype,
     if config.model.text_encoder == "trained":
         return found | {"tokens": torch.zeros(samples, len(design.texts), length, dtype=torch.int64)}
     if "pooled" in family.widths:
-        length *= 2
+        length += T5_LENGTH
         found["pooled"] = torch.zeros(samples, denoiser[family.widths["pooled"]], dtype=compute)
     return found | {"text": torch.zeros(samples, length, denoiser[family.widths["text"]], dtype=compute)}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +40,7 @@ from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokeniz
 from cai_apps.compose.sharding import DTYPES
 from cai_mesh.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
-
-FORMAT = 2
+FORMAT = 3
 AT_ONCE = 16
 """Images or captions that are encoded together."""
 EMPTY = 0
@@ -160,7 +157,7 @@ class _Writer:
         numbers = [known.setdefault(self._source.caption(i), len(known)) for i in range(self._source.size)]
         self._save({"caption": torch.tensor([number])} for number in numbers)
         tokenizers = self._tokenizers(list(known))
-        tokens, cut = tokenize(tokenizers, list(known), self._design.text_length)
+        tokens, cut = tokenize(tokenizers, list(known), self._design.text_lengths)
         if cut:
             print(
                 f"{len(cut)} of {len(known)} captions are longer than {self._design.text_length} tokens and are cut, "
@@ -168,22 +165,23 @@ class _Writer:
                 flush=True,
             )
         if self._config.model.text_encoder == "trained":
-            self._save({"tokens": part} for part in tokens.split(AT_ONCE))
+            self._save({"tokens": part} for part in torch.stack(tokens, 1).split(AT_ONCE))
             return
         texts = load_texts(self._design, **self._encoding)
         device, dtype = self._encoding["device"], self._encoding["dtype"]
 
         def embedded() -> Iterator[dict[str, Tensor]]:
             with torch.no_grad():
-                for part in tokens.split(AT_ONCE):
-                    yield embed(self._design.family, self._design.denoiser, texts, part.to(device), dtype)
+                for part in zip(*(each.split(AT_ONCE) for each in tokens), strict=True):
+                    there = [each.to(device) for each in part]
+                    yield embed(self._design.family, self._design.denoiser, texts, there, dtype)
 
         self._save(embedded())
 
-    def _tokenizers(self, captions: list[str]) -> list[CLIPTokenizer]:
+    def _tokenizers(self, captions: list[str]) -> list[Any]:
         count = len(self._design.texts)
         if self._design.directory is not None:
-            return load_tokenizers(self._design.directory, count)
+            return load_tokenizers(self._design.directory, self._design.texts)
         trained = train_tokenizer(captions, min(text["vocab_size"] for text in self._design.texts))
         trained.model_max_length = self._design.text_length  # pipelines of diffusers cut there
         trained.save_pretrained(self._directory / "tokenizer")
