@@ -37,6 +37,7 @@ ALLOWED = {
             "tokenizers",
             "datasets",
             "diffusers",
+            "peft",
             "PIL",
             "sklearn",
         ),
