@@ -101,6 +101,7 @@ def test_layers_that_cannot_be_moved():
         HostModel(plain, "cpu", [nn.Linear(2, 2)])
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
     plain, _ = pair()

@@ -58,15 +58,11 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     ends = {_end(name) for name in layers}
     for target in targets:
         found = [name for name in named if name == target or name.endswith(f".{target}")]
-        others = [name for name in found if name not in layers]
-        if not found or others:
+        others = [f"{name} is a {type(named[name]).__name__}" for name in found if name not in layers]
+        if others or not found:
             raise ConfigError(
-                "lora.targets names no layer of the model"
-                if not found
-                else "adapters cannot stand beside all of it",
-                got=f"{target!r}"
-                if not found
-                else f"{target!r}: {others[0]} is a {type(named[others[0]]).__name__}",
+                "lora.targets names what can have no adapter" if others else "lora.targets names no layer",
+                got=f"{target!r}: {others[0]}" if others else repr(target),
                 expected="linear layers or convolutions, by their names or the ends of them",
                 fix=did_you_mean(target, sorted(ends)),
             )
