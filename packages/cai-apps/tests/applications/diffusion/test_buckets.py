@@ -223,6 +223,17 @@ def test_no_two_samples_have_the_same_noise():
     assert torch.equal(draw(large, position, 0, "noise"), draw(large, position, 0, "noise", 60))
 
 
+def test_batches_of_several_shapes_share_no_noise(directory, tmp_path):
+    config = config_of(directory, tmp_path)
+    samples, device = buckets_of(config), torch.device("cpu")
+    work = workload(config, load_design(config.model.name), device)
+    places = [np.arange(number * 4, number * 4 + 4) for number in range(8)]
+    noise = [work.ready(samples.rows(place, place))["target"] for place in places]
+    assert len({each.shape for each in noise}) > 1
+    everything = torch.cat([each.flatten() for each in noise])
+    assert len(everything.unique()) == len(everything)
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
