@@ -61,14 +61,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(design: Design, home: Path) -> None:
-    """A pipeline of a design with random weights in bf16."""
+def write(design: Design, home: Path, device: torch.device) -> None:
+    """A pipeline of a design with random weights in bf16, drawn on a device."""
     import diffusers
 
-    how: dict[str, Any] = {"seed": 0, "dtype": torch.bfloat16, "device": "cpu"}
+    how: dict[str, Any] = {"seed": 0, "dtype": torch.bfloat16, "device": device}
     torch.manual_seed(0)
     kind = getattr(diffusers, design.denoiser["_class_name"])
-    kind.from_config(dict(design.denoiser)).to(torch.bfloat16).save_pretrained(home / design.family.folder)
+    with device:
+        denoiser = kind.from_config(dict(design.denoiser)).to(torch.bfloat16)
+    denoiser.save_pretrained(home / design.family.folder)
+    del denoiser
     autoencoder = load_autoencoder(design, **how)
     if autoencoder.model is not None:
         autoencoder.model.save_pretrained(home / "vae")
@@ -165,7 +168,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         home = options.directory or Path(scratch)
         if options.directory is None:
-            write(design, home)
+            write(design, home, device)
         for form in options.forms:
             if not works(form, design, on_gpu):
                 continue

@@ -1,11 +1,13 @@
 """Training steps of a diffusion recipe: ours, plain diffusers, and diffusers compiled; one JSON line a form.
 
     python benchmarks/diffusion/train.py sd-v1 --form ours --batch 32 --out steps.jsonl
+    python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/diffusion/train.py sd-v2 --form ours \
+        --batch 16 --set parallel.shard=-1 parallel.zero=2
 
 `ours` is the session that `cai train` builds of the recipe (`cai_apps.compose.apply`). `plain` is a loop as diffusers'
 examples have it: fp32 weights, bf16 autocast, torch's AdamW, its EMAModel. `compiled` is the same in channels-last, as
 one graph by torch.compile. All learn from the same kind of random latents and embeddings; data, logging and checkpoints
-are left out. `--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours
+are left out. `--batch` counts images of a GPU; only `ours` runs on several. `--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours
 embeds captions once.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -64,15 +67,16 @@ def batches(
     config: Any, design: Design, encoders: bool, device: torch.device
 ) -> Callable[[int], dict[str, Tensor]]:
     """By step: what a rank reads of its data."""
-    size, n = config.data.size, config.train.global_batch
+    size, n = config.data.size, config.train.global_batch // dist.get_world_size()
     family, denoiser, length = design.family, design.denoiser, design.text_length
     side = size // design.factor
 
     def of(step: int) -> dict[str, Tensor]:
-        gen = torch.Generator(device).manual_seed(step)
+        piece = step * dist.get_world_size() + dist.get_rank()
+        gen = torch.Generator(device).manual_seed(piece)
         rand: dict[str, Any] = {"generator": gen, "device": device}
         found = {
-            "position": torch.arange(step * n, (step + 1) * n, device=device),
+            "position": torch.arange(piece * n, (piece + 1) * n, device=device),
             "u": torch.rand(n, dtype=torch.float64, **rand),
         }
         if encoders:
@@ -98,17 +102,22 @@ def batches(
 
 
 def ours(config: Any, device: torch.device) -> Step:
-    config = settle(DIFFUSION, config, 1, device.type)
     session = apply(config, workload(config, load_design(config.model.name), device), device=device)
 
     def step(batch: dict[str, Tensor]) -> Tensor:
         if config.model.text_encoder == "frozen":
             batch = {name: value for name, value in batch.items() if name != "tokens"}
-        loss, norm = session.step([batch], total=config.train.global_batch), session.norm()
+        parts = _microbatches(batch, config.train.microbatch_size)
+        loss, norm = session.step(parts, total=config.train.global_batch), session.norm()
         session.update(config.optimizer.lr, float(norm))
         return loss
 
     return step
+
+
+def _microbatches(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    parts = {name: value.split(size) for name, value in batch.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
 def peer(config: Any, design: Design, device: torch.device, *, compiled: bool) -> Step:
@@ -172,16 +181,22 @@ def _encoders(
 def main() -> None:
     options = arguments()
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu", 0 if on_gpu else None)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
     own = {k: value(v) for k, _, v in (s.partition("=") for s in options.set)}
-    batch = {"train.global_batch": options.batch, "train.microbatch_size": options.batch}
+    batch = {"train.global_batch": options.batch * ranks, "train.microbatch_size": options.batch}
     if "train.microbatch_size" in own:
         batch.pop("train.microbatch_size")
     encoded = {"data.latents": "encoded"} if options.encoders else {}
-    config = DIFFUSION.resolve(recipes.load(options.recipe, {**batch, **encoded, **own}), 1)
+    config = DIFFUSION.resolve(recipes.load(options.recipe, {**batch, **encoded, **own}), ranks)
+    if options.form == "ours":
+        config = settle(DIFFUSION, config, ranks, device.type)
     design = load_design(config.model.name)
     torch.manual_seed(0)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **(alone if ranks == 1 else {}))
     built = time.perf_counter()
     if options.form == "ours":
         step = ours(config, device)
@@ -203,7 +218,8 @@ def main() -> None:
     middle = statistics.median(seconds[options.warmup :])
     row = {
         "form": options.form, "recipe": options.recipe, "set": options.set, "batch": options.batch,
-        "encoders": options.encoders, "images_per_second": round(options.batch / middle, 2),
+        "ranks": ranks, "encoders": options.encoders,
+        "images_per_second_per_gpu": round(options.batch / middle, 2),
         "step_seconds": round(middle, 5), "spread": [round(pick(seconds[options.warmup :]), 5) for pick in (min, max)],
         "first_step_seconds": round(first, 1),
         "tflops": round(image_flops(config, design) * options.batch / middle / 1e12, 1),
@@ -211,10 +227,11 @@ def main() -> None:
         "losses": losses[:6], "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
-    print(json.dumps(row), flush=True)
-    if options.out:
-        with options.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
 from cai_mesh.errors import MeshError, PlanError
@@ -103,13 +104,13 @@ def mesh_of(mode: str, degree: int, depth: int = 1):
     return dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def parallel(mode: str, sequence: bool, names: list[str]):
+def parallel(mode: str, sequence: bool, names: list[str], overlap: bool = False):
     mesh = mesh_of(mode, dist.get_world_size(), 2)
     found = {}
     for name in names:
         model = build(name)
         before = [n for n, _ in model.named_parameters()]
-        parallelize(model, mesh, mode=mode, sequence=sequence)
+        parallelize(model, mesh, mode=mode, sequence=sequence, overlap=overlap)
         assert_names_kept(before, [n for n, _ in model.named_parameters()])
         *numbers, gradients = train(name, model, lambda m: clip_grad_norm_(m.parameters(), 0.5, mesh))
         held = sum(p.numel() for p in model.parameters())
@@ -121,6 +122,10 @@ def parallel(mode: str, sequence: bool, names: list[str]):
 WORLDS = {
     "1d": [("1d", False, 4, ["gpt2", "vit"])],
     "1d sequence": [("1d", True, 2, ["llama", "gpt2", "bert"]), ("1d", True, 4, ["llama", "gpt2"])],
+    "1d overlap": [
+        ("1d", True, 2, ["llama", "gpt2", "bert"], True),
+        ("1d", True, 4, ["llama", "gpt2"], True),
+    ],
     "2d": [("2d", False, 4, list(CASES))],
     "2.5d": [("2.5d", False, 8, list(CASES))],
     "3d": [("3d", False, 8, list(CASES))],
@@ -129,8 +134,8 @@ WORLDS = {
 
 @pytest.mark.parametrize("form", list(WORLDS))
 def test_equals_one_process(form):
-    for mode, sequence, ranks, names in WORLDS[form]:
-        found = run_ranks(ranks, parallel, mode, sequence, names, timeout=600)
+    for mode, sequence, ranks, names, *overlap in WORLDS[form]:
+        found = run_ranks(ranks, parallel, mode, sequence, names, *overlap, timeout=600)
         for name in names:
             losses, norms, logits, gradients, final = one(name)
             for rank in (0, ranks - 1):
@@ -192,6 +197,39 @@ def test_no_rank_ever_holds_a_whole_hidden_state(mode, ranks):
     assert run_ranks(ranks, largest_state, mode) == [1 / ranks] * ranks
 
 
+# -- overlap ------------------------------------------------------------------------------------------------------
+
+
+class Counter(TorchDispatchMode):
+    """Operators that move tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1].split(".")[0]
+        if func.namespace in ("_c10d_functional", "cai_tensor_parallel") and name != "wait_tensor":
+            self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def moved(name: str):
+    model = parallelize(build(name), mesh_of("1d", 2), sequence=True, overlap=True)
+    with Counter() as counter:
+        model(**batch(name, 0)).loss.backward()
+    return counter.found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_all_that_travels_in_a_layer_travels_beside_products(name):
+    """What is left goes before the first layer, behind the last one, or is a gradient of a bias or a norm."""
+    for found in run_ranks(2, moved, name):
+        assert [found.pop(kind) for kind in ("gather_matmul", "matmul_scatter")] == [2 * 2 * 2, 2 * 2]
+        assert found.pop("reduce_scatter_tensor", 0) == 0
+        assert found.pop("all_gather_into_tensor", 0) <= 3  # the stream put together, its cut's gradient, the logits
+
+
 # -- dropout -------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +278,8 @@ def refusals():
         parallelize(build("llama"), flat, mode="2d")
     with pytest.raises(PlanError, match="sequence=True is for mode 1d"):
         parallelize(build("llama"), flat, mode="2d", sequence=True)
+    with pytest.raises(PlanError, match="overlap=True runs products beside"):
+        parallelize(build("llama"), flat, overlap=True)
     grid = mesh_of("2d", 4)
     with pytest.raises(PlanError, match="there is none"):
         parallelize(nn.Sequential(nn.Linear(8, 8)), grid, Plan({"0": "colwise"}), mode="2d")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import clip_grad_norm_
+from cai_mesh.gradients import clip_grad_norm_, share_in_graphs
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
 from cai_tensor_parallel import (
@@ -154,23 +154,23 @@ def test_a_cross_entropy_of_a_cut_vocabulary_widens_few_rows_at_once(tokens):
     assert all(not found for found in run_ranks(5, few_rows_at_once, tokens))
 
 
-def compiled(sequence):
+def compiled(sequence, overlap):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     whole = [p.detach().clone() for p in model.parameters()]
     x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
     expected = torch.tanh(x @ whole[0].t() + whole[1]) @ whole[2].t() + whole[3]
-    parallelize(model, mesh, Plan({"0": "colwise", "2": "rowwise"}), sequence=sequence)
+    parallelize(model, mesh, Plan({"0": "colwise", "2": "rowwise"}), sequence=sequence, overlap=overlap)
     y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(y, expected)
     (g,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(g, torch.autograd.grad(expected.sum(), x)[0])
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_compiles_to_one_graph(sequence):
-    run_ranks(2, compiled, sequence)
+@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
+def test_compiles_to_one_graph(sequence, overlap):
+    run_ranks(2, compiled, sequence, overlap)
 
 
 def errors():
@@ -203,16 +203,25 @@ def test_plans_come_from_the_model():
     assert gpt2.roles["lm_head"] == "vocab_head"
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_blocks_of_transformers_are_one_graph(device, sequence):
+@pytest.mark.parametrize(
+    ("device", "sequence", "overlap"),
+    [
+        ("cpu", False, False),
+        ("cpu", True, False),
+        ("cpu", True, True),
+        pytest.param("cuda", False, False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, False, marks=pytest.mark.gpu),
+    ],
+)
+def test_blocks_of_transformers_are_one_graph(device, sequence, overlap):
     """On simulated ranks: what is computed means nothing, the graph is the one of real ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = dist.init_device_mesh(device, (2,), mesh_dim_names=("tp",))
-        model = parallelize(build("llama"), mesh, sequence=sequence).to(device)
+        model = parallelize(build("llama"), mesh, sequence=sequence, overlap=overlap).to(device)
+        share_in_graphs(model)
         block = model.model.layers[0]
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
         model(input_ids=torch.zeros(2, 12, dtype=torch.int64, device=device)).logits.sum().backward()

@@ -90,20 +90,20 @@ def build(form: str, recompute: bool = False) -> nn.Module:
     return Stack(form, recompute).double()
 
 
-def parallel(form: str, sequence: bool, recompute: bool):
+def parallel(form: str, sequence: bool, recompute: bool, overlap: bool):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     trial = Trial(lambda: build(form), named, lambda out: out.square().mean())
-    model = parallelize(build(form, recompute), mesh, Plan(PLAN), sequence=sequence, trial=trial)
+    model = parallelize(build(form, recompute), mesh, Plan(PLAN), sequence=sequence, overlap=overlap, trial=trial)
     twin = copy.deepcopy(model)
     return gradients(model), gradients(twin)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("form", ["same", "other", "made", "half", "unused"])
-def test_every_input_has_the_gradient_of_one_process(form, sequence, recompute):
+def test_every_input_has_the_gradient_of_one_process(form, sequence, overlap, recompute):
     expected = gradients(build(form))
-    for found in run_ranks(2, parallel, form, sequence, recompute):
+    for found in run_ranks(2, parallel, form, sequence, recompute, overlap):
         for got in found:
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
@@ -165,16 +165,16 @@ def crossing(model: nn.Module) -> list[torch.Tensor]:
     return [loss.detach(), states.grad]
 
 
-def cut_decoder(sequence: bool):
+def cut_decoder(sequence: bool, overlap: bool):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(decoder(), mesh, sequence=sequence)
+    model = parallelize(decoder(), mesh, sequence=sequence, overlap=overlap)
     cut = [n for n, p in model.named_parameters() if "encoder_attn." in n and layout_of(p).sharded_axes]
     return crossing(model), cut
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_cross_attention_is_cut_and_right(sequence):
+@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
+def test_cross_attention_is_cut_and_right(sequence, overlap):
     expected = crossing(decoder())
-    for got, cut in run_ranks(2, cut_decoder, sequence):
+    for got, cut in run_ranks(2, cut_decoder, sequence, overlap):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
         assert len(cut) == 2 * 7  # of two layers: weights of q, k, v, out and biases of q, k, v

@@ -55,6 +55,7 @@ def parallelize(
     *,
     mode: str = "1d",
     sequence: bool = False,
+    overlap: bool = False,
     logits: Literal["whole", "sharded"] = "whole",
     trial: Trial | None = None,
 ) -> nn.Module:
@@ -79,6 +80,8 @@ def parallelize(
             `tp_col`), "2.5d" (`tp_depth` too) and "3d" (`tp_i`, `tp_j`, `tp_k`): samples and features stay cut from
             the embedding to the head, and no rank ever holds a whole hidden state; see `sub_axes`.
         sequence: in mode 1d, what is not cut by features is cut along the sequence: norms, dropout, residuals.
+        overlap: with `sequence`, multiply part of the tokens while others travel; on GPUs copy engines move them, over
+            the GPUs of one host. Layers with products of their own (FP8) compute as without.
         logits: of a vocabulary-cut head. "whole": [..., V] on every rank, as the model's loss, `generate()` and a
             loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
             and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
@@ -88,7 +91,7 @@ def parallelize(
     matches nothing, a role is not supported, or the small model computes something else; `MeshError` for a mesh without
     such axes.
     """
-    cut = Cut(mode, logits, sequence)
+    cut = Cut(mode, logits, sequence, overlap)
     mesh = ParallelMesh.of(mesh, alone="tp")
     mesh.require("tp", "parallelize")
     degree = mesh.degree("tp")
@@ -167,6 +170,7 @@ class Cut:
     mode: str
     logits: str
     sequence: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -176,6 +180,11 @@ class Cut:
             raise PlanError(
                 f"sequence=True is for mode 1d: mode {self.mode} cuts samples and features of the stream already",
                 fix="leave it out",
+            )
+        if self.overlap and not self.sequence:
+            raise PlanError(
+                "overlap=True runs products beside what travels along the sequence, which is not cut",
+                fix="pass sequence=True too, or leave it out",
             )
 
     @property
@@ -209,7 +218,9 @@ class Cut:
         return gather_logits(tensor, shape[-1], ranks.group("tp"))
 
     def __call__(self, model: nn.Module, plan: Plan, ranks: Ranks, cutter: Cutter) -> None:
-        context = ModeContext(ranks, cutter, self.mode, sharded_logits=self.logits == "sharded")
+        context = ModeContext(
+            ranks, cutter, self.mode, sharded_logits=self.logits == "sharded", overlap=self.overlap
+        )
         given = match(plan, model, strict=False)
         roles, uneven = (
             informed(model, given, self.degree(ranks)),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +18,7 @@ from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
-from cai_apps.compose.sharding import place_weights
+from cai_apps.compose.sharding import on_one_host, place_weights
 from cai_apps.compose.workload import Loss, Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec, microbatches
@@ -103,12 +104,30 @@ def rewrite(
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
     tensor = config.parallel.tensor
     parallelize(
-        model, mesh, mode=tensor.mode, logits="sharded", sequence=tensor.sequence, trial=workload.trial
+        model,
+        mesh,
+        mode=tensor.mode,
+        logits="sharded",
+        sequence=tensor.sequence,
+        overlap=_overlaps(config, device),
+        trial=workload.trial,
     )
     share_in_graphs(model)
     loss = workload.loss(model, mesh)
     swap(model, kinds=_kernels(config, device, compiled))
     return loss
+
+
+def _overlaps(config: RunConfig, device: torch.device) -> bool:
+    """Whether tensor-parallel ranks multiply while tokens travel: by the config, or where NCCL joins one host's GPUs.
+
+    Not by itself with recompute, which would make products again that it would else have kept.
+    """
+    tensor = config.parallel.tensor
+    if tensor.overlap != "auto":
+        return tensor.overlap == "on"
+    asked = tensor.sequence and tensor.size > 1 and config.memory.recompute == "none"
+    return asked and device.type == "cuda" and dist.get_backend() == "nccl" and on_one_host()
 
 
 def _divided(loss: Loss, scale: LossScale | None) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:

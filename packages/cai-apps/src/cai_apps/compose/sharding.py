@@ -175,6 +175,10 @@ def _copy_engines(config: RunConfig, mesh: DeviceMesh) -> bool:
     """
     if config.parallel.copy_engines != "auto" or config.parallel.wire_weights != "full":
         return config.parallel.copy_engines == "on"
-    ranks = dist.get_world_size()
+    return mesh.device_type == "cuda" and config.parallel.shard > 1 and on_one_host()
+
+
+def on_one_host() -> bool:
+    """Whether the job has several ranks, and all of them run on this host."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    return mesh.device_type == "cuda" and ranks > 1 and ranks <= here and config.parallel.shard > 1
+    return 1 < dist.get_world_size() <= here

@@ -22,6 +22,9 @@ class Tensor:
     """Of mode 2.5d: how many grids hold the same weights; None: 2."""
     sequence: bool = False
     """Cut along the sequence what tensor-parallel ranks hold alike: norms, residuals, and what is kept of them."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """With `sequence`, multiply part of the tokens while others travel; auto: on the GPUs of one host, without
+    recompute."""
 
 
 @dataclass(frozen=True)

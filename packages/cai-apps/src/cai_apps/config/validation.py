@@ -62,6 +62,12 @@ def check_tensor(config: RunConfig) -> None:
             'parallel.tensor.depth is for parallel.tensor.mode = "2.5d"',
             got=f'depth {tensor.depth}, mode "{tensor.mode}"',
         )
+    if tensor.overlap == "on" and not tensor.sequence:
+        raise ConfigError(
+            'parallel.tensor.overlap = "on" is for sequences that are cut',
+            got="parallel.tensor.sequence = false",
+            fix='set parallel.tensor.sequence to true, or overlap to "auto"',
+        )
     if tensor.mode == "1d":
         return
     if train.compile == "on":

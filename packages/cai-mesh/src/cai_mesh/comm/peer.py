@@ -8,7 +8,7 @@ given: one short kernel instead of one as long as the transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -46,18 +46,24 @@ class PeerGather:
         self._rank, self._size, self._turn = group.rank(), group.size(), 0
         self._handle, self._slots, self._peers = _meet(group, (SLOTS, nbytes), device)
 
-    @torch.no_grad()
     def __call__(self, unsharded: torch.Tensor, shard: torch.Tensor) -> None:
         """Gather every rank's `shard` [n], of any dtype, into `unsharded` [ranks * n] on the current stream."""
+        for _ in self.parts(unsharded, shard):
+            pass
+
+    @torch.no_grad()
+    def parts(self, unsharded: torch.Tensor, shard: torch.Tensor) -> Iterator[int]:
+        """The same, part by part: yields the rank whose part has been issued, this one's last."""
         slot, self._turn = self._turn % SLOTS, self._turn + 1
         parts = unsharded.view(self._size, -1)
         nbytes = parts.shape[1] * unsharded.element_size()
         mine = self._slots[slot, :nbytes].view(unsharded.dtype)
-        mine.copy_(shard, non_blocking=True)
+        mine.copy_(shard.view(-1), non_blocking=True)
         self._handle.barrier(channel=0)
-        for step in range(self._size):
+        for step in range(1, self._size + 1):
             peer = (self._rank + step) % self._size
             parts[peer].copy_(self._peers[peer][slot, :nbytes].view(unsharded.dtype), non_blocking=True)
+            yield peer
 
 
 PIECE_BYTES = 2**27
@@ -93,20 +99,32 @@ class PeerReduce:
         parts, largest = full.view(self._size, -1), self._nbytes // full.element_size()
         for start in range(0, parts.shape[1], largest):
             piece = slice(start, min(start + largest, parts.shape[1]))
-            self._reduce(shard[piece], parts[:, piece])
+            for peer in self.others:
+                self.give(parts[peer, piece], peer)
+            arrived = self.meet(shard[piece])
+            torch.add(arrived[0], parts[self._rank, piece], out=shard[piece])
+            for contribution in arrived[1:]:
+                shard[piece].add_(contribution)
 
-    def _reduce(self, shard: torch.Tensor, parts: torch.Tensor) -> None:
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, in the order in which to give to them: at any time no two give to the same."""
+        return [(self._rank + step) % self._size for step in range(1, self._size)]
+
+    def give(self, contribution: torch.Tensor, peer: int) -> None:
+        """Copy a contribution into the memory of rank number `peer`, on the current stream."""
+        nbytes = contribution.numel() * contribution.element_size()
+        place = self._peers[peer][self._turn % SLOTS, (peer - self._rank) % self._size - 1, :nbytes]
+        place.view(contribution.dtype).copy_(contribution.reshape(-1), non_blocking=True)
+
+    def meet(self, like: torch.Tensor) -> torch.Tensor:
+        """Wait on the current stream until all have given: their contributions, [ranks - 1, elements of `like`].
+
+        They stay until this rank passes the barrier after the next: read them before the next `meet` is issued.
+        """
         slot, self._turn = self._turn % SLOTS, self._turn + 1
-        nbytes = shard.numel() * shard.element_size()
-        for step in range(1, self._size):
-            peer = (self._rank + step) % self._size
-            place = self._peers[peer][slot, step - 1, :nbytes]
-            place.view(shard.dtype).copy_(parts[peer], non_blocking=True)
         self._handle.barrier(channel=0)
-        arrived = self._slots[slot, :, :nbytes].view(shard.dtype)
-        torch.add(arrived[0], parts[self._rank], out=shard)
-        for contribution in arrived[1:]:
-            shard.add_(contribution)
+        return self._slots[slot, :, : like.numel() * like.element_size()].view(like.dtype)
 
 
 def _meet(

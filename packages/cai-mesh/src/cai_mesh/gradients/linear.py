@@ -81,7 +81,8 @@ _RULES: dict[str, LinearRule] = {}
 def register(rule: LinearRule) -> LinearRule:
     """Make a rule known to compiled graphs, under its key; `route` does it by itself. Returns the rule."""
     if rule.key not in _RULES:
-        _RULES[rule.key] = copy.deepcopy(rule)
+        readers = getattr(rule, "readers", None)  # they know modules, which nobody needs for a weight's gradient
+        _RULES[rule.key] = copy.deepcopy(rule, {} if readers is None else {id(readers): None})
     return rule
 
 
@@ -97,6 +98,18 @@ def _weight_gradient(token: torch.Tensor, grad: torch.Tensor, operands: list[tor
 
     The write to `grad` is not part of the schema: a compiler would give the operator a copy to write to. That to
     `token`, one element that nobody reads, is: it keeps the call in the graph, and two equal ones from being one.
+    """
+    add_weight_gradient(grad, operands, key)
+
+
+def add_weight_gradient(grad: torch.Tensor, operands: list[torch.Tensor], key: str) -> None:
+    """What operators of compiled graphs do with a weight's gradient: into the buffer of which `grad` is a view.
+
+    Args:
+        operands: of the rule's `write_weight_grad`, borrowed.
+        key: of a rule that is registered.
+
+    Raises `PlanError` where the gradient is not to go there.
     """
     buffer = buffer_of(grad)
     if buffer is None:
@@ -215,8 +228,8 @@ class _Reading(torch.autograd.Function):
     """One of several layers that read `x`: what it has read is handed on, and its gradient goes to `source`."""
 
     @staticmethod
-    def forward(ctx, source, x, weight, bias, grad, token, rule, first, part):
-        y, saved = rule.forward(x, weight, bias)
+    def forward(ctx, source, x, weight, bias, grad, token, rule, first, part, made):
+        y, saved = rule.forward(x, weight, bias) if made is None else rule.of_product(made, x, bias)
         ctx.weight = None
         ctx.save_for_backward(weight, *saved)
         ctx.rule, ctx.grad, ctx.token = rule, grad, token
@@ -228,7 +241,7 @@ class _Reading(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, others):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return (*_Linear.differentiable(ctx, dy), None, None, None)  # refuses it
+            return (*_Linear.differentiable(ctx, dy), None, None, None, None)  # refuses it
         weight, saved = _Linear.saved(ctx)
         needs_input, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         operands, db, dw = (), None, None
@@ -245,12 +258,20 @@ class _Reading(torch.autograd.Function):
             )
             if dx is not None and others is not None:
                 dx = dx.add_(others)
-        summed = (
-            ctx.rule.start_input_sum(dx, scattered=ctx.part) if ctx.first and dx is not None else Ready(dx)
-        )
-        if needs_weight and dy is not None:
+        needs_weight = needs_weight and dy is not None
+        sums = ctx.first and dx is not None
+        if sums and needs_weight and ctx.part and ctx.grad is not None and _is_one_operator(ctx.rule):
+            dx = ctx.rule.scatter_beside(dx, ctx.grad, ctx.token, operands)
+            return dx, None, None, db, None, None, None, None, None, None
+        summed = ctx.rule.start_input_sum(dx, scattered=ctx.part) if sums else Ready(dx)
+        if needs_weight:
             dw = _Linear.weight_grad(ctx, operands)
-        return summed.wait(), None, dw, db, None, None, None, None, None
+        return summed.wait(), None, dw, db, None, None, None, None, None, None
+
+
+def _is_one_operator(rule: LinearRule) -> bool:
+    """Whether the scattered sum and the weight's gradient are one operator: a compiler might part two."""
+    return torch.compiler.is_compiling() and getattr(rule, "overlap", False)
 
 
 def _under_autocast(t: torch.Tensor, device: str) -> torch.Tensor:
@@ -275,12 +296,13 @@ def linear(
         return F.linear(x, weight, bias)
     readers = getattr(rule, "readers", None)
     reading = None if readers is None or x.dim() < 2 else readers.take(x)
+    made = None if readers is None or reading is None else readers.take_made(x, rule)
     if autocast:
         x, weight = (_under_autocast(t, x.device.type) for t in (x, weight))
         bias = None if bias is None else _under_autocast(bias, x.device.type)
     if readers is not None and reading is not None:
         y, handed_on = _Reading.apply(
-            reading.source, x.detach(), weight, bias, grad, token, rule, reading.first, reading.part
+            reading.source, x.detach(), weight, bias, grad, token, rule, reading.first, reading.part, made
         )
         readers.hand_on(handed_on)
         return y

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cai_mesh.protocols import LinearRule
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -33,10 +35,17 @@ class Readers:
     tensor begins anew. Nothing is kept when the module is done.
 
     In compiled graphs each sums by itself unless `share_in_graphs` says otherwise.
+
+    Attributes:
+        leads: the layer whose product may be made while what it reads is put together; None: none.
+        may_lead: whether one may, as its weight is there when `lend` is called.
     """
 
     def __init__(self) -> None:
         self.in_graphs = False
+        self.leads: nn.Module | None = None
+        self.may_lead = False
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
         self._open = False
         self._read: torch.Tensor | None = None
         self._next: Reading | None = None
@@ -47,19 +56,30 @@ class Readers:
         module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._open, self._read, self._next = True, None, None
+        self._open, self._read, self._next, self._made = True, None, None, None
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._open, self._read, self._next = False, None, None
+        if self._made is not None:  # made in vain: the layer read something else
+            self.leads = None
+        self._open, self._read, self._next, self._made = False, None, None, None
 
     def _shares(self) -> bool:
         allowed = self.in_graphs or not torch.compiler.is_compiling()
         return allowed and self._open and torch.is_grad_enabled()
 
-    def lend(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        """What is read next is probably `x`, put together from every rank's `part`."""
-        if self._shares() and part.requires_grad:
+    def may_lend(self, part: torch.Tensor) -> bool:
+        """Whether layers are to share what is put together from every rank's `part`."""
+        return self._shares() and part.requires_grad
+
+    def lend(self, x: torch.Tensor, part: torch.Tensor, made: torch.Tensor | None = None) -> None:
+        """What is read next is probably `x`, put together from every rank's `part`.
+
+        Args:
+            made: the product of `x` and the weight of the layer that `leads`, where there is one already.
+        """
+        if self.may_lend(part):
             self._read, self._next = x, Reading(part, True, True)
+            self._made = None if made is None else (x, made)
 
     def take(self, x: torch.Tensor) -> Reading | None:
         """How the layer that is called with `x` reads it; None: by itself."""
@@ -68,6 +88,13 @@ class Readers:
         if x is not self._read:
             self._read, self._next = x, Reading(x, True, False)
         return self._next
+
+    def take_made(self, x: torch.Tensor, rule: LinearRule) -> torch.Tensor | None:
+        """The product of `x` that the layer with this rule is about to make, if it is there already."""
+        if self._made is None or self._made[0] is not x or not getattr(rule, "leads", False):
+            return None
+        made, self._made = self._made[1], None
+        return made
 
     def hand_on(self, x: torch.Tensor) -> None:
         """What the next reader of the same tensor gives its gradient to."""

@@ -37,6 +37,7 @@ class ModeContext:
         mode: its name.
         sharded_logits: an output layer cut by vocabulary leaves its results cut.
         sequence: how the stream is cut along the sequence, in mode 1d (None: it is not).
+        overlap: products and what travels along the sequence run beside each other.
         readers: what sees which column-cut layers read the same, by the module around them.
         enclosed: layers that see the whole sequence, although it is cut elsewhere.
         module_name: for errors.
@@ -47,6 +48,7 @@ class ModeContext:
     mode: str = "1d"
     sharded_logits: bool = False
     sequence: Sequence | None = None
+    overlap: bool = False
     readers: dict[str, Readers] = field(default_factory=dict)
     enclosed: frozenset[str] = frozenset()
     module_name: str = ""

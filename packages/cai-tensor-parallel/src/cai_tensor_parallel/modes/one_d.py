@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cai_mesh.comm import Members, gather_from, gathered, start_sum
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import TRANSPOSED, Local, Readers, Ready, own_products, route
+from cai_mesh.gradients import PLAIN, TRANSPOSED, Local, Readers, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
 from cai_mesh.protocols import TensorHandle
 from cai_tensor_parallel.heads import own_heads, picked_heads
@@ -27,7 +27,13 @@ from cai_tensor_parallel.modes.parameters import cut_parameter
 from cai_tensor_parallel.modes.reading import readers_of
 from cai_tensor_parallel.modes.sequence import Sequence
 from cai_tensor_parallel.modes.shared import sum_gradients
-from cai_tensor_parallel.modes.tokens import gathered_tokens, start_scatter_tokens
+from cai_tensor_parallel.modes.tokens import (
+    gather_matmul_tokens,
+    gathered_tokens,
+    matmul_scatter_tokens,
+    scatter_tokens_beside,
+    start_scatter_tokens,
+)
 from cai_tensor_parallel.modes.whole import Picked, Tail
 from cai_tensor_parallel.plan import STREAM_ROLES, Role, is_lookup
 from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
@@ -47,11 +53,15 @@ class Column(Local):
         gather: so many features of all ranks are put together again, for a result used alike on all ranks; 0: they
             stay cut.
         readers: layers of the same module, which may read the same x.
+        leads: its product may be made while x is put together.
+        overlap: a sum that is scattered travels by copy engines (`cai_tensor_parallel.overlap`).
     """
 
     ranks: Members
     gather: int = 0
     readers: Readers | None = None
+    leads: bool = False
+    overlap: bool = False
 
     @property
     def key(self) -> str:
@@ -62,6 +72,13 @@ class Column(Local):
     ) -> tuple[torch.Tensor, Tensors]:
         y, saved = self.products.forward(x, weight, bias)
         return (self._whole(y) if self.gather else y), saved
+
+    def of_product(
+        self, product: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        """As `forward`, of a product [tokens, out/tp] that is there, where a layer `leads`."""
+        y = product.view(*x.shape[:-1], product.shape[-1])
+        return (y if bias is None else y + bias), (x,)
 
     def _whole(self, y: torch.Tensor) -> torch.Tensor:
         """[..., gather] of parts that may differ by one feature, as consecutive parts of a vocabulary do."""
@@ -85,7 +102,15 @@ class Column(Local):
 
     def start_input_sum(self, dx: torch.Tensor, *, scattered: bool) -> TensorHandle:
         """Start to sum a gradient of x over the ranks; `scattered`: for this rank's part of the tokens alone."""
-        return start_scatter_tokens(dx, self.ranks) if scattered else start_sum(dx, self.ranks)
+        if not scattered:
+            return start_sum(dx, self.ranks)
+        return start_scatter_tokens(dx, self.ranks, overlap=self.overlap)
+
+    def scatter_beside(
+        self, dx: torch.Tensor, grad: torch.Tensor, token: torch.Tensor, operands: Tensors
+    ) -> torch.Tensor:
+        """The scattered sum of dx, and meanwhile the weight's gradient into its chunk, in a graph."""
+        return scatter_tokens_beside(dx, self.ranks, grad, token, operands, self.key)
 
 
 @dataclass(frozen=True)
@@ -98,11 +123,13 @@ class Row(Local):
         ranks: that share the layer.
         split: x comes whole, and each rank takes its part of it.
         sequence: where it is on, the sum is scattered along the sequence.
+        overlap: products and what travels along the sequence run beside each other (`cai_tensor_parallel.overlap`).
     """
 
     ranks: Members
     split: bool = False
     sequence: Sequence | None = None
+    overlap: bool = False
 
     @property
     def key(self) -> str:
@@ -113,9 +140,13 @@ class Row(Local):
     ) -> tuple[torch.Tensor, Tensors]:
         if self.split:
             x = self.ranks.own_part(x, -1)
-        y, saved = self.products.forward(x, weight, None)
         scattered = self.sequence is not None and self.sequence.on
-        y = (start_scatter_tokens(y, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
+        saved: Tensors
+        if scattered and self.overlap:
+            y, saved = matmul_scatter_tokens(x, self._matrix(weight), self.ranks), (x,)
+        else:
+            y, saved = self.products.forward(x, weight, None)
+            y = (start_scatter_tokens(y, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
         if self.sequence is not None:  # backward may come when the sequence is cut otherwise
             saved = (y.new_empty(int(scattered)), *saved)
         return (y if bias is None else y + bias), saved
@@ -137,11 +168,19 @@ class Row(Local):
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         """The same of a gradient that is cut along the sequence; that of the bias is summed over the ranks."""
         db = start_sum(dy.flatten(0, -2).sum(0), self.ranks) if needs["needs_bias"] else None
-        whole = gathered_tokens(dy, self.ranks)
-        dx, operands, _ = self.products.backward(whole, weight, saved, **(needs | {"needs_bias": False}))
+        if self.overlap and needs["needs_input"]:
+            dx, whole = gather_matmul_tokens(dy, self._matrix(weight).t(), self.ranks)
+            operands = (whole, *saved) if needs["needs_weight"] else ()
+        else:
+            whole = gathered_tokens(dy, self.ranks)
+            dx, operands, _ = self.products.backward(whole, weight, saved, **(needs | {"needs_bias": False}))
         if dx is not None and self.split:
             dx = gathered(dx, -1, self.ranks)
         return Ready(dx), operands, None if db is None else db.wait()
+
+    def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """[in/tp, out]."""
+        return weight if self.products is TRANSPOSED else weight.t()
 
 
 def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
@@ -194,13 +233,19 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
     rule: Local
     if rowwise:
         sequence = None if context.module_name in context.enclosed else context.sequence
-        rule = Row(products, ranks, split=role.kind == "rowwise_split_input", sequence=sequence)
+        split = role.kind == "rowwise_split_input"
+        rule = Row(products, ranks, split, sequence, context.overlap and products in (PLAIN, TRANSPOSED))
     else:
         whole = role.kind in ("colwise_gather_output", "classifier") or (
             role.kind == "vocab_head" and not context.sharded_logits
         )
         readers = readers_of(context.module_name, context.readers)
-        rule = Column(products, ranks, gather=weight.shape[dim] if whole else 0, readers=readers)
+        gather = weight.shape[dim] if whole else 0
+        leads = context.overlap and not gather and products in (PLAIN, TRANSPOSED)
+        leads = leads and readers is not None and readers.may_lead and readers.leads is None
+        if leads and readers is not None:
+            readers.leads = module
+        rule = Column(products, ranks, gather, readers, leads, context.overlap)
     if not route(module, rule):
         raise cannot_be_cut(module, context)
     context.cutter.cut(module, "weight", Shard(dim, sections, role.unit))

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cai_mesh.comm import Members
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import Readers
+from cai_mesh.gradients import TRANSPOSED, Readers, own_products
 from cai_tensor_parallel.modes.shared import sum_gradients
-from cai_tensor_parallel.modes.tokens import DIM, all_tokens, own_tokens
+from cai_tensor_parallel.modes.tokens import DIM, all_tokens, all_tokens_leading, own_tokens
 from cai_tensor_parallel.plan import STREAM_ROLES, Role
 
 PARTS = ("moe_tp_experts", "all_reduce")
@@ -250,7 +251,7 @@ class Gathering:
 
     Args:
         sequence: the state of the model.
-        readers: of the module.
+        readers: of the module; where one of them leads, its product is made meanwhile.
     """
 
     sequence: Sequence
@@ -260,8 +261,16 @@ class Gathering:
         return self.sequence.changed(module, args, kwargs, self._lent)
 
     def _lent(self, x: torch.Tensor) -> torch.Tensor:
-        whole = all_tokens(x, self.sequence.group)
-        self.readers.lend(whole, x)
+        leads = self.readers.leads
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if leads is None or autocast or not self.readers.may_lend(x):
+            whole = all_tokens(x, self.sequence.group)
+            self.readers.lend(whole, x)
+            return whole
+        weight: Any = leads.weight
+        matrix = weight if own_products(leads) is TRANSPOSED else weight.t()
+        whole, made = all_tokens_leading(x, matrix, Members.of(self.sequence.group))
+        self.readers.lend(whole, x, made)
         return whole
 
 
@@ -271,6 +280,8 @@ def cut_sequence(model: nn.Module, places: Places, state: Sequence, readers: dic
     for name in places.first:
         find(name).register_forward_pre_hook(state.enter, with_kwargs=True)
     for name in places.gathered:
+        # a block's weights may be brought by a hook of its own, after this one
+        readers[name].may_lead = not isinstance(find(name.rpartition(".")[0]), nn.ModuleList)
         find(name).register_forward_pre_hook(Gathering(state, readers[name]).before, with_kwargs=True)
     for name in places.enclosed:
         find(name).register_forward_pre_hook(state.gather, with_kwargs=True)

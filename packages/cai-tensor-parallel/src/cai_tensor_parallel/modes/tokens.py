@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-from cai_mesh.comm import Members, Started, gather_from, gathered, scatter_to, start_scatter_sum
+from cai_mesh.comm import Members, gather_from, gathered, scatter_to, start_scatter_sum
+from cai_mesh.protocols import TensorHandle
+from cai_tensor_parallel.overlap import (
+    Scattering,
+    gather_matmul,
+    matmul_scatter,
+    scatter_beside_weight_gradient,
+    start_scatter,
+)
 
 DIM = 1
 """Of the sequence in a hidden state [samples, sequence, features]."""
@@ -41,6 +50,71 @@ def gathered_tokens(x: torch.Tensor, ranks: Members) -> torch.Tensor:
     return _together(gathered(x, 0, ranks), ranks.size)
 
 
-def start_scatter_tokens(x: torch.Tensor, ranks: Members) -> Started:
-    """Start to sum x [samples, sequence, ...] over the ranks for this rank's part of it."""
-    return start_scatter_sum(_dealt(x, ranks.size), 0, ranks)
+def start_scatter_tokens(x: torch.Tensor, ranks: Members, *, overlap: bool = False) -> TensorHandle:
+    """Start to sum x [samples, sequence, ...] over the ranks for this rank's part of it.
+
+    Args:
+        overlap: by copy engines, in eager code; x is [samples, sequence, features].
+    """
+    if not overlap or torch.compiler.is_compiling():
+        return start_scatter_sum(_dealt(x, ranks.size), 0, ranks)
+    return Scattering(start_scatter(x.reshape(-1, x.shape[-1]), ranks.group), _own_shape(x, ranks))
+
+
+def scatter_tokens_beside(
+    x: torch.Tensor,
+    ranks: Members,
+    grad: torch.Tensor,
+    token: torch.Tensor,
+    operands: tuple[torch.Tensor, ...],
+    key: str,
+) -> torch.Tensor:
+    """This rank's part of the sum of x [samples, sequence, features], summed beside a weight's gradient, in a graph."""
+    rows = x.reshape(-1, x.shape[-1])
+    found = scatter_beside_weight_gradient(rows, token, grad, list(operands), key, ranks.name)
+    return found.view(_own_shape(x, ranks))
+
+
+def _own_shape(x: torch.Tensor, ranks: Members) -> tuple[int, ...]:
+    return (x.shape[0], x.shape[DIM] // ranks.size, x.shape[-1])
+
+
+def matmul_scatter_tokens(x: torch.Tensor, weight: torch.Tensor, ranks: Members) -> torch.Tensor:
+    """x [samples, sequence, in/p] times weight [in/p, out], summed: this rank's part [samples, sequence/p, out]."""
+    found = matmul_scatter(x.reshape(-1, x.shape[-1]), weight, ranks.name)
+    return found.view(*_own_shape(x, ranks)[:-1], -1)
+
+
+def gather_matmul_tokens(
+    part: torch.Tensor, weight: torch.Tensor, ranks: Members
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts [samples, sequence/p, in] put together, times weight [in, out]: the product, and what it was made of."""
+    samples, length, _ = part.shape
+    product, whole = gather_matmul(part.reshape(-1, part.shape[-1]), weight, ranks.name)
+    shape = (samples, length * ranks.size)
+    return product.view(*shape, -1), whole.view(*shape, -1)
+
+
+class _Leading(torch.autograd.Function):
+    """`all_tokens` and the product of its result, which has no derivative here."""
+
+    @staticmethod
+    def forward(ctx, part, weight, ranks):
+        product, whole = gather_matmul_tokens(part, weight, ranks)
+        ctx.ranks = ranks
+        ctx.mark_non_differentiable(product)
+        return whole, product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        ranks = ctx.ranks
+        return _dealt(grad, ranks.size).chunk(ranks.size)[ranks.rank].contiguous(), None, None
+
+
+def all_tokens_leading(
+    part: torch.Tensor, weight: torch.Tensor, ranks: Members
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`all_tokens`, and beside it their product with weight [in, out], [tokens, out], for the layer that makes it."""
+    whole, product = _Leading.apply(part, weight.detach(), ranks)
+    return whole, product.flatten(0, 1)
