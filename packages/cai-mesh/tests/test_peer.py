@@ -45,3 +45,33 @@ def test_reduce_is_the_sum_in_pieces_of_any_size(monkeypatch, ranks, elements, d
     for index, full in enumerate(rounds):
         for rank, own in enumerate(full.sum(0).chunk(ranks)):
             torch.testing.assert_close(found[rank][index], own)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gather_tells_whose_part_has_been_issued_and_this_ranks_last(monkeypatch, ranks):
+    memory: dict[int, torch.Tensor] = {}
+    everybody = threading.Barrier(ranks)
+
+    def meet(group, shape, device):
+        own = memory[group.rank()] = torch.full(shape, 255, dtype=torch.uint8)
+        everybody.wait()
+        handle = SimpleNamespace(barrier=lambda channel: everybody.wait())
+        return handle, own, [memory[rank] for rank in range(ranks)]
+
+    monkeypatch.setattr(peer, "_meet", meet)
+    gen = torch.Generator().manual_seed(0)
+    rounds = [torch.randn(ranks, 40, generator=gen) for _ in range(4)]
+
+    def work(rank: int) -> list[int]:
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+        gather = peer.PeerGather(group, 160, torch.device("cpu"))
+        for shards in rounds:
+            whole, issued = torch.empty(ranks * 40), []
+            for other in gather.parts(whole, shards[rank]):
+                issued.append(other)
+                torch.testing.assert_close(whole.view(ranks, -1)[other], shards[other], rtol=0, atol=0)
+            assert sorted(issued) == list(range(ranks)) and issued[-1] == rank
+        return issued
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(work, range(ranks)))

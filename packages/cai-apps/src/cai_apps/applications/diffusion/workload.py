@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cai_apps.applications.diffusion.channels import keep_channels_last
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.ratios import shapes_of
 from cai_apps.applications.diffusion.data.samples import draw
@@ -104,8 +105,17 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         logit_normal=config.objective.timesteps == "logit_normal",
     )
     variance = predicts_variance(design.denoiser)
+    layout = _layout(config, design, device)
+
+    def denoiser() -> nn.Module:
+        model = build(design, train_text=trains_text(config, design), lora=config.lora)
+        if layout == torch.channels_last:
+            own = set(model.denoiser.modules())
+            keep_channels_last(layer for layer in layers(model) if layer in own)
+        return model
+
     return Workload(
-        build=lambda: build(design, train_text=trains_text(config, design), lora=config.lora),
+        build=denoiser,
         ready=Noising(
             process,
             _autoencoder(config, design, device),
@@ -114,7 +124,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
             compute,
             variance,
             design.channels * (config.data.size // design.factor) ** 2,
-            _layout(config, design, device),
+            layout,
         ),
         inputs=lambda batch: {
             "sample": batch["noisy"],
