@@ -140,6 +140,113 @@ def test_many_parameters_each_at_its_own_step():
             torch.testing.assert_close(tensor.double(), value, rtol=1e-6, atol=1e-7)
 
 
+MIXED = (0, 1, 7, 2047, 2048, 2049, 3 * 2048 + 5, 2048)
+
+
+def flat_lists(offset: int, random) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters, two moments and gradients in flat storages, and slices of them with gaps, of the sizes MIXED."""
+    total = sum(MIXED) + 3 * len(MIXED)
+    flats = [*state_of((total,), random), values((total,), random)]
+    slices, low = [], offset
+    for size in MIXED:
+        slices.append([flat[low : low + size] for flat in flats])
+        low += size + 3
+    return flats, slices
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """How many tensors a launch had, in order: of the kernel for one tensor, and of the one for many."""
+    from cai_kernels.adamw import triton
+
+    found, one, many = [], triton.run, triton._launch_many
+
+    def counted_one(*args):
+        found.append(1)
+        one(*args)
+
+    def counted_many(entries, *args):
+        found.append(len(entries))
+        many(entries, *args)
+
+    monkeypatch.setattr(triton, "run", counted_one)
+    monkeypatch.setattr(triton, "_launch_many", counted_many)
+    return found
+
+
+@pytest.mark.parametrize("form", ["number", "tensor"])
+@pytest.mark.parametrize("dtypes", [("float32",), ("bfloat16",), ("float32", "bfloat16")])
+def test_one_launch_for_many_tensors_of_any_size(dtypes, form, kernels):
+    """Steps and dtypes of gradients in turn, in slices that no vector of 128 bits begins at."""
+    flats, slices = flat_lists(1, generator(9))
+    before = [flat.clone() for flat in flats]
+    params, exp_avgs, exp_avg_sqs, grads = (list(each) for each in zip(*slices, strict=True))
+    grads = [g.to(getattr(torch, dtypes[i % len(dtypes)])) for i, g in enumerate(grads)]
+    steps = [1 + i % 3 * 1000 for i in range(len(grads))]
+    scale = torch.tensor(0.5, device=DEVICE) if form == "tensor" else 0.5
+    wanted = [exact(held, g, OPTIONS, n, 0.5) for held, g, n in zip(slices, grads, steps, strict=True)]
+    adamw_steps_(
+        params, grads, exp_avgs, exp_avg_sqs, OPTIONS, steps=steps, grad_scale=scale, backend="triton"
+    )
+    assert kernels == {1: [7], 2: [4, 3]}[len(dtypes)]
+    for held, values_ in zip(slices, wanted, strict=True):
+        for tensor, value in zip(held[:3], values_, strict=True):
+            torch.testing.assert_close(tensor.double(), value, rtol=1e-6, atol=3e-7)
+    written = torch.zeros(len(flats[0]), dtype=torch.bool, device=DEVICE)
+    for held in slices:
+        written[held[0].storage_offset() :][: len(held[0])] = True
+    for flat, old in zip(flats[:3], before[:3], strict=True):
+        assert torch.equal(flat[~written], old[~written])
+        assert not torch.equal(flat[written], old[written])
+    assert torch.equal(flats[3], before[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_many_tensors_step_as_each_alone_bit_for_bit(aligned, dtype):
+    """Several steps, with other gradients each time, and fewer tensors in one of them."""
+    random = generator(10)
+    together, alone = (
+        [[t.clone() if aligned else flat_copy(t) for t in state_of((n,), generator(n))] for n in MIXED]
+        for _ in range(2)
+    )
+    for step in (1, 2, 3):
+        chosen = range(len(MIXED)) if step != 2 else range(2, len(MIXED))
+        grads = [values((MIXED[i],), random, dtype) for i in chosen]
+        columns = [list(each) for each in zip(*(together[i] for i in chosen), strict=True)]
+        counts = [step + i for i in chosen]
+        adamw_steps_(columns[0], grads, *columns[1:], OPTIONS, steps=counts, grad_scale=0.3, backend="triton")
+        for i, grad in zip(chosen, grads, strict=True):
+            param, exp_avg, exp_avg_sq = alone[i]
+            adamw_step_(
+                param, grad, exp_avg, exp_avg_sq, OPTIONS, step=step + i, grad_scale=0.3, backend="triton"
+            )
+    for one, other in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that begins 4 bytes into its storage."""
+    return torch.cat([tensor.new_zeros(1), tensor])[1:]
+
+
+def test_what_is_kept_of_sizes_is_not_taken_for_others():
+    from cai_kernels.adamw import triton
+
+    device = torch.device(DEVICE)
+    for sizes in ((5, 2049), (2049, 5), (5, 2049), (2048, 1)):
+        owners, spans = triton._kept(sizes, device)
+        blocks = [-(-size // triton.BLOCK) for size in sizes]
+        assert owners.tolist() == [i for i, count in enumerate(blocks) for _ in range(count)]
+        assert spans.tolist() == [[0, blocks[0]], list(sizes)]
+
+
+def test_no_tensors_are_no_step():
+    adamw_steps_([], [], [], [], OPTIONS, steps=[], backend="triton")
+    empty = [torch.ones(0, device=DEVICE) for _ in range(4)]
+    adamw_steps_(*([t, t] for t in empty), OPTIONS, steps=[1, 1], backend="triton")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_counts_as_a_write(backend):
     random = generator(6)
@@ -302,6 +409,28 @@ def test_state_goes_to_torch_and_back(fused, launches):
     assert sum(launches) == 7 + 2 * 11
 
 
+def test_a_group_is_one_launch(kernels):
+    ours = parameters()
+    one = made(FusedAdamW, ours)
+    give_gradients(1, ours)
+    one.step()
+    assert kernels == [2, 2]
+
+
+def test_state_that_somebody_clears_begins_anew(monkeypatch):
+    ours = parameters()
+    one = made(FusedAdamW, ours)
+    monkeypatch.setattr(torch, "stack", None)  # reads counts from the device
+    for _ in range(3):
+        give_gradients(1, ours)
+        one.step()
+    one.state.clear()
+    give_gradients(1, ours)
+    one.step()
+    assert {int(one.state[p]["step"]) for p in ours} == {1}
+    assert {count for _, _, count in one._counts.values()} == {1}
+
+
 def test_a_count_that_somebody_writes_is_seen(launches):
     """As a checkpoint does that is loaded in place, and as `initialize_state` of cai-zero."""
     ours, theirs = parameters(), parameters()
@@ -448,6 +577,29 @@ def test_on_the_gpu_as_torchs_and_without_a_wait(launches):
         other.step()
     assert_same(ours, theirs, one, other)
     assert len(launches) == 12
+
+
+@pytest.mark.gpu
+def test_many_tensors_on_the_gpu_without_a_wait():
+    """Gradients are allocated anew and the host runs ahead, so tables of several steps are under way at once."""
+    random = generator(11)
+    together, alone = ([state_of((n,), generator(n)) for n in MIXED * 40] for _ in range(2))
+    columns = [list(each) for each in zip(*together, strict=True)]
+    steps = [[values((n,), random) for n in MIXED * 40] for _ in range(4)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step, grads in enumerate(steps, 1):
+            fresh = [grad.clone() for grad in grads]
+            counts = [step] * len(fresh)
+            adamw_steps_(columns[0], fresh, *columns[1:], OPTIONS, steps=counts, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step, grads in enumerate(steps, 1):
+        for held, grad in zip(alone, grads, strict=True):
+            adamw_step_(held[0], grad, held[1], held[2], OPTIONS, step=step, backend="triton")
+    for one, other in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.gpu

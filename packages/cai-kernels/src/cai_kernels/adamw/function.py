@@ -89,10 +89,11 @@ def adamw_steps_(
     grad_scale: float | torch.Tensor = 1.0,
     backend: Backend = "auto",
 ) -> None:
-    """`adamw_step_` of many parameters with the same options, a launch each.
+    """`adamw_step_` of many parameters with the same options, in one launch for each device and dtype of gradients.
 
     Args:
-        params, grads, exp_avgs, exp_avg_sqs, steps: lists of one length, of what `adamw_step_` takes.
+        params, grads, exp_avgs, exp_avg_sqs, steps: lists of one length, of what `adamw_step_` takes. Nothing that is
+            written is in two places of them.
         options, grad_scale, backend: as there, for all of them.
 
     Nothing is written if an argument does not fit. Raises `KernelError` naming it.
@@ -113,12 +114,16 @@ def adamw_steps_(
         _check_like(f"exp_avg_sqs[{i}]", exp_avg_sq, param, (torch.float32,))
         _check_contiguous(f"params[{i}]", param)
         _check_scale(grad_scale, param)
+    entries: list[Tensors] = []
+    counts: list[int] = []
     for form, param, grad, exp_avg, exp_avg_sq, step in zip(forms, *lists, strict=True):
         tensors = (param.detach(), grad.detach(), exp_avg.detach(), exp_avg_sq.detach())
         if form == "reference":
             reference.adamw_step(*tensors, options, step, grad_scale)
         else:
-            launch([tensors], options, [step], grad_scale)
+            entries.append(tensors)
+            counts.append(step)
+    launch(entries, options, counts, grad_scale)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -128,19 +133,23 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def launch(
     entries: Sequence[Tensors], options: AdamWOptions, steps: Sequence[int], grad_scale: float | torch.Tensor
 ) -> None:
-    """Run the kernel for each entry, unchecked: for who has checked what `adamw_steps_` would, and has many.
+    """Run the kernel for all entries, unchecked: for who has checked what `adamw_steps_` would, and has many.
 
-    A thousand parameters must not keep the device waiting for the host.
+    A thousand parameters must not keep the device waiting for the host. A compiled graph has an operator an entry.
     """
+    if not entries:
+        return
     from cai_kernels.adamw import triton
 
     scale = grad_scale.detach() if isinstance(grad_scale, torch.Tensor) else None
     factor = 1.0 if isinstance(grad_scale, torch.Tensor) else float(grad_scale)
-    numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
-    run = triton.adamw_step if torch.compiler.is_compiling() else triton.run
-    for tensors, step in zip(entries, steps, strict=True):
-        run(*tensors, scale, factor, step, *numbers)
-    written = [tensor for param, _, *moments in entries for tensor in (param, *moments)]
+    if torch.compiler.is_compiling():
+        numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
+        for tensors, step in zip(entries, steps, strict=True):
+            triton.adamw_step(*tensors, scale, factor, step, *numbers)
+    else:
+        triton.run_many(entries, scale, factor, steps, options)
+    written = [t for param, _, exp_avg, exp_avg_sq in entries for t in (param, exp_avg, exp_avg_sq)]
     torch.autograd.graph.increment_version(written)
 
 

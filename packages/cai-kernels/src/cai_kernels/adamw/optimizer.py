@@ -14,7 +14,8 @@ from cai_kernels.errors import KernelError
 
 _OTHER = ("amsgrad", "maximize", "capturable", "differentiable")
 _OPTIONS = (*_OTHER, "foreach", "fused", "lr", "eps", "weight_decay")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_GRADS = set(GRAD_DTYPES)
 
 Params = Any
 
@@ -55,7 +56,7 @@ class FusedAdamW(torch.optim.AdamW):
         backend: Backend = "auto",
     ):
         self.backend = backend
-        self._counts: dict[torch.Tensor, tuple[torch.Tensor, int, int]] = {}
+        self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}  # by the parameter's id
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,7 +81,7 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def _step_group(self, group: dict[str, Any], factor: float) -> None:
-        fresh = {param for param in group["params"] if not self.state.get(param)}
+        fresh = {id(param) for param in group["params"] if not self.state.get(param)}
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
         params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
         has_complex = self._init_group(group, *lists)
@@ -97,7 +98,7 @@ class FusedAdamW(torch.optim.AdamW):
         counts = [count + 1 for count in self._counted(params, steps, fresh)]
         torch._foreach_add_(steps, 1)
         for param, step, count in zip(params, steps, counts, strict=True):
-            self._counts[param] = (step, step._version, count)
+            self._counts[id(param)] = (step, step._version, count)
         options = AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)), options, counts, factor)
 
@@ -117,21 +118,27 @@ class FusedAdamW(torch.optim.AdamW):
         if scaled or tensors or any(group[name] for name in _OTHER):
             return False
         masters = [*params, *exp_avgs, *exp_avg_sqs]
+        every = [*masters, *grads]
         return (
-            all(t.dtype == torch.float32 for t in masters)
-            and all(grad.dtype in GRAD_DTYPES for grad in grads)
-            and all(type(t) in _PLAIN and t.is_contiguous() for t in (*masters, *grads))
+            _PLAIN.issuperset(map(type, every))
+            and {t.dtype for t in masters} == {torch.float32}
+            and {grad.dtype for grad in grads} <= _GRADS
+            and all(map(torch.Tensor.is_contiguous, every))
         )
 
     def _counted(
-        self, params: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], fresh: set[torch.Tensor]
+        self, params: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], fresh: set[int]
     ) -> list[int]:
-        """How many steps each parameter has made: none if it is in `fresh`, as on the host, or read from the device."""
+        """How many steps each parameter has made: none if `fresh` has its id, as on the host, or read from the device.
+
+        An id may be another parameter's by now, but a `step` that is kept is nobody else's.
+        """
         counts: list[int | None] = []
         for param, step in zip(params, steps, strict=True):
-            held, version, count = self._counts.get(param, (None, 0, 0))
+            name = id(param)
+            held, version, count = self._counts.get(name, (None, 0, 0))
             known = held is step and version == step._version
-            counts.append(0 if param in fresh else count if known else None)
+            counts.append(0 if name in fresh else count if known else None)
         unknown = [step for step, count in zip(steps, counts, strict=True) if count is None]
         if unknown:
             read = iter(torch.stack([step.to(unknown[0].device) for step in unknown]).tolist())

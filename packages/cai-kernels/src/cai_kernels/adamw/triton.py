@@ -1,21 +1,31 @@
 """The step of AdamW in Triton: 28 bytes of memory an element with a float32 gradient, each read or written once.
 
-Numbers that change from step to step are arguments of the kernel, and floats at that: Triton compiles nothing again for
-them. A program has one block; its first element is counted in 64 bits.
+Numbers that change from step to step are arguments of a kernel or lie in memory, and floats at that: Triton compiles
+nothing again for them. A program has one block; its first element is counted in 64 bits.
+
+There are two kernels for the same arithmetic. One has a single tensor's addresses as arguments: no program waits for a
+table, and no copy goes to the device. The other steps any number of tensors, whose addresses it reads from a table: a
+launch a tensor would keep the host busy for longer than a GPU needs for the step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from array import array
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from cai_kernels.adamw.function import AdamWOptions, Tensors
 from cai_kernels.ops import define
 
 BLOCK = 2048
 WARPS = 8
+KEPT = 32  # tables of blocks that are kept on devices, 4 bytes a block each
+GRADS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -36,6 +46,21 @@ def _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, mask
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq, mask=mask)
 
 
+@triton.jit
+def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, size, BLOCK: tl.constexpr):
+    """A block of one tensor steps: the last one under a mask, the others without, in vectors of 128 bits."""
+    start = block.to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    param_ptr += start
+    grad_ptr += start
+    exp_avg_ptr += start
+    exp_avg_sq_ptr += start
+    if start + BLOCK <= size:
+        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, None)
+    else:
+        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, at < size - start)
+
+
 @triton.jit(do_not_specialize=["size"])
 def _adamw(
     param_ptr,
@@ -54,23 +79,70 @@ def _adamw(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of parameters steps: the last one under a mask, the others without, in vectors of 128 bits.
+    """One tensor.
 
     decay = lr * weight_decay, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), weights 1 - beta.
     """
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = tl.arange(0, BLOCK)
     if SCALED:
         factor *= tl.load(scale_ptr).to(tl.float32)
     numbers = (factor, decay, rate, root, eps, weight1, weight2)
-    param_ptr += start
-    grad_ptr += start
-    exp_avg_ptr += start
-    exp_avg_sq_ptr += start
-    if start + BLOCK <= size:
-        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, None)
-    else:
-        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, at < size - start)
+    _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, tl.program_id(0), size, BLOCK)
+
+
+@triton.jit
+def _address(table_ptr, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table_ptr).to(tl.pointer_type(GRAD))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit(do_not_specialize=["count"])
+def _adamw_many(
+    owners_ptr,
+    spans_ptr,
+    table_ptr,
+    corrections_ptr,
+    scale_ptr,
+    count,
+    factor,
+    decay,
+    eps,
+    weight1,
+    weight2,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`count` tensors, a block a program.
+
+    Args:
+        owners_ptr: which tensor a program works on.
+        spans_ptr: [2, count]: the first program of a tensor, and how many elements it has.
+        table_ptr: [4, count]: addresses of parameters, gradients, first and second moments.
+        corrections_ptr: [count, 2]: rate and root of a tensor.
+        ALIGNED: whether all addresses are multiples of 16 bytes.
+    """
+    tensor = tl.load(owners_ptr + tl.program_id(0))
+    first = tl.load(spans_ptr + tensor)
+    size = tl.load(spans_ptr + count + tensor)
+    param_ptr = _address(table_ptr + tensor, tl.float32, ALIGNED)
+    grad_ptr = _address(table_ptr + count + tensor, GRAD, ALIGNED)
+    exp_avg_ptr = _address(table_ptr + 2 * count + tensor, tl.float32, ALIGNED)
+    exp_avg_sq_ptr = _address(table_ptr + 3 * count + tensor, tl.float32, ALIGNED)
+    rate = tl.load(corrections_ptr + 2 * tensor)
+    root = tl.load(corrections_ptr + 2 * tensor + 1)
+    if SCALED:
+        factor *= tl.load(scale_ptr).to(tl.float32)
+    numbers = (factor, decay, rate, root, eps, weight1, weight2)
+    block = tl.program_id(0) - first
+    _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, size, BLOCK)
+
+
+def _corrections(step: int, lr: float, beta1: float, beta2: float) -> tuple[float, float]:
+    """Rate and root of a step."""
+    return float(lr / (1 - beta1**step)), 1 / math.sqrt(1 - beta2**step)
 
 
 def run(
@@ -91,6 +163,7 @@ def run(
     size = param.numel()
     if not size:
         return
+    rate, root = _corrections(step, lr, beta1, beta2)
     launch = _adamw[(triton.cdiv(size, BLOCK),)]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(param):
         launch(
@@ -102,8 +175,8 @@ def run(
             size,
             float(factor),
             float(lr * weight_decay),
-            float(lr / (1 - beta1**step)),
-            1 / math.sqrt(1 - beta2**step),
+            rate,
+            root,
             float(eps),
             1.0 - beta1,
             1.0 - beta2,
@@ -114,3 +187,104 @@ def run(
 
 
 adamw_step = define(run, name="adamw_step", mutates=("param", "exp_avg", "exp_avg_sq"))
+
+
+def run_many(
+    entries: Sequence[Tensors],
+    scale: torch.Tensor | None,
+    factor: float,
+    steps: Sequence[int],
+    options: AdamWOptions,
+) -> None:
+    """`run` of many tensors in one launch for each device and dtype of gradients."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensors], list[int]]] = {}
+    for tensors, step in zip(entries, steps, strict=True):
+        if tensors[0].numel():
+            key = (tensors[0].device, tensors[1].dtype)
+            if key not in groups:
+                groups[key] = ([], [])
+            held, counts = groups[key]
+            held.append(tensors)
+            counts.append(step)
+    numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
+    for held, counts in groups.values():
+        if len(held) == 1:
+            run(*held[0], scale, factor, counts[0], *numbers)
+            continue
+        with torch.cuda.device_of(held[0][0]):
+            _launch_many(held, scale, factor, counts, options)
+
+
+def _launch_many(
+    entries: list[Tensors],
+    scale: torch.Tensor | None,
+    factor: float,
+    steps: list[int],
+    options: AdamWOptions,
+) -> None:
+    """Tensors of one device, the current one, and one dtype of gradients, each with at least an element."""
+    device, count = entries[0][0].device, len(entries)
+    owners, spans = _kept(tuple([tensors[0].numel() for tensors in entries]), device)
+    # rate and root are two float32 in the place of one address: all goes in one copy
+    distinct = list(set(steps))
+    lr, beta1, beta2 = options.lr, options.beta1, options.beta2
+    pairs = torch.tensor([_corrections(step, lr, beta1, beta2) for step in distinct], dtype=torch.float32)
+    word = dict(zip(distinct, pairs.view(torch.int64).flatten().tolist(), strict=True))
+    words = array("q", [t.data_ptr() for column in zip(*entries, strict=True) for t in column])
+    words.extend([word[step] for step in steps])
+    listed = torch.frombuffer(words, dtype=torch.int64)
+    aligned = not (listed[: 4 * count] & 15).any().item()
+    table = _on(device, listed)
+    launch = _adamw_many[(owners.numel(),)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        owners,
+        spans,
+        table,
+        table[4 * count :].view(torch.float32),
+        table if scale is None else scale,
+        count,
+        float(factor),
+        float(lr * options.weight_decay),
+        float(options.eps),
+        1.0 - beta1,
+        1.0 - beta2,
+        GRAD=GRADS[entries[0][1].dtype],
+        ALIGNED=aligned,
+        SCALED=scale is not None,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def _kept(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_blocks`, of an earlier call on this stream if there was one.
+
+    Another stream would read them before they are there. So would who comes after a graph's capture, which copies
+    nothing yet.
+    """
+    if device.type != "cuda":
+        return _blocks_of_stream(sizes, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return _blocks(sizes, device)
+    return _blocks_of_stream(sizes, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _blocks_of_stream(
+    sizes: tuple[int, ...], device: torch.device, stream: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _blocks(sizes, device)
+
+
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The owners and spans of `_adamw_many`."""
+    numel = torch.tensor(sizes, dtype=torch.int64)
+    blocks = (numel + BLOCK - 1) // BLOCK
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), blocks)
+    spans = torch.stack([blocks.cumsum(0) - blocks, numel])
+    return _on(device, owners), _on(device, spans)
+
+
+def _on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+    """A table of the host on a device, without a wait: pinned memory is free again only after the copy."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
