@@ -1,14 +1,14 @@
-"""Training steps of a diffusion recipe: ours, plain diffusers, and diffusers compiled; one JSON line a form.
+"""Training steps of a diffusion recipe: ours, plain diffusers, diffusers compiled; one JSON line a form.
 
     python benchmarks/diffusion/train.py sd-v1 --form ours --batch 32 --out steps.jsonl
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/diffusion/train.py sd-v2 --form ours \
         --batch 16 --set parallel.shard=-1 parallel.zero=2
 
 `ours` is the session that `cai train` builds of the recipe (`cai_apps.compose.apply`). `plain` is a loop as diffusers'
-examples have it: fp32 weights, bf16 autocast, torch's AdamW, its EMAModel. `compiled` is the same in channels-last, as
-one graph by torch.compile. All learn from the same kind of random latents and embeddings; data, logging and checkpoints
-are left out. `--batch` counts images of a GPU; only `ours` runs on several. `--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours
-embeds captions once.
+examples have it: fp32 weights, bf16 autocast, torch's AdamW, its EMAModel; `fp32` is that without autocast. `compiled` is
+`plain` in channels-last, as one graph by torch.compile. All learn from the same kind of random latents and embeddings;
+data, logging and checkpoints are left out. `--batch` counts images of a GPU; only `ours` runs on several. `--encoders`
+adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours embeds captions once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Step = Callable[[dict[str, Tensor]], Tensor]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe")
-    parser.add_argument("--form", choices=("ours", "plain", "compiled"), required=True)
+    parser.add_argument("--form", choices=("ours", "plain", "fp32", "compiled"), required=True)
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="values of the recipe, ours alone"
     )
@@ -120,8 +120,9 @@ def _microbatches(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-def peer(config: Any, design: Design, device: torch.device, *, compiled: bool) -> Step:
+def peer(config: Any, design: Design, device: torch.device, *, form: str) -> Step:
     """A loop as those of diffusers' examples."""
+    compiled = form == "compiled"
     import diffusers
     from diffusers.training_utils import EMAModel
 
@@ -146,7 +147,7 @@ def peer(config: Any, design: Design, device: torch.device, *, compiled: bool) -
             noisy, target = process.mix(clean, noise, time), process.target(clean, noise, time)
         if compiled:
             noisy = noisy.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=form != "fp32"):
             found = run(**design.family.takes(noisy, time, batch), return_dict=False)[0]
         error = (found.float()[:, : target.shape[1]] - target).square().flatten(1).mean(1)
         loss = (error * process.weight(time)).mean()
@@ -201,7 +202,7 @@ def main() -> None:
     if options.form == "ours":
         step = ours(config, device)
     else:
-        step = peer(config, design, device, compiled=options.form == "compiled")
+        step = peer(config, design, device, form=options.form)
     data = batches(config, design, options.encoders, device)
     seconds, losses, first = [], [], 0.0
     for number in range(options.warmup + options.steps):
