@@ -73,8 +73,13 @@ def gaps(trace: profile) -> dict:
     starts = {
         span[0]: event.name()[:60] for event, span in spans.items() if not is_communication(event.name())
     }
+    idle: Counter[str] = Counter()
+    first = {span[0]: event.name()[:60] for event, span in spans.items()}
+    for before, after in pairwise(busy):
+        idle[first[after[0]]] += after[0] - before[1]
     return {
         "gap_share": round(1 - length(busy) / whole, 5),
+        "gaps_before_ms": {name: round(ns / 1e6, 2) for name, ns in idle.most_common(12)},
         "longest_gap_ms": round(max((b[0] - a[1] for a, b in pairwise(busy)), default=0) / 1e6, 3),
         "communication_alone_share": round((length(busy) - length(compute)) / whole, 5),
         "longest_alone_ms": [[round(ns / 1e6, 2), starts[at]] for ns, at in exposed[:10]],

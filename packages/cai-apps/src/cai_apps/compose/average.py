@@ -66,7 +66,7 @@ class Average:
             held, present = self._held[name], boxed.present
             for (_, own), (_, value) in zip(held.pieces, present.pieces, strict=True):
                 averages.append(own)
-                values.append(value)
+                values.append(value.to(own.device))  # a weight may have moved to a GPU since
         return averages, values
 
     def _current(self) -> dict[str, BoxedTensor]:
