@@ -227,7 +227,9 @@ def test_all_that_travels_in_a_layer_travels_beside_products(name):
     for found in run_ranks(2, moved, name):
         assert [found.pop(kind) for kind in ("gather_matmul", "matmul_scatter")] == [2 * 2 * 2, 2 * 2]
         assert found.pop("reduce_scatter_tensor", 0) == 0
-        assert found.pop("all_gather_into_tensor", 0) <= 3  # the stream put together, its cut's gradient, the logits
+        assert (
+            found.pop("all_gather_into_tensor", 0) <= 3
+        )  # the stream put together, its cut's gradient, the logits
 
 
 # -- dropout -------------------------------------------------------------------------------------------------------

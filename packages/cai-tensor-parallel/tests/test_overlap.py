@@ -28,7 +28,9 @@ def operators(device: str) -> None:
     p, own, name = ranks.size(), ranks.rank(), ranks.group_name
     random = torch.Generator().manual_seed(0)
     for n, k, m in SIZES * 3:
-        parts, x = (torch.randn(p, *shape, generator=random, dtype=torch.float64) for shape in ((n, k), (p * n, k)))
+        parts, x = (
+            torch.randn(p, *shape, generator=random, dtype=torch.float64) for shape in ((n, k), (p * n, k))
+        )
         weights = torch.randn(p, k, m, generator=random, dtype=torch.float64)
         held = [t.to(device) for t in (parts[own], x[own], weights[0], weights[own])]
         product, whole = gather_matmul(held[0], held[2], name)
@@ -67,13 +69,17 @@ def train(model: nn.Module, device: str) -> tuple[list[float], dict[str, torch.T
         optimizer.step()
         optimizer.zero_grad()
     for name, param in model.named_parameters():
-        found[name] = BoxedTensor.from_param(param).to_full(dist.group.WORLD if dist.is_initialized() else None)
+        found[name] = BoxedTensor.from_param(param).to_full(
+            dist.group.WORLD if dist.is_initialized() else None
+        )
     return losses, {name: value.cpu() for name, value in found.items()}
 
 
 def work(rank: int, folder: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
     operators(f"cuda:{rank}")
     mesh = dist.init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
     found = []
@@ -92,7 +98,9 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_copy_engines_train_as_one_process(tmp_path: Path):
     mp.spawn(work, (str(tmp_path),), nprocs=2)
-    losses, weights = train(llama().cuda(), "cuda")  # there, for sines and cosines are float32 and a CPU's differ
+    losses, weights = train(
+        llama().cuda(), "cuda"
+    )  # there, for sines and cosines are float32 and a CPU's differ
     for rank in range(2):
         for got, values in torch.load(tmp_path / f"{rank}.pt"):
             assert got == pytest.approx(losses, rel=1e-9)

@@ -93,7 +93,9 @@ def build(form: str, recompute: bool = False) -> nn.Module:
 def parallel(form: str, sequence: bool, recompute: bool, overlap: bool):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     trial = Trial(lambda: build(form), named, lambda out: out.square().mean())
-    model = parallelize(build(form, recompute), mesh, Plan(PLAN), sequence=sequence, overlap=overlap, trial=trial)
+    model = parallelize(
+        build(form, recompute), mesh, Plan(PLAN), sequence=sequence, overlap=overlap, trial=trial
+    )
     twin = copy.deepcopy(model)
     return gradients(model), gradients(twin)
 

@@ -10,8 +10,8 @@ the `p` ranks together all of them.
   `scatter_beside_weight_gradient`: beside the gradient of a weight.
 
 On a GPU the transfers are made by copy engines (`cai_mesh.comm.PeerGather`, `PeerReduce`), which take no
-multiprocessor; on a CPU the same steps run one after the other, with collectives. All are operators without derivatives,
-opaque to compilers: rules of linear layers call them.
+multiprocessor; on a CPU the same steps run one after the other, with collectives. None has derivatives: rules of linear
+layers call them. Those that graphs need are operators.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def _exchanged(
     """Give every rank its part of parts [p, n, m], once `make` has issued what makes it; returns what adds them up."""
     partners = _of(ranks, parts.device)
     if partners.waiting:
-        raise RuntimeError("a sum over tensor-parallel ranks began before another was finished; please report this")
+        raise RuntimeError(
+            "a sum over tensor-parallel ranks began before another was finished; please report this"
+        )
     reduce = partners.of(PeerReduce, parts[0].numel() * parts.element_size())
     for rank in reduce.others:
         make(rank)

@@ -1,7 +1,7 @@
 """torch's functional collectives by the name of a group, traceable; the one file that knows their operators.
 
-The operators themselves, not `torch.distributed._functional_collectives`: while a graph is traced its functions wait for
-what they have started, and nothing runs beside it.
+The operators themselves, not `torch.distributed._functional_collectives`: while a graph is traced, its functions wait
+for what they have started, and nothing runs beside it.
 """
 
 from __future__ import annotations

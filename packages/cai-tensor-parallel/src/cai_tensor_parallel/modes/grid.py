@@ -19,8 +19,9 @@ from cai_mesh.layout import Shard
 from cai_mesh.protocols import LinearProducts
 from cai_tensor_parallel.modes.context import ModeContext, Ranks
 from cai_tensor_parallel.modes.forms import Form
-from cai_tensor_parallel.modes.one_d import cannot_be_cut, check_embedding, sections_of
+from cai_tensor_parallel.modes.one_d import cannot_be_cut, sections_of
 from cai_tensor_parallel.modes.shared import sum_gradients
+from cai_tensor_parallel.modes.tables import check_embedding
 from cai_tensor_parallel.modes.three_d import Cube
 from cai_tensor_parallel.modes.two_d import Summa
 from cai_tensor_parallel.norms import apply_norm, recognise

@@ -7,15 +7,13 @@ A cut layer is a rule of the linear seam (`cai_mesh.gradients.linear`), whatever
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cai_mesh.comm import Members, gather_from, gathered, start_sum
+from cai_mesh.comm import Members, gathered, start_sum
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import PLAIN, TRANSPOSED, Local, Readers, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
@@ -27,6 +25,7 @@ from cai_tensor_parallel.modes.parameters import cut_parameter
 from cai_tensor_parallel.modes.reading import readers_of
 from cai_tensor_parallel.modes.sequence import Sequence
 from cai_tensor_parallel.modes.shared import sum_gradients
+from cai_tensor_parallel.modes.tables import cut_columns, cut_features, cut_rows
 from cai_tensor_parallel.modes.tokens import (
     gather_matmul_tokens,
     gathered_tokens,
@@ -35,8 +34,7 @@ from cai_tensor_parallel.modes.tokens import (
     start_scatter_tokens,
 )
 from cai_tensor_parallel.modes.whole import Picked, Tail
-from cai_tensor_parallel.plan import STREAM_ROLES, Role, is_lookup
-from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
+from cai_tensor_parallel.plan import STREAM_ROLES, Role
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -141,15 +139,22 @@ class Row(Local):
         if self.split:
             x = self.ranks.own_part(x, -1)
         scattered = self.sequence is not None and self.sequence.on
-        saved: Tensors
-        if scattered and self.overlap:
-            y, saved = matmul_scatter_tokens(x, self._matrix(weight), self.ranks), (x,)
-        else:
-            y, saved = self.products.forward(x, weight, None)
-            y = (start_scatter_tokens(y, self.ranks) if scattered else start_sum(y, self.ranks)).wait()
+        y, saved = self._summed(x, weight, scattered=scattered)
         if self.sequence is not None:  # backward may come when the sequence is cut otherwise
             saved = (y.new_empty(int(scattered)), *saved)
         return (y if bias is None else y + bias), saved
+
+    def _summed(
+        self, x: torch.Tensor, weight: torch.Tensor, *, scattered: bool
+    ) -> tuple[torch.Tensor, Tensors]:
+        """The product, summed over the ranks, and what is saved."""
+        if scattered and self.overlap:
+            return matmul_scatter_tokens(x, self._matrix(weight), self.ranks), (x,)
+        y, saved = self.products.forward(x, weight, None)
+        started = start_scatter_tokens(y, self.ranks) if scattered else start_sum(y, self.ranks)
+        summed = started.wait()
+        assert summed is not None
+        return summed, saved
 
     def backward(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
@@ -192,9 +197,9 @@ def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
     elif role.kind == "replicated_with_grad_allreduce":
         sum_gradients(module, context.group, context.cutter)
     elif role.kind in ("vocab_embedding", "embedding_rowwise"):
-        _cut_embedding(module, context)
+        cut_rows(module, context)
     elif role.kind == "embedding_colwise":
-        _cut_embedding_features(module, context)
+        cut_features(module, context)
     elif role.kind in ("moe_tp_experts", "all_reduce"):
         sum_parts(module, context)
     elif role.kind == "moe_identity_expert":
@@ -202,7 +207,7 @@ def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
     elif role.kind in ("kv_heads", "mla_kv_a_proj"):
         _use_part(module, role, context)
     elif role.kind == "colwise" and isinstance(module, nn.Embedding):
-        _cut_columns_of_table(module, context)
+        cut_columns(module, context)
     else:
         _cut_linear(module, role, context)
 
@@ -285,79 +290,3 @@ def sections_of(size: int, role: Role, context: ModeContext) -> tuple[int, ...] 
             f"{context.module_name}: its output is not {role.blocks} equal blocks", got=f"{size} features"
         )
     return (size // role.blocks,) * role.blocks
-
-
-def _cut_embedding(module: nn.Module, context: ModeContext) -> None:
-    check_embedding(module, context)
-    assert isinstance(module, nn.Embedding)
-    vocabulary = module.weight.shape[0]
-    start = vocab_start(context.cutter.cut(module, "weight", Shard(0)))
-    group, scaled = context.group, hasattr(module, "embed_scale")
-
-    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
-        rows = vocab_parallel_embedding(
-            ids,
-            self.weight,
-            group,
-            vocab_start=start,
-            padding_idx=self.padding_idx,
-            vocab_size=vocabulary,
-            sparse=self.sparse,
-        )
-        if not scaled:
-            return rows
-        scale = self.embed_scale
-        return rows * (scale.to(self.weight.dtype) if isinstance(scale, torch.Tensor) else scale)
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _cut_embedding_features(module: nn.Module, context: ModeContext) -> None:
-    check_embedding(module, context)
-    assert isinstance(module, nn.Embedding)
-    width = module.weight.shape[1]
-    if width % context.cutter.degree:
-        raise PlanError(
-            f"{context.module_name}: its features do not divide",
-            got=f"{width} features over {context.cutter.degree} ranks",
-            fix="choose a tensor-parallel degree that divides them",
-        )
-    context.cutter.cut(module, "weight", Shard(1))
-    original, group = module.forward, context.group
-
-    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
-        return gather_from(original(ids), -1, group)
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _cut_columns_of_table(module: nn.Embedding, context: ModeContext) -> None:
-    """A table of values for every head, as of relative positions: each rank looks up those of its heads."""
-    check_embedding(module, context)
-    if module.embedding_dim % context.cutter.degree:
-        raise PlanError(
-            f"{context.module_name}: its columns do not divide",
-            got=f"{module.embedding_dim} columns over {context.cutter.degree} ranks",
-            fix="choose a tensor-parallel degree that divides them",
-        )
-    context.cutter.cut(module, "weight", Shard(1))
-
-
-def check_embedding(module: nn.Module, context: ModeContext) -> None:
-    """Raise `PlanError` for what is not a lookup, alone or times `embed_scale`, in a weight of its own."""
-    got = ""
-    if not isinstance(module, nn.Embedding) or module._parameters.get("weight") is None:
-        got = f"{type(module).__name__} without a weight of its own"
-    elif "forward" in module.__dict__:
-        got = f"{type(module).__name__} with a replaced forward"
-    elif not is_lookup(module):
-        got = f"{type(module).__name__}, which computes more than a lookup"
-    elif module.max_norm is not None or module.scale_grad_by_freq:
-        got = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
-    if got:
-        raise PlanError(
-            f"{context.module_name} cannot be cut as a lookup",
-            got=got,
-            expected="a plain Embedding",
-            fix="pass a plan that gives it the role replicated",
-        )

@@ -1,7 +1,7 @@
 """Channels last in memory, from layer to layer: what convolutions on tensor cores compute on.
 
-Each compiled layer hands on what eager code would: torch's group norm puts channels first, so every layer would turn its
-result and the next one turn it back, and so would convolutions in backward with what forward has kept for them. Here
+Each compiled layer hands on what eager code would. torch's group norm puts channels first, so every layer would turn
+its result and the next one turn it back; so would convolutions in backward, with what forward has kept for them. Here
 layers hand on channels last, and convolutions are given nothing else. Weights stay stored as they are: a graph turns
 them as it uses them, and their gradients back, in kernels of its own.
 """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cai_mesh.comm import all_gather_into
 from cai_mesh.errors import PlanError
+from cai_mesh.protocols import CommHandle
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Exchange:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._step: int | None = None
         self._parts: list[Tensor] = []
-        self._work: dist.Work | None = None
+        self._work: CommHandle | None = None
         self._sent: Tensor | None = None
 
     def clear(self) -> None:
@@ -77,8 +78,11 @@ class Exchange:
 
     def _start(self, own: Tensor) -> None:
         self._sent = own.contiguous()
-        self._parts = [torch.empty_like(self._sent) for _ in range(self._size)]
-        self._work = dist.all_gather(self._parts, self._sent, group=self._group, async_op=True)
+        whole = self._sent.new_empty(
+            self._size, *self._sent.shape
+        )  # at one place: lists are copied once more
+        self._parts = list(whole)
+        self._work = all_gather_into(whole.flatten(0, 1), self._sent, self._group, async_op=True)
         self._clock.nbytes += self._sent.nbytes * (self._size - 1)
 
     def _wait(self) -> None:
