@@ -75,3 +75,32 @@ def test_gather_tells_whose_part_has_been_issued_and_this_ranks_last(monkeypatch
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(work, range(ranks)))
+
+
+def test_whole_contributions_have_room(monkeypatch):
+    """Larger than a piece: given one by one, added up by whoever meets."""
+    memory: dict[int, torch.Tensor] = {}
+    everybody = threading.Barrier(3)
+
+    def meet(group, shape, device):
+        own = memory[group.rank()] = torch.full(shape, 255, dtype=torch.uint8)
+        everybody.wait()
+        handle = SimpleNamespace(barrier=lambda channel: everybody.wait())
+        return handle, own, [memory[rank] for rank in range(3)]
+
+    monkeypatch.setattr(peer, "_meet", meet)
+    monkeypatch.setattr(peer, "PIECE_BYTES", 1024)
+    full = torch.randn(3, 3, 1000, generator=torch.Generator().manual_seed(0))
+
+    def work(rank: int) -> torch.Tensor:
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: 3)
+        reduce = peer.PeerReduce(group, 4000, torch.device("cpu"), whole=True)
+        for _ in range(3):
+            for other in reduce.others:
+                reduce.give(full[rank, other], other)
+            found = full[rank, rank] + reduce.meet(full[rank, rank]).sum(0)
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        for rank, found in enumerate(pool.map(work, range(3))):
+            torch.testing.assert_close(found, full[:, rank].sum(0))

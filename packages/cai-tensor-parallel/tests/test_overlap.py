@@ -11,12 +11,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cai_mesh.comm import PeerGather
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
-from cai_tensor_parallel import parallelize
-from cai_tensor_parallel.overlap import Partners, gather_matmul, matmul_scatter, start_scatter
+from cai_tensor_parallel import overlap, parallelize
+from cai_tensor_parallel.overlap import gather_matmul, matmul_scatter, start_scatter
 
 SIZES = [(8, 6, 4), (5, 3, 7), (1, 1, 1), (160, 48, 96), (8, 6, 4)]
 """Rows of a rank, features in, features out; some larger than those before."""
@@ -112,11 +111,10 @@ def test_a_transport_is_made_anew_when_parts_grow(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(dist, "barrier", lambda group, device_ids: None)
 
-    class Gather(PeerGather):
-        def __init__(self, group, nbytes, device) -> None:
-            made.append(nbytes)
-
-    partners = Partners(None, torch.device("cpu"))  # type: ignore[arg-type]
-    found = [partners.of(Gather, nbytes) for nbytes in (8, 4, 16, 8)]
+    monkeypatch.setattr(overlap, "PeerGather", lambda group, nbytes, device: made.append(nbytes) or object())
+    monkeypatch.setattr(overlap, "PeerReduce", lambda group, nbytes, device, whole: ("reduce", nbytes, whole))
+    partners = overlap.Partners(None, torch.device("cpu"))  # type: ignore[arg-type]
+    found = [partners.gather(nbytes) for nbytes in (8, 4, 16, 8)]
     assert made == [8, 16]
     assert found[0] is found[1] and found[2] is found[3]
+    assert partners.reduce(12) == partners.reduce(3) == ("reduce", 12, True)

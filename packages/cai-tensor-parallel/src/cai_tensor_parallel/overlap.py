@@ -19,7 +19,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cai_mesh.comm import PeerGather, PeerReduce, SideStream, all_gather_into, reduce_scatter_into
 from cai_mesh.gradients import add_weight_gradient
-
-P = TypeVar("P", PeerGather, PeerReduce)
 
 
 @dataclass
@@ -47,18 +44,28 @@ class Partners:
 
     def __post_init__(self) -> None:
         self.stream = SideStream(self.device)
-        self._made: dict[type, tuple[int, PeerGather | PeerReduce]] = {}
+        self._room: dict[str, int] = {}
 
-    def of(self, kind: type[P], nbytes: int) -> P:
-        """A transport for parts of so many bytes; made anew, by all ranks alike, when they have grown."""
-        room, found = self._made.get(kind, (0, None))
-        if found is None or room < nbytes:
-            torch.cuda.synchronize(self.device)  # nobody reads what goes away
-            dist.barrier(self.group, device_ids=[self.device.index])
-            found = kind(self.group, nbytes, self.device)
-            self._made[kind] = nbytes, found
-        assert isinstance(found, kind)
-        return found
+    def gather(self, nbytes: int) -> PeerGather:
+        """For parts of so many bytes."""
+        if self._grown("gather", nbytes):
+            self._gather = PeerGather(self.group, nbytes, self.device)
+        return self._gather
+
+    def reduce(self, nbytes: int) -> PeerReduce:
+        """For contributions of so many bytes to a rank."""
+        if self._grown("reduce", nbytes):
+            self._reduce = PeerReduce(self.group, nbytes, self.device, whole=True)
+        return self._reduce
+
+    def _grown(self, name: str, nbytes: int) -> bool:
+        """Whether there is no room for so much, alike on all ranks; then nobody reads any more what goes away."""
+        if self._room.get(name, 0) >= nbytes:
+            return False
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group, device_ids=[self.device.index])
+        self._room[name] = nbytes
+        return True
 
 
 _partners: weakref.WeakKeyDictionary[dist.ProcessGroup, Partners] = weakref.WeakKeyDictionary()
@@ -90,7 +97,7 @@ def gather_matmul(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple
             torch.mm(part if rank == own else rows[rank], weight, out=products[rank])
         return product, whole
     partners = _of(ranks, part.device)
-    gather = partners.of(PeerGather, part.numel() * part.element_size())
+    gather = partners.gather(part.numel() * part.element_size())
     with partners.stream.after_compute():
         arrived = [(rank, partners.stream.mark()) for rank in gather.parts(whole.view(-1), part)]
     torch.mm(part, weight, out=products[own])
@@ -179,7 +186,7 @@ def _exchanged(
         raise RuntimeError(
             "a sum over tensor-parallel ranks began before another was finished; please report this"
         )
-    reduce = partners.of(PeerReduce, parts[0].numel() * parts.element_size())
+    reduce = partners.reduce(parts[0].numel() * parts.element_size())
     for rank in reduce.others:
         make(rank)
         with partners.stream.after_compute():

@@ -82,13 +82,14 @@ class PeerReduce:
         group: ranks that share a chunk, each with a GPU that can address the others'.
         nbytes: of the largest shard of what is reduced.
         device: this rank's GPU.
+        whole: there is room for whole contributions, for who calls `give` and `meet`.
 
     Collective. Raises `PlanError` where the GPUs cannot address each other.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, *, whole: bool = False):
         self._rank, self._size, self._turn = group.rank(), group.size(), 0
-        piece = PIECE_BYTES // (self._size - 1) // ALIGNMENT * ALIGNMENT
+        piece = nbytes * self._size if whole else PIECE_BYTES // (self._size - 1) // ALIGNMENT * ALIGNMENT
         self._nbytes = -(-min(nbytes, piece) // ALIGNMENT) * ALIGNMENT
         shape = (SLOTS, self._size - 1, self._nbytes)
         self._handle, self._slots, self._peers = _meet(group, shape, device)
