@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class ParallelMesh:
     def device_type(self) -> str:
         return self.dense.device_type
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """All dimensions of all views."""
         return tuple(dict.fromkeys(name for view in self.views for name in axis_names(view)))

@@ -16,7 +16,7 @@ from torch import nn
 from torch._guards import TracingContext
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients.flat import check_flat_use
+from cai_mesh.gradients.flat import LOOKS, check_flat_use
 from cai_mesh.gradients.place import Place
 from cai_mesh.gradients.shard import ShardGradient, shown
 from cai_mesh.layout.chunk import moved
@@ -61,12 +61,14 @@ def is_kept(param: torch.Tensor) -> bool:
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """What autograd has accumulated in the parameter itself."""
-    return _FIELD.__get__(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _FIELD.__get__(param)
 
 
 def set_raw_grad(param: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Put a gradient, or none, where autograd accumulates."""
-    _FIELD.__set__(param, gradient)
+    with torch._C.DisableTorchFunctionSubclass():
+        _FIELD.__set__(param, gradient)
 
 
 def in_backward() -> bool:
@@ -153,6 +155,9 @@ class ShardParameter(ShownParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LOOKS:  # thousands a step
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             raise PlanError(
                 "torch.autograd.grad was asked for the gradient of a parameter that is a shard",
