@@ -78,6 +78,12 @@ def _of(group: dist.ProcessGroup, device: torch.device) -> Partners:
     return _partners[group]
 
 
+def check_partners(group: dist.ProcessGroup) -> None:
+    """Raise `PlanError` where the GPUs of a group cannot address each other. Collective on GPUs, nothing elsewhere."""
+    if "nccl" in dist.get_backend(group):  # also beside another, for CPU tensors
+        _of(group, torch.device("cuda", torch.cuda.current_device())).gather(1)
+
+
 @torch.library.custom_op("cai_tensor_parallel::gather_matmul", mutates_args=())
 def gather_matmul(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
     """part [n, k] of every rank and weight [k, m] -> the rows of all ranks times it [p n, m], these rows [p n, k].
@@ -161,8 +167,11 @@ def scatter_beside_weight_gradient(
         group: name of the ranks.
     """
     finish = start_scatter(x, _resolve_process_group(group))
-    add_weight_gradient(grad, operands, key)
-    return finish()
+    try:
+        add_weight_gradient(grad, operands, key)
+    finally:
+        part = finish()
+    return part
 
 
 @scatter_beside_weight_gradient.register_fake

@@ -37,6 +37,7 @@ from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.modes.grid import unsharded
 from cai_tensor_parallel.modes.reading import watch_readers
 from cai_tensor_parallel.modes.sequence import Places, Sequence, cut_sequence, survey
+from cai_tensor_parallel.overlap import check_partners
 from cai_tensor_parallel.plan import HOLDERS, Plan, Role, match, plan_for, plan_of_parts
 from cai_tensor_parallel.saving import guard_saving
 from cai_tensor_parallel.shard import Cutter
@@ -104,6 +105,9 @@ def parallelize(
     if degree == 1:
         return model
     check_axes(mode, mesh)
+    group = mesh.group("tp")
+    if overlap and group is not None:
+        check_partners(group)
     refresh(model)
     tried = trial or _trial_of(model, roles, cut, mesh)
     plan = _proved(model, mesh, plan, cut, None if tried is None else (tried, given))

@@ -141,7 +141,7 @@ def _meet(
             "copy engines cannot work over these ranks",
             cause=str(error).splitlines()[0],
             expected="GPUs of one host with peer access",
-            fix="leave copy_engines out",
+            fix="leave copy_engines or overlap out",
         ) from error
 
 
