@@ -42,12 +42,11 @@ _DESCRIBING = (
     "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex", "type",
 )  # fmt: skip
 LOOKS = {
-    getattr(getattr(torch.Tensor, name), access)
+    getattr(torch.Tensor, name).__get__
     for name, value in vars(torch._C.TensorBase).items()
-    for access in ("__get__", "__set__", "__delete__")
     if type(value).__name__ == "getset_descriptor" and name not in ("T", "mT", "H", "mH")
 } | {getattr(torch.Tensor, name) for name in _DESCRIBING}
-"""Attributes of a tensor, and methods that describe it: any of them may be asked of a flat parameter."""
+"""What attributes and methods tell of a tensor: any of it may be asked of a flat parameter."""
 
 
 def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) -> None:
