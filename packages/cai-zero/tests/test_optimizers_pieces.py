@@ -19,9 +19,11 @@ from cai_zero.optimizers.sums import resolve, square_sums, summed
 
 def enumerated(stage, shape):
     """Every part of every tensor the optimizer meets, with the values this rank holds by global position."""
-    _, optimizer, _ = toy.built(lambda model, mesh: Lamb(model.parameters()), stage, shape)
+    built = toy.built(
+        lambda model, mesh: Lamb(model.parameters()), stage, shape
+    )  # parameters need their model
     found = []
-    for group in optimizer.param_groups:
+    for group in built[1].param_groups:
         for param in group["params"]:
             for part in parts_of(param):
                 boxes = part.boxes(part.segment(param.detach()))
