@@ -9,7 +9,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import Ready
 from cai_tensor_parallel import Plan, plan_for, verify
 from cai_tensor_parallel.heads import informed, picked_heads, queries_per_pick, shares_heads
-from cai_tensor_parallel.modes import experts, one_d, whole
+from cai_tensor_parallel.modes import experts, one_d, tables, whole
 from cai_tensor_parallel.parallelize import Cut
 from cai_tensor_parallel.plan import match
 from cai_tensor_parallel.verify import trial_of, verified
@@ -174,6 +174,6 @@ def test_roles_of_embeddings(role):
 
 
 def test_embeddings_cut_by_features_are_made_whole(monkeypatch):
-    monkeypatch.setattr(one_d, "gather_from", lambda x, dim, group: x.repeat(1, 1, 2))
+    monkeypatch.setattr(tables, "gather_from", lambda x, dim, group: x.repeat(1, 1, 2))
     with pytest.raises(PlanError, match="something else"):
         tried("llama", Plan({"model.embed_tokens": "embedding_colwise"}))

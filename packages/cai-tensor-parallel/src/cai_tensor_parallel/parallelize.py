@@ -69,10 +69,10 @@ def parallelize(
     or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need. Query heads
     that do not divide are cut in runs of one length, the last rank has fewer.
 
-    First a small model of the same kind is cut over two virtual ranks (four, where ranks share key/value heads), and
-    what it returns, its loss and all gradients are compared with the whole one's. Parameters between two cuts that the
-    plan forgot get their gradients summed. A model that is not of transformers is tried where it brings a `trial`;
-    without one, parameters or whole results between two cuts are refused at the first forward.
+    First a small model of the same kind is cut over virtual ranks, and what it returns, its loss and all gradients are
+    compared with the whole one's. Parameters between two cuts that the plan forgot get their gradients summed. A
+    model that is not of transformers is tried where it brings a `trial`; without one, parameters or whole results
+    between two cuts are refused at the first forward.
 
     Args:
         mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
@@ -81,16 +81,14 @@ def parallelize(
             `tp_col`), "2.5d" (`tp_depth` too) and "3d" (`tp_i`, `tp_j`, `tp_k`): samples and features stay cut from
             the embedding to the head, and no rank ever holds a whole hidden state; see `sub_axes`.
         sequence: in mode 1d, what is not cut by features is cut along the sequence: norms, dropout, residuals.
-        overlap: with `sequence`, multiply part of the tokens while others travel; on GPUs copy engines move them, over
-            the GPUs of one host. Layers with products of their own (FP8) compute as without.
+        overlap: with `sequence`, multiply part of the tokens while others travel between GPUs of one host (not FP8).
         logits: of a vocabulary-cut head. "whole": [..., V] on every rank, as the model's loss, `generate()` and a
             loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
             and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
-    Returns the model. Raises `PlanError` when a rank would have no head, features do not divide, a glob of `plan`
-    matches nothing, a role is not supported, or the small model computes something else; `MeshError` for a mesh without
-    such axes.
+    Returns the model. Raises `PlanError` for what cannot be cut, a glob of `plan` that matches nothing, or a small
+    model that computes something else; `MeshError` for a mesh without such axes.
     """
     cut = Cut(mode, logits, sequence, overlap)
     mesh = ParallelMesh.of(mesh, alone="tp")
@@ -104,10 +102,7 @@ def parallelize(
         _check_head(model, roles)
     if degree == 1:
         return model
-    check_axes(mode, mesh)
-    group = mesh.group("tp")
-    if overlap and group is not None:
-        check_partners(group)
+    _check_ranks(cut, mesh)
     refresh(model)
     tried = trial or _trial_of(model, roles, cut, mesh)
     plan = _proved(model, mesh, plan, cut, None if tried is None else (tried, given))
@@ -115,6 +110,13 @@ def parallelize(
     _guard(model, mesh, mode)
     show_gradients(model, mesh)
     return model
+
+
+def _check_ranks(cut: Cut, mesh: ParallelMesh) -> None:
+    check_axes(cut.mode, mesh)
+    group = mesh.group("tp")
+    if cut.overlap and group is not None:
+        check_partners(group)
 
 
 def _trial_of(model: nn.Module, roles: dict[str, Role], cut: Cut, mesh: ParallelMesh) -> SmallModel | None:

@@ -230,12 +230,12 @@ class _Reading(torch.autograd.Function):
     """One of several layers that read `x`: what it has read is handed on, and its gradient goes to `source`."""
 
     @staticmethod
-    def forward(ctx, source, x, weight, bias, grad, token, rule, first, part, made):
+    def forward(ctx, source, x, weight, bias, grad, token, rule, how, made):
         y, saved = rule.forward(x, weight, bias) if made is None else rule.of_product(made, x, bias)
         ctx.weight = None
         ctx.save_for_backward(weight, *saved)
         ctx.rule, ctx.grad, ctx.token = rule, grad, token
-        ctx.first, ctx.part = first, part
+        ctx.first, ctx.part = how
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # graphs leave out what adds zeros
         return _own(y), x.view_as(x)
@@ -243,7 +243,7 @@ class _Reading(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, others):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return (*_Linear.differentiable(ctx, dy), None, None, None, None)  # refuses it
+            return (*_Linear.differentiable(ctx, dy), None, None, None)  # refuses it
         weight, saved = _Linear.saved(ctx)
         needs_input, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         operands, db, dw = (), None, None
@@ -264,11 +264,11 @@ class _Reading(torch.autograd.Function):
         sums = ctx.first and dx is not None
         if sums and needs_weight and ctx.part and ctx.grad is not None and _is_one_operator(ctx.rule):
             dx = ctx.rule.scatter_beside(dx, ctx.grad, ctx.token, operands)
-            return dx, None, None, db, None, None, None, None, None, None
+            return dx, None, None, db, None, None, None, None, None
         summed = ctx.rule.start_input_sum(dx, scattered=ctx.part) if sums else Ready(dx)
         if needs_weight:
             dw = _Linear.weight_grad(ctx, operands)
-        return summed.wait(), None, dw, db, None, None, None, None, None, None
+        return summed.wait(), None, dw, db, None, None, None, None, None
 
 
 def _is_one_operator(rule: LinearRule) -> bool:
@@ -304,7 +304,7 @@ def linear(
         bias = None if bias is None else _under_autocast(bias, x.device.type)
     if readers is not None and reading is not None:
         y, handed_on = _Reading.apply(
-            reading.source, x.detach(), weight, bias, grad, token, rule, reading.first, reading.part, made
+            reading.source, x.detach(), weight, bias, grad, token, rule, (reading.first, reading.part), made
         )
         readers.hand_on(handed_on)
         return y
