@@ -69,10 +69,8 @@ def parallelize(
     or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need. Query heads
     that do not divide are cut in runs of one length, the last rank has fewer.
 
-    First a small model of the same kind is cut over virtual ranks, and what it returns, its loss and all gradients are
-    compared with the whole one's. Parameters between two cuts that the plan forgot get their gradients summed. A
-    model that is not of transformers is tried where it brings a `trial`; without one, parameters or whole results
-    between two cuts are refused at the first forward.
+    First a small model of the same kind is cut over virtual ranks and compared with the whole one, all gradients too. A
+    model that is not of transformers is tried where it brings a `trial`.
 
     Args:
         mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
