@@ -110,6 +110,28 @@ def test_every_input_has_the_gradient_of_one_process(form, sequence, overlap, re
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+def halve(module: nn.Module, args) -> None:
+    with torch.no_grad():
+        module.weight.mul_(0.5)
+
+
+def prepared(form: str):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    trial = Trial(lambda: build(form), named, lambda out: out.square().mean())
+    model = parallelize(build(form), mesh, Plan(PLAN), sequence=True, overlap=True, trial=trial)
+    model.get_submodule("blocks.1.mixer.q").register_forward_pre_hook(halve)
+    return gradients(model)
+
+
+def test_a_layer_whose_weight_is_changed_before_its_forward():
+    """Its product is not made before that."""
+    one = build("same")
+    one.get_submodule("blocks.1.mixer.q").register_forward_pre_hook(halve)
+    expected = gradients(one)
+    for got in run_ranks(2, prepared, "same"):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
 def slow_inputs() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     time.sleep(0.1)  # others that draw at the same time would get in between

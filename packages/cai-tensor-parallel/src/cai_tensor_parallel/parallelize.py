@@ -79,7 +79,7 @@ def parallelize(
             `tp_col`), "2.5d" (`tp_depth` too) and "3d" (`tp_i`, `tp_j`, `tp_k`): samples and features stay cut from
             the embedding to the head, and no rank ever holds a whole hidden state; see `sub_axes`.
         sequence: in mode 1d, what is not cut by features is cut along the sequence: norms, dropout, residuals.
-        overlap: with `sequence`, multiply part of the tokens while others travel between GPUs of one host (not FP8).
+        overlap: with `sequence`, multiply some tokens while others travel between one host's GPUs; not FP8 layers.
         logits: of a vocabulary-cut head. "whole": [..., V] on every rank, as the model's loss, `generate()` and a
             loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
             and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
@@ -111,6 +111,7 @@ def parallelize(
 
 
 def _check_ranks(cut: Cut, mesh: ParallelMesh) -> None:
+    """Raise where the mesh has not the axes of the mode, or its GPUs cannot do what is asked."""
     check_axes(cut.mode, mesh)
     group = mesh.group("tp")
     if cut.overlap and group is not None:

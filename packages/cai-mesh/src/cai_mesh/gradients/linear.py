@@ -81,9 +81,7 @@ _RULES: dict[str, LinearRule] = {}
 def register(rule: LinearRule) -> LinearRule:
     """Make a rule known to compiled graphs, under its key; `route` does it by itself. Returns the rule."""
     if rule.key not in _RULES:
-        readers = getattr(
-            rule, "readers", None
-        )  # they know modules, which nobody needs for a weight's gradient
+        readers = getattr(rule, "readers", None)  # they know modules: not for a weight's gradient
         _RULES[rule.key] = copy.deepcopy(rule, {} if readers is None else {id(readers): None})
     return rule
 

@@ -258,12 +258,12 @@ class Gathering:
     readers: Readers
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.sequence.changed(module, args, kwargs, self._lent)
+        return self.sequence.changed(module, args, kwargs, lambda x: self._lent(x, module))
 
-    def _lent(self, x: torch.Tensor) -> torch.Tensor:
+    def _lent(self, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
         leads = self.readers.leads
         autocast = torch.is_autocast_enabled(x.device.type)
-        if leads is None or autocast or not self.readers.may_lend(x):
+        if leads is None or autocast or _is_prepared(leads, module) or not self.readers.may_lend(x):
             whole = all_tokens(x, self.sequence.group)
             self.readers.lend(whole, x)
             return whole
@@ -272,6 +272,11 @@ class Gathering:
         whole, made = all_tokens_leading(x, matrix, Members.of(self.sequence.group))
         self.readers.lend(whole, x, made)
         return whole
+
+
+def _is_prepared(layer: nn.Module, gathered: nn.Module) -> bool:
+    """Whether somebody else's hook runs before a layer: it may change the weight of which the product would be made."""
+    return len(layer._forward_pre_hooks) > (2 if layer is gathered else 0)
 
 
 def cut_sequence(model: nn.Module, places: Places, state: Sequence, readers: dict[str, Readers]) -> None:

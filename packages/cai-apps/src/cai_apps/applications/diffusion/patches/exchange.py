@@ -78,9 +78,7 @@ class Exchange:
 
     def _start(self, own: Tensor) -> None:
         self._sent = own.contiguous()
-        whole = self._sent.new_empty(
-            self._size, *self._sent.shape
-        )  # at one place: lists are copied once more
+        whole = self._sent.new_empty(self._size, *self._sent.shape)  # a list would be copied once more
         self._parts = list(whole)
         self._work = all_gather_into(whole.flatten(0, 1), self._sent, self._group, async_op=True)
         self._clock.nbytes += self._sent.nbytes * (self._size - 1)
