@@ -275,8 +275,11 @@ class Gathering:
 
 
 def _is_prepared(layer: nn.Module, gathered: nn.Module) -> bool:
-    """Whether somebody else's hook runs before a layer: it may change the weight of which the product would be made."""
-    return len(layer._forward_pre_hooks) > (2 if layer is gathered else 0)
+    """Whether somebody else's hook runs before a layer or the module around it: it may bring or change the weight.
+
+    Two are the gathering's and its readers'.
+    """
+    return len(gathered._forward_pre_hooks) > 2 or (layer is not gathered and bool(layer._forward_pre_hooks))
 
 
 def cut_sequence(model: nn.Module, places: Places, state: Sequence, readers: dict[str, Readers]) -> None:
