@@ -12,10 +12,8 @@ import torch
 from cai_mesh.comm import peer
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("elements", [128, 1000, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_reduce_is_the_sum_in_pieces_of_any_size(monkeypatch, ranks, elements, dtype):
+def share_memory(monkeypatch, ranks: int) -> None:
+    """Let threads meet in memory that all of them address, as GPUs of one host do."""
     memory: dict[int, torch.Tensor] = {}
     everybody = threading.Barrier(ranks)
 
@@ -26,6 +24,13 @@ def test_reduce_is_the_sum_in_pieces_of_any_size(monkeypatch, ranks, elements, d
         return handle, own, [memory[rank] for rank in range(ranks)]
 
     monkeypatch.setattr(peer, "_meet", meet)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("elements", [128, 1000, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_reduce_is_the_sum_in_pieces_of_any_size(monkeypatch, ranks, elements, dtype):
+    share_memory(monkeypatch, ranks)
     monkeypatch.setattr(peer, "PIECE_BYTES", 5000)
     gen = torch.Generator().manual_seed(0)
     rounds = [torch.randn(ranks, ranks * elements, generator=gen, dtype=dtype) for _ in range(3)]
@@ -49,16 +54,7 @@ def test_reduce_is_the_sum_in_pieces_of_any_size(monkeypatch, ranks, elements, d
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gather_tells_whose_part_has_been_issued_and_this_ranks_last(monkeypatch, ranks):
-    memory: dict[int, torch.Tensor] = {}
-    everybody = threading.Barrier(ranks)
-
-    def meet(group, shape, device):
-        own = memory[group.rank()] = torch.full(shape, 255, dtype=torch.uint8)
-        everybody.wait()
-        handle = SimpleNamespace(barrier=lambda channel: everybody.wait())
-        return handle, own, [memory[rank] for rank in range(ranks)]
-
-    monkeypatch.setattr(peer, "_meet", meet)
+    share_memory(monkeypatch, ranks)
     gen = torch.Generator().manual_seed(0)
     rounds = [torch.randn(ranks, 40, generator=gen) for _ in range(4)]
 
@@ -79,16 +75,7 @@ def test_gather_tells_whose_part_has_been_issued_and_this_ranks_last(monkeypatch
 
 def test_whole_contributions_have_room(monkeypatch):
     """Larger than a piece: given one by one, added up by whoever meets."""
-    memory: dict[int, torch.Tensor] = {}
-    everybody = threading.Barrier(3)
-
-    def meet(group, shape, device):
-        own = memory[group.rank()] = torch.full(shape, 255, dtype=torch.uint8)
-        everybody.wait()
-        handle = SimpleNamespace(barrier=lambda channel: everybody.wait())
-        return handle, own, [memory[rank] for rank in range(3)]
-
-    monkeypatch.setattr(peer, "_meet", meet)
+    share_memory(monkeypatch, 3)
     monkeypatch.setattr(peer, "PIECE_BYTES", 1024)
     full = torch.randn(3, 3, 1000, generator=torch.Generator().manual_seed(0))
 
