@@ -7,9 +7,9 @@
 `ours` is the session that `cai train` builds of the recipe (`cai_apps.compose.apply`). `plain` is a loop as diffusers'
 examples have it: fp32 weights, bf16 autocast, torch's AdamW, its EMAModel; `fp32` is that without autocast. `compiled`
 is `plain` in channels-last, as one graph by torch.compile. All learn from the same kind of random latents and
-embeddings; data, logging and checkpoints are left out. `--batch` counts images of a GPU; only `ours` runs on several.
-`--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours embeds captions
-once.
+embeddings; data, logging and checkpoints are left out. `--batch` counts images of a GPU; only `ours` runs on several,
+as data ranks. `--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours
+embeds captions once.
 """
 
 from __future__ import annotations
