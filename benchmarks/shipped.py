@@ -19,11 +19,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from overlap import length, union
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -32,6 +34,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="steps that are not counted")
     parser.add_argument("--steps", type=int, default=8, help="steps whose median counts")
     parser.add_argument("--traced", type=int, default=3, help="steps of the trace; 0: none")
+    parser.add_argument(
+        "--timeline", type=Path, help="write a step of rank 0, host and GPU, for chrome://tracing"
+    )
     parser.add_argument("--form", default="", help="name of this run in the output")
     parser.add_argument("--out", type=Path, help="file to append to")
     parser.add_argument("cai", nargs=argparse.REMAINDER, help="train RECIPE [--section.key value]")
@@ -89,6 +94,14 @@ def gaps(trace: profile) -> dict:
     }
 
 
+def write_timeline(path: Path, steps: Callable[[], object]) -> None:
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if torch.cuda.is_available() else None
+    with profile(activities=activities, record_shapes=True, experimental_config=threads) as trace:
+        steps()
+    trace.export_chrome_trace(str(path))
+
+
 def observe(options: argparse.Namespace, directory: Path) -> None:
     metrics = directory / "metrics.jsonl"
     found = wait_for(metrics, options.warmup + options.steps)
@@ -111,6 +124,8 @@ def observe(options: argparse.Namespace, directory: Path) -> None:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             wait_for(metrics, len(found) + options.traced)
         row |= gaps(trace)
+    if options.timeline and rank == 0:
+        write_timeline(options.timeline, lambda: wait_for(metrics, len(records(metrics)) + 2))
     print(json.dumps(row), flush=True)
     if options.out:
         with options.out.open("a") as file:

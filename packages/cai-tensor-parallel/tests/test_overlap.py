@@ -97,13 +97,11 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_copy_engines_train_as_one_process(tmp_path: Path):
     mp.spawn(work, (str(tmp_path),), nprocs=2)
-    losses, weights = train(
-        llama().cuda(), "cuda"
-    )  # there, for sines and cosines are float32 and a CPU's differ
+    losses, weights = train(llama().cuda(), "cuda")
     for rank in range(2):
-        for got, values in torch.load(tmp_path / f"{rank}.pt"):
-            assert got == pytest.approx(losses, rel=1e-9)
-            torch.testing.assert_close(values, weights, rtol=1e-7, atol=1e-9)
+        for got, values in torch.load(tmp_path / f"{rank}.pt"):  # its norms, sines and loss are float32
+            assert got == pytest.approx(losses, rel=1e-6)
+            torch.testing.assert_close(values, weights, rtol=1e-6, atol=1e-8)
 
 
 def test_a_transport_is_made_anew_when_parts_grow(monkeypatch):
