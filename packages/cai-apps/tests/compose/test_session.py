@@ -11,6 +11,7 @@ from layouts import Case, microbatches_of, model_config, run_config
 
 from cai_apps.applications.language.task import workload
 from cai_apps.compose.apply import apply
+from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
 
 LAYOUTS = {
@@ -21,9 +22,13 @@ LAYOUTS = {
 }
 
 
-def session_of(case, residency="device"):
+def session_of(case, residency="device", optimizer="adamw"):
     config = run_config(case, "fp32", 2)
-    config = replace(config, memory=replace(config.memory, residency=residency))
+    config = replace(
+        config,
+        memory=replace(config.memory, residency=residency),
+        optimizer=replace(config.optimizer, kind=optimizer),
+    )
     return apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
 
 
@@ -38,8 +43,9 @@ def broken(case, where, residency="device"):
         else:
             mlp.register_forward_hook(lambda module, args, output: _infinite_backward(output))
     session.step(batches, total=total)
-    norm = float(session.norm())
-    return norm, session.find_broken(batches)
+    norm = session.norm()
+    session.update(1e-2, norm)
+    return float(norm), session.find_broken(batches, total=total)
 
 
 def _infinite_backward(output):
@@ -80,6 +86,39 @@ def test_a_step_is_never_left_out_in_silence(layout):
     assert run_ranks(LAYOUTS[layout].world, stepped_with_infinity, LAYOUTS[layout]) == [
         False for _ in range(LAYOUTS[layout].world)
     ]
+
+
+def stepped_unseen(case, optimizer):
+    """Whether a step changes state whose norm nobody has looked at: with infinite gradients, and without."""
+    changed = []
+    for bad in (True, False):
+        session = session_of(case, optimizer=optimizer)
+        batches, total = microbatches_of(session, case, 0)
+        if bad:
+            session.model.get_submodule("model.layers.2.mlp").register_forward_hook(
+                lambda module, args, output: _infinite_backward(output)
+            )
+        before = {name: value.clone() for name, value in tensors_of(session).items()}
+        session.step(batches, total=total)
+        session.update(1e-2, session.norm())
+        now = tensors_of(session)
+        changed.append(any(not torch.equal(before[name], value) for name, value in now.items()))
+    return changed
+
+
+def tensors_of(session):
+    boxed = {n: v for n, v in session.state().items() if isinstance(v, BoxedTensor)}
+    return {f"{n}{i}": view for n, value in boxed.items() for i, (_, view) in enumerate(value.pieces)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [("one", "adamw"), ("one", "lamb"), ("data2-zero3", "adamw"), ("data2-zero3", "lamb")],
+)
+def test_a_step_that_is_not_finite_and_that_nobody_has_seen_changes_nothing(layout, optimizer):
+    case = LAYOUTS[layout]
+    found = run_ranks(case.world, stepped_unseen, case, optimizer)
+    assert found == [[False, True] for _ in range(case.world)]
 
 
 def test_under_offload_too():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,7 +31,8 @@ class Session:
     """A step is `step` (forward and backward of every microbatch), `norm` and `update`.
 
     Gradients are those of the loss summed over the global batch and divided by `total`, so that layouts and masks
-    change nothing. Only `find_broken`, and `state` with float16, wait for the device.
+    change nothing. Only `find_broken`, an `update` whose optimizer does not look at the norm itself, and `state` with
+    float16 wait for the device.
     """
 
     config: RunConfig
@@ -74,11 +76,12 @@ class Session:
         """Whether `update` leaves out a step whose norm is not finite."""
         return self.scale is not None
 
-    def update(self, lr: float, norm: float) -> None:
+    def update(self, lr: float, norm: Tensor | float) -> None:
         """Clip gradients of this norm, step at `lr` times the scale of each group, drop the gradients.
 
-        With float16 a step whose norm is not finite is left out. Without, it is taken, as torch takes it: look at the
-        norm first.
+        A norm that is not finite: with float16 the step is left out. Without, a number says that the caller has seen
+        it, and the step is taken, as torch takes it; for a tensor, which the caller is to look at later, it is left out
+        (the average then takes the old weights in once more). A tensor need not keep the host waiting.
         """
         for group in self.weights.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -101,11 +104,11 @@ class Session:
     def _unscaled(self, loss: Tensor) -> Tensor:
         return loss if self.scale is None else self.scale.unscaled(loss)
 
-    def find_broken(self, microbatches: Sequence[Batch]) -> str | None:
-        """Where NaN or infinity come from on this rank, after a `step` that made some; None: not from here. Collective.
+    def find_broken(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> str | None:
+        """Where NaN or infinity come from on this rank when these microbatches are a step; None: not from here.
 
-        The first module whose output is not finite when the batch is run forward again; else the last parameter whose
-        gradient is not, where backward met it first.
+        The first module whose output is not finite when the batch is run forward; else the last parameter whose
+        gradient is not, where backward meets it first. Collective. Gradients are lost.
         """
         first: list[str] = []
 
@@ -125,8 +128,13 @@ class Session:
         finally:
             for hook in hooks:
                 hook.remove()
-        if first:
-            return f"the output of {first[0]}"
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, f"the output of {first[0]}" if first else None)
+        if any(found):
+            return found[dist.get_rank()]
+        self.weights.drop()
+        self.step(microbatches, total=total)
+        self.weights.finish()
         named = [canonical_name(name, param) for name, param in self.model.named_parameters()]
         broken = {name for name, grad in self.weights.gradients() if not bool(torch.isfinite(grad).all())}
         return next((f"the gradient of {name}" for name in reversed(named) if name in broken), None)

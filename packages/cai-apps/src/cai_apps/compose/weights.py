@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -48,8 +49,12 @@ class Weights(Protocol):
         """
         ...
 
-    def step(self, norm: float, clip: float) -> None:
-        """Step with gradients of this norm, scaled to `clip` where it is larger, and drop them."""
+    def step(self, norm: Tensor | float, clip: float) -> None:
+        """Step with gradients of this norm, scaled to `clip` where it is larger, and drop them.
+
+        A number is one that the caller has looked at. A tensor nobody has seen yet: if it is not finite the step is
+        left out, which `FusedAdamW` finds on the device; other optimizers wait for the number.
+        """
 
     def finish(self) -> None:
         """Wait for what is still to be reduced. Collective."""
@@ -103,10 +108,11 @@ class Replicated:
     def norm(self, clip: float) -> Tensor:
         return self.optimizer.grad_norm()
 
-    def step(self, norm: float, clip: float) -> None:
-        if norm > clip and not _scales_itself(self.optimizer.inner, norm, clip):
-            self.optimizer.scale_gradients(_factor(norm, clip))
-        self.optimizer.step()
+    def step(self, norm: Tensor | float, clip: float) -> None:
+        if _scaled(self.optimizer.inner, norm, clip, self.optimizer.scale_gradients):
+            self.optimizer.step()
+        else:
+            self.drop()
 
     def drop(self) -> None:
         self.optimizer.zero_grad()
@@ -151,11 +157,13 @@ class Sharded:
         self.finish()
         return grad_norm(self._model.parameters(), self._mesh)
 
-    def step(self, norm: float, clip: float) -> None:
-        if norm > clip and not _scales_itself(self.optimizer, norm, clip):
-            torch._foreach_mul_([grad for _, grad in self.gradients()], _factor(norm, clip))
-        self.optimizer.step()
+    def step(self, norm: Tensor | float, clip: float) -> None:
+        if _scaled(self.optimizer, norm, clip, self._scale):
+            self.optimizer.step()
         self.drop()
+
+    def _scale(self, factor: float) -> None:
+        torch._foreach_mul_([grad for _, grad in self.gradients()], factor)
 
     def drop(self) -> None:
         self.optimizer.zero_grad()
@@ -195,8 +203,9 @@ class Offloaded:
         self.finish()
         return self.offloaded.clip_grad_norm_(clip)
 
-    def step(self, norm: float, clip: float) -> None:
-        self.offloaded.step()
+    def step(self, norm: Tensor | float, clip: float) -> None:
+        if not isinstance(norm, Tensor) or math.isfinite(norm):
+            self.offloaded.step()
         self.drop()
 
     def drop(self) -> None:
@@ -221,13 +230,23 @@ def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, grad) for name, grad in found if grad is not None)
 
 
-def _scales_itself(optimizer: torch.optim.Optimizer, norm: float, clip: float) -> bool:
-    """Whether an optimizer multiplies the gradients of its coming step itself; it then knows by what."""
-    if not isinstance(optimizer, FusedAdamW):
+def _scaled(
+    optimizer: torch.optim.Optimizer, norm: Tensor | float, clip: float, scale: Callable[[float], None]
+) -> bool:
+    """Scale the gradients of the coming step, of this norm, to `clip`; whether to take it, as far as the host knows.
+
+    `FusedAdamW` scales as it reads.
+    """
+    fused = isinstance(optimizer, FusedAdamW)
+    if fused and isinstance(norm, Tensor):
+        optimizer.gradient_factor = clip_factor(norm, clip).masked_fill(~norm.isfinite(), math.nan)
+        return True
+    if isinstance(norm, Tensor) and not math.isfinite(norm):
         return False
-    optimizer.gradient_factor = _factor(norm, clip)
+    if norm > clip:
+        factor = float(clip_factor(torch.as_tensor(norm, dtype=torch.float64), clip))
+        if fused:
+            optimizer.gradient_factor = factor
+        else:
+            scale(factor)
     return True
-
-
-def _factor(norm: float, clip: float) -> float:
-    return float(clip_factor(torch.tensor(norm, dtype=torch.float64), clip))

@@ -98,15 +98,17 @@ class Loop:
         lr = learning_rate(position.step, config.optimizer.lr, config.lr_schedule)
         on_host, batch = prefetch.take(position.samples, last=position.step + 1 == self._steps)
         total = self._total(on_host)
-        part = session.step(batch, total=total)
-        norms = session.norm()
-        loss, norm, targets, memory = self._read(self._summed(part), norms, total, peak_memory(self.device))
+        losses, norms = self._summed(session.step(batch, total=total)), session.norm()
+        read = self._reading(losses, norms, total, peak_memory(self.device))
+        session.update(
+            lr, norms.masked_fill(~losses.isfinite(), math.nan)
+        )  # a step that is not finite is left out
+        loss, norm, targets, memory = read()
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
         endless = self._left_out > (MOST_LEFT_OUT if session.skips else 0)
         if not math.isfinite(loss) or endless:
-            self._stop(position.step + 1, batch, loss, norm, targets)
-        session.update(lr, norm)
+            self._stop(position.step, batch, loss, norm, targets)
         samples = config.train.global_batch
         units = samples * self.work.unit.per_sample
         position = Position(position.step + 1, position.samples + samples, position.units + units)
@@ -125,24 +127,39 @@ class Loop:
         all_reduce(value, group(self.session.mesh, DATA_AXES)).wait()
         return value
 
-    def _read(self, *values: Tensor) -> list[float]:
-        """The step's one wait."""
-        return torch.stack([value.detach().to(self.device, torch.float64) for value in values]).tolist()
+    def _reading(self, *values: Tensor) -> Callable[[], list[float]]:
+        """The step's one wait, which begins when what it returns is called.
+
+        The values are those of now, and what the device is given meanwhile is not waited for: while it steps the
+        weights, the host begins the next step.
+        """
+        found = torch.stack([value.detach().to(self.device, torch.float64) for value in values])
+        if self.device.type != "cuda":
+            return found.tolist
+        on_host, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> list[float]:
+            arrived.synchronize()
+            return on_host.tolist()
+
+        return wait
 
     def _stop(self, step: int, batch: Microbatches, loss: float, norm: float, total: float) -> NoReturn:
-        """Ends the run, on every rank alike. Collective."""
+        """Ends the run in the step after `step` others, on every rank alike. Collective."""
         if total == 0:
             raise DataError(
-                f"the global batch of step {step} has no {self.work.counted}",
+                f"the global batch of step {step + 1} has no {self.work.counted}",
                 cause="all its labels are ignored, or the data is empty",
             )
         found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.session.find_broken(batch))
+        self.session.steps = step  # the same random numbers again
+        dist.all_gather_object(found, self.session.find_broken(batch, total=total))
         where = next(
             (f"on rank {rank}, {name}" for rank, name in enumerate(found) if name), "in no one module"
         )
         raise DataError(
-            f"the {'gradient norm' if math.isfinite(loss) else 'loss'} of step {step} is not finite",
+            f"the {'gradient norm' if math.isfinite(loss) else 'loss'} of step {step + 1} is not finite",
             got=f"loss {loss}, gradient norm {norm}; {where}",
             cause="often a learning rate that is too high, or a damaged sample",
             fix="lower optimizer.lr or lengthen lr_schedule.warmup_steps; weights and checkpoints are those before it",

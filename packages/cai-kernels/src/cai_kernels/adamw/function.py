@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def adamw_step_(
         options: the learning rate and the other numbers.
         step: which step of this parameter it is; the first is 1.
         grad_scale: a factor of the gradient, applied as it is read: a number, or a tensor of one value of any floating
-            dtype on that device.
+            dtype on that device. Nothing is written if it is not finite.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Not differentiable. Not for CUDA graphs, which would repeat one `step`. Raises `KernelError` naming the argument
@@ -119,7 +120,8 @@ def adamw_steps_(
     for form, param, grad, exp_avg, exp_avg_sq, step in zip(forms, *lists, strict=True):
         tensors = (param.detach(), grad.detach(), exp_avg.detach(), exp_avg_sq.detach())
         if form == "reference":
-            reference.adamw_step(*tensors, options, step, grad_scale)
+            if _finite(grad_scale):
+                reference.adamw_step(*tensors, options, step, grad_scale)
         else:
             entries.append(tensors)
             counts.append(step)
@@ -131,13 +133,17 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def launch(
-    entries: Sequence[Tensors], options: AdamWOptions, steps: Sequence[int], grad_scale: float | torch.Tensor
+    entries: Sequence[Tensors],
+    options: AdamWOptions,
+    steps: Sequence[int] | Sequence[torch.Tensor],
+    grad_scale: float | torch.Tensor,
 ) -> None:
     """Run the kernel for all entries, unchecked: for who has checked what `adamw_steps_` would, and has many.
 
-    A thousand parameters must not keep the device waiting for the host. A compiled graph has an operator an entry.
+    A thousand parameters must not keep the device waiting for the host. A compiled graph has an operator an entry,
+    with numbers of steps; otherwise these may be tensors, each on the device of its entry.
     """
-    if not entries:
+    if not entries or not _finite(grad_scale):
         return
     from cai_kernels.adamw import triton
 
@@ -146,11 +152,16 @@ def launch(
     if torch.compiler.is_compiling():
         numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
         for tensors, step in zip(entries, steps, strict=True):
-            triton.adamw_step(*tensors, scale, factor, step, *numbers)
+            triton.adamw_step(*tensors, scale, factor, int(step), *numbers)
     else:
         triton.run_many(entries, scale, factor, steps, options)
     written = [t for param, _, exp_avg, exp_avg_sq in entries for t in (param, exp_avg, exp_avg_sq)]
     torch.autograd.graph.increment_version(written)
+
+
+def _finite(grad_scale: float | torch.Tensor) -> bool:
+    """False for a number that is not; a tensor is for the device to look at."""
+    return isinstance(grad_scale, torch.Tensor) or math.isfinite(grad_scale)
 
 
 def _check_like(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,19 +31,19 @@ class FusedAdamW(torch.optim.AdamW):
 
     Attributes:
         gradient_factor: what the gradients of the next step are multiplied by as they are read; 1 again after it. The
-            gradients stay as they are. Clipping by a norm needs no pass of its own so.
+            gradients stay as they are. Clipping by a norm needs no pass of its own so. A number, or a tensor of one
+            value, which the host does not wait for. A factor that is not finite leaves the step out.
 
     The state is that of torch's fused AdamW: `step` (float32, on the parameter's device), `exp_avg`, `exp_avg_sq`. So
-    each loads the other's state dict. Steps are counted on the host as well; it waits for the device only to read a
-    `step` that somebody else has written, once.
+    each loads the other's state dict.
 
     The kernel steps the param groups whose parameters with a gradient are float32 and contiguous, the gradients too
     (those may be bfloat16). Torch steps any other group, and all while a gradient scaler has set `found_inf`; then the
-    gradients themselves are multiplied by `gradient_factor`. Raises `KernelError` inside a CUDA graph's capture, which
-    would repeat the number of one step.
+    gradients themselves are multiplied by `gradient_factor`, once the host has read it. Raises `KernelError` inside a
+    CUDA graph's capture, which would repeat the learning rate of one step.
     """
 
-    gradient_factor: float = 1.0
+    gradient_factor: float | torch.Tensor = 1.0
     backend: Backend = "auto"
 
     def __init__(
@@ -56,19 +57,14 @@ class FusedAdamW(torch.optim.AdamW):
         backend: Backend = "auto",
     ):
         self.backend = backend
-        self._counts: dict[int, tuple[torch.Tensor, int, int]] = {}  # by the parameter's id
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._counts = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """A step, with gradients times `gradient_factor`; returns what `closure` does, if there is one."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise KernelError(
-                "FusedAdamW counts steps on the host, which a CUDA graph does not repeat",
+                "FusedAdamW takes its learning rate from the host, which a CUDA graph does not ask again",
                 fix="torch.optim.AdamW(fused=True, capturable=True)",
             )
         loss = None
@@ -80,8 +76,7 @@ class FusedAdamW(torch.optim.AdamW):
             self._step_group(group, factor)
         return loss
 
-    def _step_group(self, group: dict[str, Any], factor: float) -> None:
-        fresh = {id(param) for param in group["params"] if not self.state.get(param)}
+    def _step_group(self, group: dict[str, Any], factor: float | torch.Tensor) -> None:
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
         params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
         has_complex = self._init_group(group, *lists)
@@ -89,18 +84,21 @@ class FusedAdamW(torch.optim.AdamW):
             return
         beta1, beta2 = group["betas"]
         if not self._fits(group, params, grads, exp_avgs, exp_avg_sqs):
+            factor = float(factor)
+            if not math.isfinite(factor):
+                return
             if factor != 1.0:
                 torch._foreach_mul_(grads, factor)
             scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
             numbers = {name: group[name] for name in _OPTIONS}
             adamw(*lists, has_complex=has_complex, beta1=beta1, beta2=beta2, **scaler, **numbers)
             return
-        counts = [count + 1 for count in self._counted(params, steps, fresh)]
-        torch._foreach_add_(steps, 1)
-        for param, step, count in zip(params, steps, counts, strict=True):
-            self._counts[id(param)] = (step, step._version, count)
+        if isinstance(factor, torch.Tensor):
+            _count(steps, factor.isfinite().float())
+        elif math.isfinite(factor):
+            torch._foreach_add_(steps, 1)
         options = AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)), options, counts, factor)
+        launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)), options, steps, factor)
 
     def _fits(
         self,
@@ -126,21 +124,9 @@ class FusedAdamW(torch.optim.AdamW):
             and all(map(torch.Tensor.is_contiguous, every))
         )
 
-    def _counted(
-        self, params: Sequence[torch.Tensor], steps: Sequence[torch.Tensor], fresh: set[int]
-    ) -> list[int]:
-        """How many steps each parameter has made: none if `fresh` has its id, as on the host, or read from the device.
 
-        An id may be another parameter's by now, but a `step` that is kept is nobody else's.
-        """
-        counts: list[int | None] = []
-        for param, step in zip(params, steps, strict=True):
-            name = id(param)
-            held, version, count = self._counts.get(name, (None, 0, 0))
-            known = held is step and version == step._version
-            counts.append(0 if name in fresh else count if known else None)
-        unknown = [step for step, count in zip(steps, counts, strict=True) if count is None]
-        if unknown:
-            read = iter(torch.stack([step.to(unknown[0].device) for step in unknown]).tolist())
-            counts = [int(next(read)) if count is None else count for count in counts]
-        return [count for count in counts if count is not None]
+def _count(steps: Sequence[torch.Tensor], taken: torch.Tensor) -> None:
+    """Add `taken`, 0 or 1 on a device, to steps that may lie on others."""
+    for device in {step.device for step in steps}:
+        here = [step for step in steps if step.device == device]
+        torch._foreach_add_(here, [taken.to(device, non_blocking=True)] * len(here))

@@ -20,12 +20,18 @@ def adamw_step(
     step: int,
     grad_scale: float | torch.Tensor,
 ) -> None:
-    """In place: `param`, `exp_avg` and `exp_avg_sq` are float32, `grad` is of any floating dtype; all of one shape."""
+    """In place: `param`, `exp_avg` and `exp_avg_sq` are float32, `grad` is of any floating dtype; all of one shape.
+
+    A scale that lies on the device and is not finite leaves them as they are.
+    """
     scale = grad_scale.float().reshape(()) if isinstance(grad_scale, torch.Tensor) else grad_scale
     scaled = grad.float() * scale
     correction1, correction2 = 1 - options.beta1**step, 1 - options.beta2**step
-    param.mul_(1 - options.lr * options.weight_decay)
-    exp_avg.lerp_(scaled, 1 - options.beta1)
-    exp_avg_sq.mul_(options.beta2).addcmul_(scaled, scaled, value=1 - options.beta2)
-    denominator = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(options.eps)
-    param.addcdiv_(exp_avg, denominator, value=-options.lr / correction1)
+    first = exp_avg.lerp(scaled, 1 - options.beta1)
+    second = (exp_avg_sq * options.beta2).addcmul_(scaled, scaled, value=1 - options.beta2)
+    denominator = second.sqrt().div_(math.sqrt(correction2)).add_(options.eps)
+    stepped = (param * (1 - options.lr * options.weight_decay)).addcdiv_(
+        first, denominator, value=-options.lr / correction1
+    )
+    for held, value in ((param, stepped), (exp_avg, first), (exp_avg_sq, second)):
+        held.copy_(torch.where(scale.isfinite(), value, held) if isinstance(scale, torch.Tensor) else value)

@@ -61,6 +61,13 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, siz
         _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, at < size - start)
 
 
+@triton.jit
+def _scaled(scale_ptr, factor, size):
+    """The factor with a scale that lies in memory, and of how many elements: none if the scale is not finite."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    return factor * scale, tl.where(tl.abs(scale) < float("inf"), size, 0)
+
+
 @triton.jit(do_not_specialize=["size"])
 def _adamw(
     param_ptr,
@@ -84,7 +91,7 @@ def _adamw(
     decay = lr * weight_decay, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), weights 1 - beta.
     """
     if SCALED:
-        factor *= tl.load(scale_ptr).to(tl.float32)
+        factor, size = _scaled(scale_ptr, factor, size)
     numbers = (factor, decay, rate, root, eps, weight1, weight2)
     _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, tl.program_id(0), size, BLOCK)
 
@@ -134,15 +141,21 @@ def _adamw_many(
     rate = tl.load(corrections_ptr + 2 * tensor)
     root = tl.load(corrections_ptr + 2 * tensor + 1)
     if SCALED:
-        factor *= tl.load(scale_ptr).to(tl.float32)
+        factor, size = _scaled(scale_ptr, factor, size)
     numbers = (factor, decay, rate, root, eps, weight1, weight2)
     block = tl.program_id(0) - first
     _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, size, BLOCK)
 
 
-def _corrections(step: int, lr: float, beta1: float, beta2: float) -> tuple[float, float]:
-    """Rate and root of a step."""
-    return float(lr / (1 - beta1**step)), 1 / math.sqrt(1 - beta2**step)
+def _corrections(
+    steps: Sequence[int | torch.Tensor], options: AdamWOptions, device: torch.device
+) -> torch.Tensor:
+    """[count, 2], float32: rate and root of each step. A step is a number, or all are tensors on the device."""
+    tensors = [step for step in steps if isinstance(step, torch.Tensor)]
+    step = (torch.stack(tensors).to(device) if tensors else torch.tensor(steps)).double()
+    rate, variance = options.lr / (1 - options.beta1**step), 1 - options.beta2**step
+    found = torch.stack([rate, variance.rsqrt()], 1).float()
+    return found if tensors else _on(device, found)
 
 
 def run(
@@ -163,7 +176,7 @@ def run(
     size = param.numel()
     if not size:
         return
-    rate, root = _corrections(step, lr, beta1, beta2)
+    rate, root = lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
     launch = _adamw[(triton.cdiv(size, BLOCK),)]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(param):
         launch(
@@ -193,11 +206,11 @@ def run_many(
     entries: Sequence[Tensors],
     scale: torch.Tensor | None,
     factor: float,
-    steps: Sequence[int],
+    steps: Sequence[int | torch.Tensor],
     options: AdamWOptions,
 ) -> None:
-    """`run` of many tensors in one launch for each device and dtype of gradients."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensors], list[int]]] = {}
+    """`run` of many tensors in one launch for each device and dtype of gradients; `steps` may lie on the device."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensors], list[int | torch.Tensor]]] = {}
     for tensors, step in zip(entries, steps, strict=True):
         if tensors[0].numel():
             key = (tensors[0].device, tensors[1].dtype)
@@ -207,49 +220,43 @@ def run_many(
             held.append(tensors)
             counts.append(step)
     numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
-    for held, counts in groups.values():
-        if len(held) == 1:
-            run(*held[0], scale, factor, counts[0], *numbers)
+    for (device, _), (held, counts) in groups.items():
+        here = None if scale is None else scale.to(device, non_blocking=True)
+        if len(held) == 1 and isinstance(counts[0], int):
+            run(*held[0], here, factor, counts[0], *numbers)
             continue
         with torch.cuda.device_of(held[0][0]):
-            _launch_many(held, scale, factor, counts, options)
+            _launch_many(held, here, factor, _corrections(counts, options, device), options)
 
 
 def _launch_many(
     entries: list[Tensors],
     scale: torch.Tensor | None,
     factor: float,
-    steps: list[int],
+    corrections: torch.Tensor,
     options: AdamWOptions,
 ) -> None:
     """Tensors of one device, the current one, and one dtype of gradients, each with at least an element."""
     device, count = entries[0][0].device, len(entries)
     owners, spans = _kept(tuple([tensors[0].numel() for tensors in entries]), device)
-    # rate and root are two float32 in the place of one address: all goes in one copy
-    distinct = list(set(steps))
-    lr, beta1, beta2 = options.lr, options.beta1, options.beta2
-    pairs = torch.tensor([_corrections(step, lr, beta1, beta2) for step in distinct], dtype=torch.float32)
-    word = dict(zip(distinct, pairs.view(torch.int64).flatten().tolist(), strict=True))
     words = array("q", [t.data_ptr() for column in zip(*entries, strict=True) for t in column])
-    words.extend([word[step] for step in steps])
     listed = torch.frombuffer(words, dtype=torch.int64)
-    aligned = not (listed[: 4 * count] & 15).any().item()
     table = _on(device, listed)
     launch = _adamw_many[(owners.numel(),)]  # pyright: ignore[reportIndexIssue]
     launch(
         owners,
         spans,
         table,
-        table[4 * count :].view(torch.float32),
+        corrections,
         table if scale is None else scale,
         count,
         float(factor),
-        float(lr * options.weight_decay),
+        float(options.lr * options.weight_decay),
         float(options.eps),
-        1.0 - beta1,
-        1.0 - beta2,
+        1.0 - options.beta1,
+        1.0 - options.beta2,
         GRAD=GRADS[entries[0][1].dtype],
-        ALIGNED=aligned,
+        ALIGNED=not (listed & 15).any().item(),
         SCALED=scale is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
