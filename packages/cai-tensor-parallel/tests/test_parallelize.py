@@ -15,10 +15,10 @@ from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
 from cai_tensor_parallel import (
     Plan,
+    cross_entropy,
     gather_logits,
     parallelize,
     plan_for,
-    vocab,
     vocab_parallel_cross_entropy,
 )
 
@@ -96,7 +96,7 @@ def test_equals_one_process(name):
         assert got[5] < 0.65 * sum(v.numel() for v in final.values()), "the parameters were not cut"
 
 
-def cross_entropy(dtype, tokens=13, columns=10):
+def equals_whole_logits(dtype, tokens=13, columns=10):
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     logits, target = torch.randn(tokens, columns, dtype=dtype), torch.randint(0, columns, (tokens,))
@@ -120,13 +120,13 @@ def cross_entropy(dtype, tokens=13, columns=10):
     ("world", "dtype"), [(2, torch.float64), (3, torch.float32), (4, torch.float64), (2, torch.bfloat16)]
 )
 def test_vocab_parallel_cross_entropy(world, dtype):
-    run_ranks(world, cross_entropy, dtype)
+    run_ranks(world, equals_whole_logits, dtype)
 
 
 def few_rows_at_once(tokens):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab, "WIDE_BYTES", 5 * 4 * 4)  # five rows of 4 of 20 columns
-        cross_entropy(torch.float32, tokens, 20)
+        patch.setattr(cross_entropy, "WIDE_BYTES", 5 * 4 * 4)  # five rows of 4 of 20 columns
+        equals_whole_logits(torch.float32, tokens, 20)
         return made_by_a_loss(torch.randn(tokens, 4, requires_grad=True))
 
 

@@ -1,19 +1,16 @@
-"""Embedding, logits and cross-entropy over a vocabulary cut into consecutive parts."""
+"""Embedding and logits over a vocabulary cut into consecutive parts, and a language model's loss of cut logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from cai_mesh.comm import gather_from, reduce_from
-from cai_mesh.errors import PlanError
 from cai_mesh.layout import layout_of
+from cai_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 
 def vocab_start(weight: torch.Tensor) -> int:
@@ -57,89 +54,6 @@ def vocab_parallel_embedding(
     else:
         found = F.embedding(local, weight, padding_idx, sparse=sparse)
     return reduce_from(found.masked_fill(outside.unsqueeze(-1), 0.0), group)
-
-
-WIDE_BYTES = 128 << 20
-"""Of the float32 numbers of some rows of logits that exist at once."""
-
-
-def _row_chunks(logits: torch.Tensor) -> list[slice]:
-    """Rows that are worked on at once: all of them in a compiled graph, which keeps no numbers between operations."""
-    rows, columns = logits.shape
-    if torch.compiler.is_compiling():
-        return [slice(0, rows)]
-    step = max(WIDE_BYTES // (4 * max(columns, 1)), 1)
-    return [slice(start, start + step) for start in range(0, rows, step)]
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Per-token loss. Two small all-reduces of [T]; backward keeps the logits as they are and one number a token."""
-
-    @staticmethod
-    def forward(ctx, logits, target, vocab_start, group_name, ignore_index):
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        tokens, columns = logits.shape
-        floor = torch.finfo(dtype).min
-        top = logits.amax(-1).to(dtype) if columns else logits.new_full((tokens,), floor, dtype=dtype)
-        top = _reduce(top, "max", group_name)
-        total = torch.empty_like(top)
-        for rows in _row_chunks(logits):
-            total[rows] = torch.exp_(logits[rows] - top[rows, None]).sum(-1)
-        outside = (target < vocab_start) | (target >= vocab_start + columns)
-        local = (target - vocab_start).masked_fill(outside, 0)
-        picked = logits.gather(1, local[:, None])[:, 0].to(dtype) if columns else torch.zeros_like(top)
-        sums = torch.stack((total, picked.masked_fill(outside, 0.0)))
-        total, picked = _reduce(sums, "sum", group_name).unbind(0)
-        log_total, ignored = torch.log(total) + top, target == ignore_index
-        ctx.save_for_backward(logits, log_total, local, outside, ignored)
-        return (log_total - picked).masked_fill(ignored, 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        logits, log_total, local, outside, ignored = ctx.saved_tensors
-        grad = grad.masked_fill(ignored, 0.0)
-        hit, out = -grad.masked_fill(outside, 0.0), torch.empty_like(logits)
-        for rows in _row_chunks(logits) if out.shape[1] else ():
-            wide = torch.exp_(logits[rows] - log_total[rows, None]).mul_(grad[rows, None])
-            out[rows] = wide.scatter_add_(1, local[rows, None], hit[rows, None])
-        return out, None, None, None, None
-
-
-def _reduce(x: torch.Tensor, op: str, group_name: str | None) -> torch.Tensor:
-    return x if group_name is None else funcol.wait_tensor(funcol.all_reduce(x, op, group_name))
-
-
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    vocab_start: int,
-    ignore_index: int = -100,
-    reduction: Literal["none", "mean", "sum"] = "mean",
-) -> torch.Tensor:
-    """Cross-entropy of logits cut by vocabulary, without gathering them (Megatron-LM, arXiv:1909.08053, section 3).
-
-    Args:
-        logits: [T, V/tp], columns `vocab_start` onwards; any float dtype, computed in float32 (float64 stays), some
-            rows at a time. They are kept for backward.
-        target: [T], int64, over the whole vocabulary, or `ignore_index`. Not checked against the vocabulary.
-        group: ranks that hold the other columns (None: all are here).
-        reduction: "mean" divides by the number of targets that are not ignored, as `torch.nn.functional` does.
-
-    Returns a scalar, or [T] for "none" (0 where ignored).
-    """
-    if reduction not in ("none", "mean", "sum"):
-        raise PlanError("unknown reduction of a loss", got=reduction, expected="none, mean or sum")
-    name = group.group_name if group is not None else None
-    losses = _CrossEntropy.apply(logits, target, vocab_start, name, ignore_index)
-    assert isinstance(losses, torch.Tensor)
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (target != ignore_index).sum()
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from cai_tensor_parallel import ShardedLogits, sharded_logits, vocab_parallel_cross_entropy
+from cai_kernels import CrossEntropyParts, cross_entropy_gradient, cross_entropy_parts
+from cai_tensor_parallel import ColumnMaths, ShardedLogits, sharded_logits, vocab_parallel_cross_entropy
+
+IGNORED = -100
+"""The label of a token that has no target."""
+
+
+class KernelColumns:
+    """`cai_tensor_parallel.ColumnMaths` by kernels: logits are read once, and once more in backward."""
+
+    def scan(
+        self, logits: Tensor, target: Tensor, *, vocab_start: int, ignore_index: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = cross_entropy_parts(logits, target, vocab_start=vocab_start, ignore_index=ignore_index)
+        return found.maximum, found.sum_exp, found.target_logit
+
+    def gradient(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        maximum: Tensor,
+        sum_exp: Tensor,
+        dloss: Tensor,
+        *,
+        vocab_start: int,
+    ) -> Tensor:
+        parts = CrossEntropyParts(maximum, sum_exp, maximum, maximum)
+        columns = (vocab_start, vocab_start + logits.shape[-1])
+        return cross_entropy_gradient(logits, target, parts, dloss, vocab=columns)
 
 
 @dataclass(frozen=True)
@@ -19,23 +47,41 @@ class NextTokenLoss:
 
     Args:
         form: how logits are cut over tensor-parallel ranks.
+        kernels: whether cut logits go through kernels; "auto": on GPUs, but for float64, which Triton lacks.
     """
 
     form: ShardedLogits
+    kernels: Literal["auto", "on", "off"] = "auto"
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: DeviceMesh, mode: str = "1d") -> NextTokenLoss:
+    def of(
+        cls,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        mode: str = "1d",
+        kernels: Literal["auto", "on", "off"] = "auto",
+    ) -> NextTokenLoss:
         """For a causal language model of transformers that `parallelize` has cut."""
-        return cls(sharded_logits(model, mesh, mode=mode))
+        return cls(sharded_logits(model, mesh, mode=mode), kernels)
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
         """`output.logits` [B, S, V] in that form and labels [B, S] (-100: no target) -> scalar, float32 or wider."""
-        logits = output.logits[:, :-1].flatten(0, 1)
-        labels = self.form.own(labels[:, 1:]).flatten()
         if self.form.columns is None:
+            logits = output.logits[:, :-1].flatten(0, 1)
             wide = logits if logits.dtype == torch.float64 else logits.float()
-            return F.cross_entropy(wide, labels, reduction="sum")
+            return F.cross_entropy(wide, self.form.own(labels[:, 1:]).flatten(), reduction="sum")
+        logits = output.logits.flatten(0, 1)  # all: the last of a sample has no target, and no copy is made
         loss = vocab_parallel_cross_entropy(
-            logits, labels, self.form.columns, vocab_start=self.form.start, reduction="sum"
+            logits,
+            self.form.own(F.pad(labels[:, 1:], (0, 1), value=IGNORED)).flatten(),
+            self.form.columns,
+            vocab_start=self.form.start,
+            ignore_index=IGNORED,
+            reduction="sum",
+            maths=self._maths(logits),
         )
         return self.form.summed(loss)
+
+    def _maths(self, logits: Tensor) -> ColumnMaths | None:
+        able = self.kernels == "on" or (logits.is_cuda and logits.dtype != torch.float64)
+        return KernelColumns() if able and self.kernels != "off" and logits.shape[-1] else None

@@ -54,7 +54,7 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         build=lambda: causal_model(model),
         inputs=lambda batch: {"input_ids": batch["input_ids"]},
         target=lambda batch: batch["labels"],
-        loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode),
+        loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
         example=lambda samples: _example(samples, config.data.sequence_length),
         initializer=initializer,
         running=PositionsKnown(),
