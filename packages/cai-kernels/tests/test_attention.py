@@ -284,6 +284,38 @@ def test_merging():
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((2, 3, 37, 16), (0, 1, 2, 3)),
+        ((2, 3, 37, 24), (0, 2, 1, 3)),
+        ((1, 2, 5, 7), (3, 2, 1, 0)),
+        ((9, 8), (0, 1)),
+    ],
+)
+def test_the_kernel_merges_as_the_reference(shape, order, dtype):
+    """Dims in the order of memory `order`, and rows of which one part or both saw no key."""
+    random = torch.Generator().manual_seed(5)
+    back = [order.index(dim) for dim in range(len(shape))]
+    outs = [
+        torch.randn([shape[dim] for dim in order], generator=random).to(DEVICE).permute(back)
+        for _ in range(2)
+    ]
+    lses = [torch.randn(shape[:-1], generator=random).to(DEVICE) * 5 for _ in range(2)]
+    lses[0][..., :2], lses[1][..., 1:3] = -torch.inf, -torch.inf
+    outs = [out.to(dtype or torch.float32) for out in outs]
+    given = (outs[0], lses[0], outs[1], lses[1])
+    out, lse = merge_attention(*given, dtype=dtype, backend="triton")
+    exact = merge_attention(*(t.double() for t in given))
+    assert out.dtype == (dtype or torch.float32) and lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact[1], rtol=1e-6, atol=1e-6)
+    tolerance = {"rtol": 8e-3, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(out.double(), exact[0], **tolerance)
+    same, _ = merge_attention(*given, dtype=dtype, backend="reference")
+    torch.testing.assert_close(out, same, **tolerance)
+
+
 def test_reference_gradients():
     inputs, _ = tensors(1, 2, 1, 4, 4, 3, torch.float64)
     leaves = [t.contiguous().requires_grad_() for t in inputs]
@@ -361,6 +393,8 @@ def test_errors_name_the_argument():
         attention_backward(dout, q, k, v, dout, dout)
     with pytest.raises(KernelError, match="lse_b does not fit its out"):
         merge_attention(q, q[..., 0], q, q)
+    with pytest.raises(KernelError, match="takes no float64"):
+        merge_attention(*(t.double() for t in (q, q[..., 0], q, q[..., 0])), backend="triton")
 
 
 @pytest.mark.gpu

@@ -124,27 +124,63 @@ def attention_backward(
 
 
 def merge_attention(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention over two sets of keys, from the attention over each.
 
     Args:
         out_a, out_b: [..., Sq, H], any floating dtypes.
         lse_a, lse_b: [..., Sq]; -inf where a set held no key for the query.
+        dtype: of the result's out; None: that of its lse, so that many merges lose nothing.
+        backend: "auto" (Triton on CUDA where autograd records nothing and no input is float64, else the reference),
+            "triton" or "reference".
 
-    Returns (out, lse) in float32 (float64 if an input is), so that many merges lose nothing; out is zero and lse -inf
-    where neither set held a key. Differentiable in all four.
+    Returns (out, lse), computed in float32 (float64 if an input is), in which lse stays; out is zero and lse -inf where
+    neither set held a key. The reference is differentiable in all four. Raises `KernelError` naming the argument that
+    does not fit.
     """
     for name, out, lse in (("lse_a", out_a, lse_a), ("lse_b", out_b, lse_b)):
         if lse.shape != out.shape[:-1] or out.shape != out_a.shape:
             raise KernelError(
                 f"{name} does not fit its out", got=tuple(lse.shape), expected=tuple(out_a.shape[:-1])
             )
+    every = (out_a, lse_a, out_b, lse_b)
     wide = torch.float32
-    for tensor in (out_a, lse_a, out_b, lse_b):
+    for tensor in every:
         wide = torch.promote_types(wide, tensor.dtype)
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in every)
+    plain = backend == "auto" and (recorded or wide == torch.float64)
+    if not plain and choose(backend, out_a.device) == "triton":
+        if recorded or wide == torch.float64:
+            raise KernelError(
+                "the kernel that merges attention takes no float64 and is not recorded by autograd",
+                got="gradients are recorded" if recorded else "float64",
+                fix='backend="auto" or "reference"',
+            )
+        return _merge_in_triton(out_a, lse_a, out_b, lse_b, dtype or wide)
     weights, lse = reference.softmax_lse(torch.stack((lse_a.to(wide), lse_b.to(wide)), -1))
-    return out_a.to(wide) * weights[..., :1] + out_b.to(wide) * weights[..., 1:], lse
+    out = out_a.to(wide) * weights[..., :1] + out_b.to(wide) * weights[..., 1:]
+    return out.to(dtype or wide), lse
+
+
+def _merge_in_triton(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from cai_kernels.attention import merging
+
+    outs = [t if t.stride(-1) == 1 else t.contiguous() for t in (out_a, out_b)]
+    if out_a.dim() == 4:
+        return merging.merge_attention(outs[0], lse_a, outs[1], lse_b, dtype)
+    rows = [t.reshape(1, 1, -1, t.shape[-1]) for t in outs]
+    sums = [t.reshape(1, 1, -1) for t in (lse_a, lse_b)]
+    out, lse = merging.merge_attention(rows[0], sums[0], rows[1], sums[1], dtype)
+    return out.view(out_a.shape), lse.view(lse_a.shape)
 
 
 def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend) -> str:
