@@ -155,6 +155,7 @@ def matrix(session: nox.Session) -> None:
         "tests/matrix",
         "tests/pairs",
         "packages/cai-zero/tests",
+        "packages/cai-apps/tests",
         "-m",
         "matrix",
         *session.posargs,

@@ -109,7 +109,7 @@ def main() -> None:
             torch.cuda.synchronize()
         start = time.perf_counter()
         loss, norm = session.step(batches.of(step), total=total), session.norm()
-        session.update(config.optimizer.lr, float(norm))
+        session.update(config.optimizer.lr, norm)
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -9,12 +9,14 @@ examples have it: fp32 weights, bf16 autocast, torch's AdamW, its EMAModel; `fp3
 is `plain` in channels-last, as one graph by torch.compile. All learn from the same kind of random latents and
 embeddings; data, logging and checkpoints are left out. `--batch` counts images of a GPU; only `ours` runs on several,
 as data ranks. `--encoders` adds an autoencoder in bf16, run at every step; the peers run the text encoder too, ours
-embeds captions once.
+embeds captions once. A step's seconds are from the end of one to the end of the next on the device, and no loop waits
+longer than it must: ours reads the loss and the norm of each step, as `cai train` does, the peers none.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -36,6 +38,7 @@ from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.applications.diffusion.text import T5_LENGTH, embed
 from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.apply import apply
+from cai_apps.run.loop import reading
 from cai_apps.run.train import settle
 
 Step = Callable[[dict[str, Tensor]], Tensor]
@@ -51,7 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--encoders", action="store_true", help="pixels, not latents")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed, 1 or more")
     parser.add_argument("--profile", type=Path, help="table of the kernels of two steps")
     parser.add_argument("--out", type=Path, help="file to append to")
     return parser.parse_args()
@@ -110,7 +113,9 @@ def ours(config: Any, device: torch.device) -> Step:
             batch = {name: value for name, value in batch.items() if name != "tokens"}
         parts = _microbatches(batch, config.train.microbatch_size)
         loss, norm = session.step(parts, total=config.train.global_batch), session.norm()
-        session.update(config.optimizer.lr, float(norm))
+        read = reading([loss, norm], device)
+        session.update(config.optimizer.lr, norm)
+        read()
         return loss
 
     return step
@@ -205,28 +210,27 @@ def main() -> None:
     else:
         step = peer(config, design, device, form=options.form)
     data = batches(config, design, options.encoders, device)
-    seconds, losses, first = [], [], 0.0
+    losses, ends, first = [], [], 0.0
     for number in range(options.warmup + options.steps):
-        batch = data(number)
-        _wait(on_gpu)
-        started = time.perf_counter()
-        loss = step(batch)
-        _wait(on_gpu)
-        seconds.append(time.perf_counter() - started)
-        losses.append(round(float(loss), 5))
-        first = first or time.perf_counter() - built
+        losses.append(step(data(number)))
+        ends.append(_now(on_gpu))
+        if number == 0:
+            float(losses[0])
+            first = time.perf_counter() - built
+    seconds = _between(ends[options.warmup - 1 :])
+    losses = [round(float(loss), 5) for loss in losses[:6]]
     if options.profile:
         _profile(step, data, options.profile)
-    middle = statistics.median(seconds[options.warmup :])
+    middle = statistics.median(seconds)
     row = {
         "form": options.form, "recipe": options.recipe, "set": options.set, "batch": options.batch,
         "ranks": ranks, "encoders": options.encoders,
         "images_per_second_per_gpu": round(options.batch / middle, 2),
-        "step_seconds": round(middle, 5), "spread": [round(pick(seconds[options.warmup :]), 5) for pick in (min, max)],
+        "step_seconds": round(middle, 5), "spread": [round(pick(seconds), 5) for pick in (min, max)],
         "first_step_seconds": round(first, 1),
         "tflops": round(image_flops(config, design) * options.batch / middle / 1e12, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
-        "losses": losses[:6], "torch": torch.__version__,
+        "losses": losses, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }  # fmt: skip
     if dist.get_rank() == 0:
@@ -237,9 +241,21 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _wait(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()
+def _now(on_gpu: bool) -> float | torch.cuda.Event:
+    """The end of what the device has been given; the host does not wait."""
+    if not on_gpu:
+        return time.perf_counter()
+    end = torch.cuda.Event(enable_timing=True)
+    end.record()
+    return end
+
+
+def _between(ends: list) -> list[float]:
+    """Seconds from each end to the next."""
+    if not isinstance(ends[0], torch.cuda.Event):
+        return [after - before for before, after in itertools.pairwise(ends)]
+    ends[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(ends)]
 
 
 def _profile(step: Step, data: Callable[[int], dict[str, Tensor]], file: Path) -> None:

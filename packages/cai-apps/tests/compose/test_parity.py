@@ -16,7 +16,6 @@ CORE = [
     ("gpt2", "2x2x2-zero1", "fp32"),
     ("llama", "tensor2-sequence", "fp64"),
     ("gpt2", "tensor4-2d", "fp64"),
-    ("llama", "tensor4-2d", "fp64"),
 ]
 """Every layout, and every pair of (model, dimension) and (dtype, dimension); the matrix runs the whole product."""
 
@@ -31,8 +30,8 @@ def test_equals_the_plain_loop(model, layout, dtype):
     results = run_ranks(LAYOUTS[layout].world, trained, model, LAYOUTS[layout], dtype, timeout=240)
     got_losses, got_gradients, got_parameters = results[0]
     # float32 rounds differently from CPU to CPU, and a difference in the last bit is a thousand times larger after ten
-    # steps; the norms of LLaMA work in float32, and a grid sums them in another order
-    exact = dtype == "fp64" and (model, layout) != ("llama", "tensor4-2d")
+    # steps
+    exact = dtype == "fp64"
     tolerance = 1e-9 if exact else 2e-4
     for other in results[1:]:
         assert other == got_losses
@@ -59,7 +58,7 @@ def test_with_kernels_it_equals_the_plain_loop(model, layout):
         assert_same_as_one_device(got_gradients, gradients, tolerance=1e-8)
 
 
-@pytest.mark.parametrize("layout", list(FP8))
+@pytest.mark.parametrize("layout", [*list(FP8)[:-1], pytest.param(list(FP8)[-1], marks=pytest.mark.matrix)])
 def test_with_fp8_layers_it_equals_the_plain_loop(layout):
     """The twin has the same casts: the same microbatches through `convert_to_fp8`."""
     case = FP8[layout]

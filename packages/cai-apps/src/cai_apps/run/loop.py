@@ -3,9 +3,9 @@
 A step sums the loss of its batch and divides by what the whole global batch counts (target tokens, images), so masks,
 packing, microbatches and data ranks change nothing; the session then sums gradients over the data ranks.
 
-The host waits for the device once a step, on the loss and the gradient norm together, after backward and before
-clipping and update. What is not finite ends the run there, on all ranks, with weights and checkpoints as they were.
-Batches are read ahead by a thread.
+The host waits for the device once a step, on the loss and the gradient norm together, when it has asked for clipping
+and update: while the device updates, the host begins the next step. What is not finite changes no weight, and ends the
+run there, on all ranks, with weights and checkpoints as they were. Batches are read ahead by a thread.
 """
 
 from __future__ import annotations
@@ -40,14 +40,35 @@ class Trainable(Protocol):
 
     config: RunConfig
     mesh: DeviceMesh
+    steps: int
 
     @property
     def skips(self) -> bool: ...
     def step(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
     def norm(self) -> Tensor: ...
-    def update(self, lr: float, norm: float) -> None: ...
+    def update(self, lr: float, norm: Tensor | float) -> None: ...
     def evaluate(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
-    def find_broken(self, microbatches: Sequence[dict[str, Tensor]]) -> str | None: ...
+    def find_broken(
+        self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float
+    ) -> str | None: ...
+
+
+def reading(values: Sequence[Tensor], device: torch.device) -> Callable[[], list[float]]:
+    """Scalars as they are now, for the host; the wait for them begins when what this returns is called.
+
+    What the device is given meanwhile is not waited for: while it steps the weights, the host begins the next step.
+    """
+    found = torch.stack([value.detach().to(device, torch.float64) for value in values])
+    if device.type != "cuda":
+        return found.tolist
+    on_host, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return on_host.tolist()
+
+    return wait
 
 
 @dataclass
@@ -99,7 +120,7 @@ class Loop:
         on_host, batch = prefetch.take(position.samples, last=position.step + 1 == self._steps)
         total = self._total(on_host)
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
-        read = self._reading(losses, norms, total, peak_memory(self.device))
+        read = reading([losses, norms, total, peak_memory(self.device)], self.device)
         session.update(
             lr, norms.masked_fill(~losses.isfinite(), math.nan)
         )  # a step that is not finite is left out
@@ -126,24 +147,6 @@ class Loop:
         value = value.detach().to(self.device, torch.float64, copy=True)
         all_reduce(value, group(self.session.mesh, DATA_AXES)).wait()
         return value
-
-    def _reading(self, *values: Tensor) -> Callable[[], list[float]]:
-        """The step's one wait, which begins when what it returns is called.
-
-        The values are those of now, and what the device is given meanwhile is not waited for: while it steps the
-        weights, the host begins the next step.
-        """
-        found = torch.stack([value.detach().to(self.device, torch.float64) for value in values])
-        if self.device.type != "cuda":
-            return found.tolist
-        on_host, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()
-        arrived.record()
-
-        def wait() -> list[float]:
-            arrived.synchronize()
-            return on_host.tolist()
-
-        return wait
 
     def _stop(self, step: int, batch: Microbatches, loss: float, norm: float, total: float) -> NoReturn:
         """Ends the run in the step after `step` others, on every rank alike. Collective."""
