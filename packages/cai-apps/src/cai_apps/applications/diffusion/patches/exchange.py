@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -61,18 +60,13 @@ class Exchange:
         Raises:
             PlanError: the layer runs twice in a step, or its shape changes within a picture.
         """
-        return self.begin(own)()
-
-    def begin(self, own: Tensor) -> Callable[[], list[Tensor]]:
-        """Send one's own; what `all` returns is waited for when it is called for. Raises as `all` does."""
         if self._step == self._clock.step:
             raise PlanError(f"{self._name} runs twice in a step", expected="layers of their own for each use")
         before = self._before(own) if self._clock.stale else None
         self._start(own)
         self._step = self._clock.step
-        return self._arrived if before is None else lambda: before
-
-    def _arrived(self) -> list[Tensor]:
+        if before is not None:
+            return before
         self._wait()
         return self._parts
 

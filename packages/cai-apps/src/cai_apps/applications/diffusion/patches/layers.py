@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cai_apps.applications.diffusion.patches.attention import in_parts
 from cai_apps.applications.diffusion.patches.exchange import Exchange
 from cai_apps.applications.diffusion.patches.strips import (
     Strips,
@@ -20,7 +21,7 @@ from cai_apps.applications.diffusion.patches.strips import (
 from cai_mesh.errors import PlanError
 
 PROCESSORS = ("AttnProcessor2_0", "JointAttnProcessor2_0")
-"""Attention of diffusers that calls `scaled_dot_product_attention` once, on the picture's tokens before a prompt's."""
+"""Attention of diffusers whose keys and values of the picture are `to_k` and `to_v` of its own tokens."""
 
 
 def check_layers(denoiser: nn.Module, known: frozenset[str]) -> None:
@@ -60,7 +61,9 @@ def teach(denoiser: nn.Module, strips: Strips, exchange: Callable[[str], Exchang
         elif isinstance(module, nn.GroupNorm):
             module.forward = _norm(module, strips, exchange(name))
         elif kind == "Attention" and not module.is_cross_attention:
-            module.forward = in_parts(module, name, strips.index, exchange(name))
+            for part in ("to_k", "to_v"):
+                linear: Any = getattr(module, part)
+                linear.register_forward_hook(_gathering(strips, exchange(f"{name}.{part}")))
         elif kind == "PatchEmbed":
             module.forward = _embedding(module, strips)
         elif kind == "DiTTransformer2DModel":
@@ -86,6 +89,17 @@ def _norm(norm: nn.GroupNorm, strips: Strips, exchange: Exchange) -> Callable[[T
         return normalize(x, norm, whole_moments(fresh, exchange.all(fresh), strips.index))
 
     return forward
+
+
+def _gathering(strips: Strips, exchange: Exchange) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """A hook: tokens [n, tokens, width] of one's own strip -> those of all strips, one's own fresh."""
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        parts = list(exchange.all(out))
+        parts[strips.index] = out
+        return torch.cat(parts, 1)
+
+    return hook
 
 
 def _embedding(embed: nn.Module, strips: Strips) -> Callable[[Tensor], Tensor]:
