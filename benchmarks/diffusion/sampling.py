@@ -1,14 +1,16 @@
-"""Peak memory and seconds of pictures: every way of `loading.Memory`, each beside plain diffusers; one JSON file.
+"""Peak memory and seconds of pictures: ways of `loading.Memory` beside plain diffusers; one JSON file.
 
     python benchmarks/diffusion/sampling.py --out sampling.json
     python benchmarks/diffusion/sampling.py --preset sd-v1-tiny --size 32 --steps 2 --out sampling.json
 
 A pipeline of the preset's shape is written with random weights, or `--directory` names one. Each form draws the same
-prompts, from text to pixels, in the same process: once to warm up, then `--repeats` times. Peak memory counts the whole
-of a call, from loading on. `diffusers` is its own pipeline with all parts on the device; `diffusers-offload` calls
+prompts, from text to pixels, in the same process: once to warm up, then `--repeats` times. What a process pays once
+(imports, libraries of the GPU, files that come into the cache of the system) is paid before, by a short drawing of ours
+and of diffusers, so `first_call_seconds` is of loading and of one call. Peak memory counts all of it. The file is
+written after each form. `diffusers` is its own pipeline with all parts on the device; `diffusers-offload` calls
 `enable_model_cpu_offload`, `diffusers-layers` `enable_sequential_cpu_offload`, `diffusers-tiled` `enable_vae_tiling`.
-`seconds` is of the whole call, ours with the text encoder read from files anew; `drawing_seconds` of denoiser and
-autoencoder alone.
+`seconds_a_picture` is of the whole call, ours with each part on its way to the GPU; `drawing_seconds_a_picture` of
+denoiser and autoencoder alone.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ OURS = {
     "ours-fp8": Memory(weights="fp8", vae="whole"),
     "ours-host": Memory(residency="host", vae="whole"),
     "ours-sliced": Memory(vae="sliced"),
+    "ours-int8-sliced": Memory(weights="int8", vae="sliced"),
+    "ours-fp8-sliced": Memory(weights="fp8", vae="sliced"),
     "ours-tiled": Memory(vae="tiled"),
     "ours-least": Memory(weights="int8", residency="host", vae="tiled"),
 }
@@ -154,9 +158,14 @@ def measure(
 
 def works(form: str, design: Design, on_gpu: bool) -> bool:
     """Diffusers offloads to a GPU alone, and has no pipelines of pixels; those have nothing to decode."""
-    if design.autoencoder is None and (form in PEERS or form in ("ours-sliced", "ours-tiled", "ours-least")):
+    if design.autoencoder is None and (form in PEERS or OURS[form].vae != "whole"):
         return False
     return on_gpu or form not in GPU_ONLY
+
+
+def draws(form: str, home: Path, drawing: Options, device: torch.device) -> Callable[[int], Any]:
+    """What draws so many pictures in one form."""
+    return ours(home, OURS[form], drawing, device) if form in OURS else peer(home, form, drawing, device)
 
 
 def main() -> None:
@@ -164,30 +173,31 @@ def main() -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     drawing = Options(options.size, options.steps)
     design = load_design(str(options.directory or options.preset))
-    rows, plain = [], None
+    rows: list[dict[str, Any]] = []
+    told = {
+        "model": str(options.directory or options.preset), "size": options.size, "steps": options.steps,
+        "batch": options.batch, "dtype": "bfloat16", "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu", "forms": rows,
+    }  # fmt: skip
+    plain = None
     with tempfile.TemporaryDirectory() as scratch:
         home = options.directory or Path(scratch)
         if options.directory is None:
             write(design, home, device)
+        for form in ("ours", "diffusers"):
+            if works(form, design, on_gpu):
+                draws(form, home, replace(drawing, steps=min(options.steps, 2)), device)(options.batch)
         for form in options.forms:
             if not works(form, design, on_gpu):
                 continue
-            if form in OURS:
-                row = measure(lambda form=form: ours(home, OURS[form], drawing, device), options, on_gpu)
-            else:
-                row = measure(lambda form=form: peer(home, form, drawing, device), options, on_gpu)
+            row = measure(lambda form=form: draws(form, home, drawing, device), options, on_gpu)
             pictures = row.pop("pictures").astype(float)
             plain = pictures if form == "ours" else plain
             if form in OURS and plain is not None:
                 row["mean_difference_of_bytes"] = round(float(np.abs(pictures - plain).mean()), 3)
             rows.append({"form": form, **row})
             print(json.dumps(rows[-1]), flush=True)
-    told = {
-        "model": str(options.directory or options.preset), "size": options.size, "steps": options.steps,
-        "batch": options.batch, "dtype": "bfloat16", "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu", "forms": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(told, indent=1))
+            options.out.write_text(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 A checker learns, from renders alone, what lies at each of the nine places of a picture; its own error on renders it has
 not seen is reported beside. The pictures agree where colour, kind and place of every shape of the caption are found.
 The Frechet distance is between features of the checker: of pictures and renders, and of renders and other renders.
-Then the trained model learns a subject (DreamBooth).
+The same captions are drawn with weights in 8 bits, too. Then the trained model learns a subject (DreamBooth), once at
+each of the rates.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import COLOURS, KINDS, PLACES, SIZES, Shapes
 from cai_apps.applications.diffusion.data.sources import source_of
+from cai_apps.applications.diffusion.loading import EVERYTHING, Memory
 from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
 
 SIDE, CELL = 64, 22
@@ -42,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--checker-steps", type=int, default=1500)
     parser.add_argument("--subject-steps", type=int, default=400, help="of DreamBooth on it; 0: none")
-    parser.add_argument("--subject-lr", type=float, default=1e-4)
+    parser.add_argument("--subject-lrs", type=float, nargs="+", default=[1e-4, 5e-5], help="a run each")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -158,81 +160,115 @@ def cai(*words: object) -> float:
     return time.perf_counter() - started
 
 
+def drawing_of(options: argparse.Namespace) -> Options:
+    return Options(steps=options.steps, guidance=options.guidance)
+
+
+def stacked(pictures: np.ndarray, device: torch.device) -> Tensor:
+    """Pictures [n, height, width, 3] as uint8 [n, 3, height, width]."""
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).to(device)
+
+
 def base(options: argparse.Namespace, checker: Checker, device: torch.device) -> tuple[dict, np.ndarray]:
-    """Trains the recipe and draws captions it has not seen."""
+    """Trains the recipe and draws captions it has not seen, then again with weights in 8 bits."""
     flags = [f"--{text}" for text in options.set]
     trained = cai("train", "sd-shapes", f"--log.directory={options.run}", *flags)
     unseen, numbers = Shapes(0, SIDE, seed=2), range(options.pictures)
-    started = time.perf_counter()
-    drawing = Options(steps=options.steps, guidance=options.guidance)
-    pictures = open_sampler(options.run / "export").in_batches(
-        [unseen.caption(n) for n in numbers], drawing, batch=256
-    )
-    drawn = time.perf_counter() - started
-    shown = torch.from_numpy(pictures).permute(0, 3, 1, 2).to(device)
+    captions, expected = [unseen.caption(n) for n in numbers], told(unseen, numbers)
     real, others = (renders(Shapes(0, SIDE, seed=s), range(2000), device) for s in (3, 4))
+
+    def drawn(memory: Memory) -> tuple[dict, np.ndarray]:
+        started = time.perf_counter()
+        sampler = open_sampler(options.run / "export", memory=memory)
+        pictures = sampler.in_batches(captions, drawing_of(options), batch=256)
+        seconds, shown = time.perf_counter() - started, stacked(pictures, device)
+        return {
+            "sample_seconds": seconds,
+            "agreement": agreement(read(checker, shown).cpu(), expected),
+            "frechet": frechet(checker, shown, real),
+        }, pictures
+
+    plain, pictures = drawn(EVERYTHING)
+    small = {}
+    for kind in ("int8", "fp8"):
+        small[kind], near = drawn(Memory(weights=kind))
+        off = np.abs(near.astype(int) - pictures)
+        small[kind]["mean_difference_of_bytes"] = float(off.mean())
     records = [json.loads(line) for line in (options.run / "metrics.jsonl").read_text().splitlines()]
     speeds = sorted(record["images_per_second"] for record in records[20:] or records)
     return {
         "train_seconds": trained,
-        "sample_seconds": drawn,
         "steps": records[-1]["step"],
         "images_per_second": speeds[len(speeds) // 2],
         "peak_gib": max(record["memory_bytes"] for record in records) / 2**30,
         "loss": records[-1]["loss"],
-        "agreement": agreement(read(checker, shown).cpu(), told(unseen, numbers)),
-        "frechet": frechet(checker, shown, real),
+        **plain,
         "frechet_renders": frechet(checker, real, others),
+        **small,
     }, pictures
 
 
-def subject(options: argparse.Namespace, checker: Checker, device: torch.device) -> tuple[dict, np.ndarray]:
-    """DreamBooth of four crops of a photo on the trained base, beside pictures of the base's own.
-
-    The similarity to the subject is the cosine between pictures and the crop most like them, of 16 x 16 pixels without
-    their mean. The score of the prior is the agreement of 20 captions, eight pictures each.
-    """
+def class_pictures(options: argparse.Namespace) -> Path:
+    """A folder of 200 pictures of the base's own, with their captions."""
     from PIL import Image
 
-    drawing = Options(steps=options.steps, guidance=options.guidance)
-    known, own = Shapes(0, SIDE, seed=5), Shapes(0, SIDE, seed=6)
-    prompts = [own.caption(n) for n in range(20) for _ in range(8)]
-    expected = told(own, range(20)).repeat_interleave(8, 0)
-    crops = source_of(Data(source="flower", size=SIDE))
-    wanted = torch.from_numpy(np.stack([crops.image(n) for n in range(crops.size)])).permute(0, 3, 1, 2)
-    found: dict[str, dict[str, float]] = {}
-    rows = []
-
-    def look(name: str, home: Path) -> None:
-        sampler = open_sampler(home)
-        shown = sampler.in_batches([CAPTION] * 32, drawing, batch=64)
-        priors = (
-            torch.from_numpy(sampler.in_batches(prompts, drawing, batch=160)).permute(0, 3, 1, 2).to(device)
-        )
-        score = agreement(read(checker, priors).cpu(), expected)
-        found[name] = {"similarity": alike(torch.from_numpy(shown).permute(0, 3, 1, 2), wanted), **score}
-        rows.extend([*shown[:8], *priors[::8][:8].permute(0, 2, 3, 1).cpu().numpy()])
-
-    look("before", options.run / "export")
-    home = options.run.parent / "class"
+    home, known = options.run.parent / "class", Shapes(0, SIDE, seed=5)
     home.mkdir(parents=True, exist_ok=True)
     captions = [known.caption(n) for n in range(200)]
-    for n, picture in enumerate(
-        open_sampler(options.run / "export").in_batches(captions, drawing, batch=200)
-    ):
+    pictures = open_sampler(options.run / "export").in_batches(captions, drawing_of(options), batch=200)
+    for n, picture in enumerate(pictures):
         Image.fromarray(picture).save(home / f"{n:03d}.png")
         (home / f"{n:03d}.txt").write_text(captions[n], encoding="utf-8")
-    run = options.run.parent / "subject"
+    return home
+
+
+def learn(options: argparse.Namespace, prior: Path, rate: float) -> tuple[Path, float]:
+    """DreamBooth at one rate: the run, and its seconds."""
+    run = options.run.parent / f"subject-{rate:g}"
     flags = {
         "model.name": options.run / "export", "data.source": "flower", "data.size": SIDE, "data.caption": CAPTION,
         "objective.prediction": "v", "data.encoder_dtype": "fp32",
-        "prior.images": 200, "prior.source": home, "prior.prompt": "", "optimizer.lr": options.subject_lr,
+        "prior.images": 200, "prior.source": prior, "prior.prompt": "", "optimizer.lr": rate,
         "train.steps": options.subject_steps, "train.global_batch": 32, "train.microbatch_size": 32,
         "train.compile": "off", "sampling.every": 0, "sampling.prompts": "[]", "log.directory": run,
     }  # fmt: skip
-    seconds = cai("train", "dreambooth", *(f"--{name}={value}" for name, value in flags.items()))
-    look("after", run / "export")
-    return {"seconds": seconds, **found}, np.concatenate([wanted.permute(0, 2, 3, 1).numpy(), np.stack(rows)])
+    return run, cai("train", "dreambooth", *(f"--{name}={value}" for name, value in flags.items()))
+
+
+def subject(options: argparse.Namespace, checker: Checker, device: torch.device) -> tuple[dict, np.ndarray]:
+    """DreamBooth of four crops of a photo on the trained base, beside pictures of the base's own, once at each rate.
+
+    The similarity to the subject is the cosine between pictures and the crop most like them, of 16 x 16 pixels without
+    their mean. The score of the prior is the agreement of 20 captions, eight pictures each. Returned are the crops, and
+    pictures of the base and of the run that keeps most of the prior.
+    """
+    own = Shapes(0, SIDE, seed=6)
+    prompts = [own.caption(n) for n in range(20) for _ in range(8)]
+    expected = told(own, range(20)).repeat_interleave(8, 0)
+    crops = source_of(Data(source="flower", size=SIDE))
+    wanted = np.stack([crops.image(n) for n in range(crops.size)])
+
+    def look(home: Path) -> tuple[dict[str, float], list[np.ndarray]]:
+        sampler = open_sampler(home)
+        shown = sampler.in_batches([CAPTION] * 32, drawing_of(options), batch=64)
+        priors = sampler.in_batches(prompts, drawing_of(options), batch=160)
+        score = agreement(read(checker, stacked(priors, device)).cpu(), expected)
+        cpu = torch.device("cpu")
+        return {"similarity": alike(stacked(shown, cpu), stacked(wanted, cpu)), **score}, [
+            *shown[:8],
+            *priors[::8][:8],
+        ]
+
+    before, rows = look(options.run / "export")
+    prior, runs, found = class_pictures(options), [], []
+    for rate in options.subject_lrs:
+        run, seconds = learn(options, prior, rate)
+        scores, pictures = look(run / "export")
+        runs.append({"lr": rate, "seconds": seconds, **scores})
+        found.append(pictures)
+    best = max(range(len(runs)), key=lambda n: (runs[n]["pictures"], runs[n]["similarity"]))
+    shown = np.stack([*wanted, *rows, *found[best]])
+    return {"before": before, "runs": runs, "shown_lr": runs[best]["lr"]}, shown
 
 
 def alike(pictures: Tensor, wanted: Tensor) -> float:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from small_pipelines import CAPTIONS, PIPELINES, autoencoder, save
 from torch import nn
 
-from cai_apps.applications.diffusion import loading, sample
-from cai_apps.applications.diffusion.design import load_design
+from cai_apps.applications.diffusion import loading, quantized, sample
+from cai_apps.applications.diffusion.design import LABELS, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder
 from cai_apps.applications.diffusion.loading import Memory, decoding_of, load_denoiser, variant_of
 from cai_apps.applications.diffusion.quantized import KINDS, dequantize, quantize, quantize_layers
@@ -99,13 +99,98 @@ def test_what_is_stored_in_8_bits_and_what_is_not(pipelines):
         assert len(stored) > 15 and not any(".emb." in n for n in stored)
 
 
-def test_weights_that_cannot_be_stored():
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_weights_that_cannot_be_stored(value):
     broken = nn.Linear(2, 2)
-    broken.weight.data[0, 0] = torch.inf
+    broken.weight.data[0, 0] = value
     with pytest.raises(ConfigError, match=r"weight of block.0 is not finite"):
         quantize_layers([("block", nn.Sequential(broken))], "int8")
     with pytest.raises(ConfigError, match="no weights that fp8 could store"):
         quantize_layers([("block", nn.LayerNorm(3))], "fp8")
+
+
+def of_several_shapes(dtype: torch.dtype) -> nn.Module:
+    """Rows of small and of large weights, one of zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 33), nn.Conv2d(6, 12, 3), nn.Conv2d(8, 4, 1, groups=2)).to(dtype)
+    for layer in model:
+        layer.weight.data *= torch.logspace(-6, 3, len(layer.weight)).view(
+            -1, *[1] * (layer.weight.dim() - 1)
+        )
+        layer.weight.data[1] = 0
+    return model.requires_grad_(False)
+
+
+class Away:
+    """A tensor that can be used once it is back."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        return self.tensor.to(device)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_device_quantizes_one_weight_at_a_time(monkeypatch, kind):
+    """The device is one that holds no numbers; what it finds is put in by hand."""
+    model = of_several_shapes(torch.bfloat16)
+    weights = [layer.weight.clone() for layer in model]
+    seen: list[torch.Tensor] = []
+
+    def there(weight, kind):
+        seen.append(weight)
+        return [Away(found) for found in quantize(weights[len(seen) - 1], kind)]
+
+    monkeypatch.setattr(quantized, "quantize", there)
+    loading.settled(model, [*model.named_children()], "meta", Memory(kind))
+    assert [(w.device.type, w.shape, w.dtype) for w in seen] == [
+        ("meta", w.shape, torch.bfloat16) for w in weights
+    ]
+    for layer, weight in zip(model, weights, strict=True):
+        values, scale = quantize(weight, kind)
+        assert layer.values.device.type == layer.scale.device.type == "cpu"
+        assert torch.equal(layer.values.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(layer.scale, scale)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_stored_is_the_formula_to_the_bit(kind, dtype):
+    """Written out in numbers of 64 bits, each step rounded to 32; the weight itself is left alone."""
+    low, most = KINDS[kind]
+    for layer in of_several_shapes(dtype):
+        before = layer.weight.clone()
+        values, scale = quantize(layer.weight, kind)
+        assert torch.equal(layer.weight, before)
+        rows = before.flatten(1).double()
+        largest = rows.abs().amax(1)
+        expected = torch.where(largest > 0, (largest / most).float(), 1.0)
+        assert torch.equal(scale, expected)
+        shares = (rows / expected.double().view(-1, 1)).float().clamp(-most, most)
+        shares = shares.round() if kind == "int8" else shares
+        assert torch.equal(values.flatten(1).view(torch.uint8), shares.to(low).view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_stores_the_same_bits(kind, dtype):
+    here, there = of_several_shapes(dtype), of_several_shapes(dtype)
+    here.append(nn.Linear(2048, 2048, dtype=dtype))
+    there.append(nn.Linear(2048, 2048, dtype=dtype)).load_state_dict(here.state_dict())
+    quantize_layers([("", here)], kind)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    quantize_layers([("", there)], kind, "cuda")
+    assert torch.cuda.memory_allocated() == before
+    most = 2048 * 2048 * (dtype.itemsize + 4 + 1)
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * most, "one weight, in full, in 32 bits, in 8"
+    for one, other in zip(here, there, strict=True):
+        assert other.values.device.type == other.scale.device.type == "cpu"
+        assert torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))
+        assert torch.equal(one.scale, other.scale)
 
 
 @pytest.mark.parametrize("name", list(PIPELINES))
@@ -166,6 +251,48 @@ def test_one_part_is_on_the_device_at_a_time(pipelines, monkeypatch):
             "AutoencoderKL",
         ]
         seen.clear()
+
+
+@pytest.mark.parametrize("how", [{}, {"weights": "int8", "residency": "host"}])
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_files_are_read_once(pipelines, tmp_path, monkeypatch, name, how):
+    """The second batch is drawn where there is no file any more."""
+    directory, read, kept = tmp_path / "pipeline", [], []
+    shutil.copytree(pipelines[name], directory)
+    prompts = ["cat", "700", "999"] if name == "dit" else CAPTIONS
+    (directory / LABELS).write_text("dog\ncat\n", encoding="utf-8")
+    for reader in ("load_text", "load_tokenizers", "label_names", "load_denoiser", "load_autoencoder"):
+        original = getattr(sample, reader)
+        counted = lambda *a, o=original, r=reader, **k: (read.append(r), o(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(sample, reader, counted)
+    quantizing = loading.quantize_layers
+    monkeypatch.setattr(loading, "quantize_layers", lambda *a: kept.append(quantizing(*a)))
+    sampler = sampler_of(directory, **how)
+    first = sampler.pictures(prompts, OPTIONS)
+    texts = {"sd": 1, "dit": 0, "sd3": 2, "sd3-t5": 3}[name]
+    beside = ["label_names"] if name == "dit" else ["load_tokenizers"]
+    assert sorted(read) == sorted(["load_denoiser", "load_autoencoder", *["load_text"] * texts, *beside])
+    assert len(kept) == (texts + 1 if how else 0)
+    shutil.rmtree(directory)
+    for batch in (3, 1):
+        np.testing.assert_array_equal(sampler.in_batches(prompts, OPTIONS, batch=batch), first)
+    assert len(read) == texts + 3 and len(kept) == (texts + 1 if how else 0)
+    assert [held.resident for held in sampler._texts.values()] == [0] * texts
+    assert not any(p.requires_grad for held in sampler._texts.values() for p in held.model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("how", [{}, {"weights": "int8"}, {"weights": "fp8", "residency": "host"}])
+@pytest.mark.parametrize("name", ["sd", "sd3-t5"])
+def test_nothing_stays_on_a_gpu(pipelines, name, how):
+    sampler = Sampler(pipelines[name], device="cuda", dtype=torch.bfloat16, memory=Memory(**how))
+    sampler.pictures(CAPTIONS, OPTIONS)
+    left = torch.cuda.memory_allocated()
+    sampler.pictures(CAPTIONS, OPTIONS)
+    assert torch.cuda.memory_allocated() == left, "workspaces of libraries"
+    for held in (*sampler._texts.values(), sampler._denoiser):
+        assert {tensor.device.type for tensor in held.model.state_dict().values()} == {"cpu"}
 
 
 def test_a_picture_that_was_interrupted(pipelines):

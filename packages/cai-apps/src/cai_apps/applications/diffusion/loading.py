@@ -77,11 +77,11 @@ def settled(
 ) -> HostModel:
     """A model on the host, frozen, with its layers stored and placed as `memory` says.
 
-    Layers are quantized on the host, one after the other, so the device never sees their weights in full.
+    Layers are quantized one after the other. A GPU does it, so it holds the full weight of one of them at a time.
     """
     model.eval().requires_grad_(False)
     if memory.weights != "plain":
-        quantize_layers(layers, memory.weights)
+        quantize_layers(layers, memory.weights, device)
     return HostModel(model, device, [layer for _, layer in layers] if memory.residency == "host" else [])
 
 

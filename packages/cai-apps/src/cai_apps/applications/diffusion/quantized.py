@@ -26,14 +26,20 @@ KINDS: dict[str, tuple[torch.dtype, float]] = {
 
 
 def quantize(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """A weight [out, ...] -> values of the same shape in 8 bits, and scales float32 [out]."""
+    """A weight [out, ...] -> values of the same shape in 8 bits, and scales float32 [out].
+
+    The scale of a row that is not finite is not finite. Each step is exact, or rounded to nearest in float32, on every
+    device: so a GPU finds the bits that the host finds.
+    """
     dtype, most = KINDS[kind]
-    rows = weight.detach().float()
-    scale = rows.flatten(1).abs().amax(1) / most
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    shares = rows / _beside(scale, rows)
+    weight = weight.detach()
+    rows = weight.flatten(1)
+    largest = torch.maximum(rows.amax(1), rows.amin(1).neg()).float()
+    scale = largest / torch.full_like(largest, most)  # a GPU multiplies by the reciprocal of a mere number
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    shares = weight.to(torch.float32, copy=True).div_(_beside(scale, weight))
     if dtype == torch.int8:
-        shares = shares.round()
+        shares.round_()
     return shares.clamp_(-most, most).to(dtype), scale
 
 
@@ -69,13 +75,16 @@ class QuantizedConv2d(_Quantized, nn.Conv2d):  # type: ignore[misc]
 CLASSES: dict[type[nn.Module], type[_Quantized]] = {nn.Linear: QuantizedLinear, nn.Conv2d: QuantizedConv2d}
 
 
-def quantize_layers(layers: Iterable[tuple[str, nn.Module]], kind: Kind) -> list[str]:
+def quantize_layers(
+    layers: Iterable[tuple[str, nn.Module]], kind: Kind, device: torch.device | str | None = None
+) -> list[str]:
     """Quantize the linear layers and convolutions inside some layers, one after the other, in place.
 
     Embedders of times and labels (`emb`) stay as they are, and so do norms, tables and biases.
 
     Args:
         layers: with their names; a module in two of them is changed once.
+        device: computes what is stored, of one weight at a time; the result goes to where the weight was. None: there.
 
     Returns the names of what was quantized. Raises `ConfigError` where nothing is, or where a weight is not finite.
     """
@@ -83,7 +92,7 @@ def quantize_layers(layers: Iterable[tuple[str, nn.Module]], kind: Kind) -> list
     for outer, layer in layers:
         for name, module in layer.named_modules(prefix=outer):
             if type(module) in CLASSES and "emb" not in name.split("."):
-                _change(name, module, kind)
+                _change(name, module, kind, device)
                 found.append(name)
     if not found:
         raise ConfigError(
@@ -94,14 +103,15 @@ def quantize_layers(layers: Iterable[tuple[str, nn.Module]], kind: Kind) -> list
     return found
 
 
-def _change(name: str, layer: nn.Module, kind: Kind) -> None:
+def _change(name: str, layer: nn.Module, kind: Kind, device: torch.device | str | None) -> None:
     weight = layer._parameters.pop("weight")
     assert weight is not None
-    if not weight.isfinite().all():
+    found = quantize(weight if device is None else weight.to(device), kind)
+    values, scale = (tensor.to(weight.device) for tensor in found)
+    if not scale.isfinite().all():
         raise ConfigError(
             f"the weight of {name} is not finite", cause="the file is damaged, or training diverged"
         )
-    values, scale = quantize(weight, kind)
     layer.__class__ = CLASSES[type(layer)]
     layer.register_buffer("values", values)
     layer.register_buffer("scale", scale)

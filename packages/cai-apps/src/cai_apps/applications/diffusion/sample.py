@@ -71,8 +71,8 @@ class Sampler:
     """An exported model that draws on one device.
 
     What is drawn goes through the parts one after the other: text encoders for all prompts, the denoiser, the
-    autoencoder. Each is on the device only while it works. Text encoders are read anew each time; the denoiser and the
-    autoencoder stay on the host from their first use.
+    autoencoder. Each is on the device only while it works. They are read from files at their first use, and
+    quantized where `memory` says so; from then on they stay on the host for as long as the sampler is there.
 
     Args:
         directory: of an export, or of a pipeline of diffusers.
@@ -99,6 +99,7 @@ class Sampler:
         self._directory, self.device, self._dtype = directory, torch.device(device), dtype
         self._home, self._memory = denoiser_home(self.design, directory, raw=raw), memory
         self._patches: PatchDenoiser | None = None
+        self._texts: dict[int, HostModel] = {}
         self.seconds = 0.0
 
     @functools.cached_property
@@ -106,6 +107,23 @@ class Sampler:
         return load_denoiser(
             self.design, self._home, device=self.device, dtype=self._dtype, memory=self._memory
         )
+
+    @functools.cached_property
+    def _tokenizers(self) -> list[Any]:
+        return load_tokenizers(self._directory, self.design.texts)
+
+    @functools.cached_property
+    def _labels(self) -> list[str]:
+        return label_names(self._directory)
+
+    def _text(self, number: int) -> HostModel:
+        """One of the text encoders."""
+        if number not in self._texts:
+            model = load_text(
+                self.design, number, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
+            )
+            self._texts[number] = settle_text(model, self.device, self._memory)
+        return self._texts[number]
 
     @functools.cached_property
     def _autoencoder(self) -> tuple[Autoencoder, AbstractContextManager[Any]]:
@@ -141,7 +159,7 @@ class Sampler:
         make_scheduler(self.design, options)
         height, _ = sides(self.design, options.size)
         if self.design.family.condition == "label":
-            label_numbers(self.design, prompts, label_names(self._directory))
+            label_numbers(self.design, prompts, self._labels)
         if self.design.autoencoder is None and self._memory.vae != "auto":
             raise ConfigError(
                 "this model works on pixels: there is nothing to decode",
@@ -226,17 +244,16 @@ class Sampler:
 
     def _conditions(self, parts: Sequence[Sequence[str]], guidance: float) -> list[dict[str, Tensor]]:
         """What the denoiser takes of each batch of prompts, on the host; with guidance those of no prompt come before
-        them. Text encoders are gone when it returns."""
+        them. Text encoders are back on the host when it returns."""
         free = [[""] * len(part) if guidance != 1 else [] for part in parts]
         if self.design.family.condition == "label":
-            names, none = label_names(self._directory), self.design.denoiser["num_embeds_ada_norm"]
-            labels = [label_numbers(self.design, part, names) for part in parts]
+            none = self.design.denoiser["num_embeds_ada_norm"]
+            labels = [label_numbers(self.design, part, self._labels) for part in parts]
             return [
                 {"label": torch.tensor([none] * len(f) + found)}
                 for f, found in zip(free, labels, strict=True)
             ]
-        tokenizers = load_tokenizers(self._directory, self.design.texts)
-        tokens = [self._tokens(tokenizers, [*f, *part]) for f, part in zip(free, parts, strict=True)]
+        tokens = [self._tokens([*f, *part]) for f, part in zip(free, parts, strict=True)]
         said: list[list[dict[str, Tensor]]] = [[] for _ in parts]
         for number in range(len(self.design.texts)):
             for of_part, found in zip(said, self._read(number, tokens), strict=True):
@@ -245,18 +262,15 @@ class Sampler:
 
     def _read(self, number: int, tokens: Sequence[Sequence[Tensor]]) -> list[dict[str, Tensor]]:
         """What a text encoder says of each batch, on the host."""
-        text = load_text(
-            self.design, number, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
-        )
-        with settle_text(text, self.device, self._memory), torch.inference_mode():
+        with self._text(number) as text, torch.inference_mode():
             found = []
             for each in tokens:
-                said = read(self.design.family, text, each[number].to(self.device), self._dtype)
+                said = read(self.design.family, text.model, each[number].to(self.device), self._dtype)
                 found.append({name: value.cpu() for name, value in said.items()})
             return found
 
-    def _tokens(self, tokenizers: Sequence[Any], prompts: Sequence[str]) -> list[Tensor]:
-        tokens, cut = tokenize(tokenizers, prompts, self.design.text_lengths)
+    def _tokens(self, prompts: Sequence[str]) -> list[Tensor]:
+        tokens, cut = tokenize(self._tokenizers, prompts, self.design.text_lengths)
         for number in cut:
             print(f"cut after {self.design.text_length} tokens: {prompts[number]!r}", flush=True)
         return tokens
