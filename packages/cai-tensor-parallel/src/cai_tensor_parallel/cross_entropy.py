@@ -44,6 +44,9 @@ class ColumnMaths(Protocol):
     ) -> torch.Tensor:
         """The gradient of the logits, in their shape and dtype: (softmax - one for the target) times `dloss`.
 
+        It may be written over the logits, where nobody reads them later; then their version goes up, so that torch
+        refuses a second backward.
+
         Args:
             maximum, sum_exp: [T], of rows of the whole vocabulary.
             dloss: [T], of the rows' losses; 0 where a row is ignored, whose other numbers then mean nothing.

@@ -18,7 +18,10 @@ IGNORED = -100
 
 
 class KernelColumns:
-    """`cai_tensor_parallel.ColumnMaths` by kernels: logits are read once, and once more in backward."""
+    """`cai_tensor_parallel.ColumnMaths` by kernels: logits are read once, and once more in backward.
+
+    Their gradient is written over them: of a model's step nobody keeps the logits, and they are large.
+    """
 
     def scan(
         self, logits: Tensor, target: Tensor, *, vocab_start: int, ignore_index: int
@@ -38,7 +41,9 @@ class KernelColumns:
     ) -> Tensor:
         parts = CrossEntropyParts(maximum, sum_exp, maximum, maximum)
         columns = (vocab_start, vocab_start + logits.shape[-1])
-        return cross_entropy_gradient(logits, target, parts, dloss, vocab=columns)
+        found = cross_entropy_gradient(logits, target, parts, dloss, vocab=columns, out=logits.detach())
+        torch.autograd.graph.increment_version(logits)
+        return found
 
 
 @dataclass(frozen=True)
