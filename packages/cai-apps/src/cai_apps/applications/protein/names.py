@@ -1,0 +1,65 @@
+"""What OpenFold calls the parameters of the model: a table of modules, ours and theirs."""
+
+from __future__ import annotations
+
+
+def _attention(ours: str, theirs: str) -> dict[str, str]:
+    names = {
+        "to_q": "linear_q",
+        "to_k": "linear_k",
+        "to_v": "linear_v",
+        "gate": "linear_g",
+        "out": "linear_o",
+    }
+    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+
+
+def _transition(ours: str, theirs: str) -> dict[str, str]:
+    names = {"norm": "layer_norm", "wide": "linear_1", "out": "linear_2"}
+    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+
+
+def _triangles(ours: str, theirs: str) -> dict[str, str]:
+    names = {
+        "norm": "layer_norm_in", "left": "linear_a_p", "left_gate": "linear_a_g", "right": "linear_b_p",
+        "right_gate": "linear_b_g", "norm_out": "layer_norm_out", "out": "linear_z", "gate": "linear_g",
+    }  # fmt: skip
+    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+
+
+def _triangle_attention(ours: str, theirs: str) -> dict[str, str]:
+    names = {f"{ours}.norm": f"{theirs}.layer_norm", f"{ours}.bias": f"{theirs}.linear"}
+    return names | _attention(f"{ours}.attention", f"{theirs}.mha")
+
+
+def pair_updates(ours: str, theirs: str) -> dict[str, str]:
+    """Modules of `PairUpdates`."""
+    return (
+        _triangles(f"{ours}.outgoing", f"{theirs}.tri_mul_out")
+        | _triangles(f"{ours}.incoming", f"{theirs}.tri_mul_in")
+        | _triangle_attention(f"{ours}.starting", f"{theirs}.tri_att_start")
+        | _triangle_attention(f"{ours}.ending", f"{theirs}.tri_att_end")
+        | _transition(f"{ours}.transition", f"{theirs}.pair_transition")
+    )
+
+
+def block(*, one_query: bool) -> dict[str, str]:
+    """Modules of `EvoformerBlock`."""
+    column = "msa_att_col" if one_query else "msa_att_col._msa_att"
+    names = {
+        "row.norm": "msa_att_row.layer_norm_m",
+        "row.norm_pair": "msa_att_row.layer_norm_z",
+        "row.bias": "msa_att_row.linear_z",
+        "column.norm": f"{column}.layer_norm_m",
+        "outer.norm": "outer_product_mean.layer_norm",
+        "outer.left": "outer_product_mean.linear_1",
+        "outer.right": "outer_product_mean.linear_2",
+        "outer.out": "outer_product_mean.linear_out",
+    }
+    return (
+        names
+        | _attention("row.attention", "msa_att_row.mha")
+        | _attention("column.attention", f"{column}.{'global_attention' if one_query else 'mha'}")
+        | _transition("transition", "msa_transition")
+        | pair_updates("pair", "pair_stack")
+    )
