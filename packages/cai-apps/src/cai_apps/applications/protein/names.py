@@ -63,3 +63,65 @@ def block(*, one_query: bool) -> dict[str, str]:
         | _transition("transition", "msa_transition")
         | pair_updates("pair", "pair_stack")
     )
+
+
+def structure() -> dict[str, str]:
+    """Modules of `StructureModule`."""
+    names = {
+        "norm": "layer_norm_s",
+        "norm_pair": "layer_norm_z",
+        "first": "linear_in",
+        "attention": "ipa",
+        "attention.to_q": "ipa.linear_q",
+        "attention.to_kv": "ipa.linear_kv",
+        "attention.q_points": "ipa.linear_q_points.linear",
+        "attention.kv_points": "ipa.linear_kv_points.linear",
+        "attention.bias": "ipa.linear_b",
+        "attention.out": "ipa.linear_out",
+        "norm_attention": "layer_norm_ipa",
+        "transition.first": "transition.layers.0.linear_1",
+        "transition.second": "transition.layers.0.linear_2",
+        "transition.third": "transition.layers.0.linear_3",
+        "transition.norm": "transition.layer_norm",
+        "move": "bb_update.linear",
+        "angles.now": "angle_resnet.linear_in",
+        "angles.start": "angle_resnet.linear_initial",
+        "angles.out": "angle_resnet.linear_out",
+    }
+    for block in range(2):
+        ours, theirs = f"angles.blocks.{block}", f"angle_resnet.layers.{block}"
+        names |= {f"{ours}.first": f"{theirs}.linear_1", f"{ours}.second": f"{theirs}.linear_2"}
+    return names
+
+
+def input_embedder() -> dict[str, str]:
+    """Modules of `InputEmbedder`."""
+    return {
+        "left": "linear_tf_z_i",
+        "right": "linear_tf_z_j",
+        "target": "linear_tf_m",
+        "alignment": "linear_msa_m",
+        "position": "linear_relpos",
+    }
+
+
+def recycling_embedder() -> dict[str, str]:
+    """Modules of `RecyclingEmbedder`."""
+    return {"norm": "layer_norm_m", "norm_pair": "layer_norm_z", "distance": "linear"}
+
+
+def template_embedder(blocks: int) -> dict[str, str]:
+    """Modules of `TemplateEmbedder`."""
+    names = {
+        "angles": "template_single_embedder.linear_1",
+        "angles_out": "template_single_embedder.linear_2",
+        "pair": "template_pair_embedder.linear",
+        "norm": "template_pair_stack.layer_norm",
+        "attention.to_q": "template_pointwise_att.mha.linear_q",
+        "attention.to_k": "template_pointwise_att.mha.linear_k",
+        "attention.to_v": "template_pointwise_att.mha.linear_v",
+        "attention.out": "template_pointwise_att.mha.linear_o",
+    }
+    for block in range(blocks):
+        names |= pair_updates(f"blocks.{block}", f"template_pair_stack.blocks.{block}")
+    return names

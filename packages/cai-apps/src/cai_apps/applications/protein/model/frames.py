@@ -1,0 +1,83 @@
+"""Rigid motions, one for a residue or a group of atoms: a rotation and an origin (section 1.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Motions x -> rotation x + origin.
+
+    Args:
+        rotation: [..., 3, 3].
+        origin: [..., 3].
+    """
+
+    rotation: Tensor
+    origin: Tensor
+
+    def __getitem__(self, at: tuple) -> Frames:
+        """Frames at places of the leading dims, or with a new one (None), as of a tensor; name all with `...` last."""
+        return Frames(self.rotation[(*at, slice(None), slice(None))], self.origin[(*at, slice(None))])
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Points [..., 3] of the frames, in the common space."""
+        return (self.rotation @ x[..., None])[..., 0] + self.origin
+
+    def inverted(self, x: Tensor) -> Tensor:
+        """Points [..., 3] of the common space, in the frames."""
+        return (self.rotation.transpose(-1, -2) @ (x - self.origin)[..., None])[..., 0]
+
+    def then(self, inner: Frames) -> Frames:
+        """The motions that first do what `inner` says, then these."""
+        return Frames(self.rotation @ inner.rotation, self.apply(inner.origin))
+
+    def scaled(self, factor: float) -> Frames:
+        """The same with origins in another unit."""
+        return Frames(self.rotation, self.origin * factor)
+
+
+def from_points(on_axis: Tensor, origin: Tensor, in_plane: Tensor, eps: float = 1e-20) -> Frames:
+    """Frames with an origin, a point on the negative x axis and one in the xy plane: Algorithm 21, turned about z.
+
+    Args:
+        on_axis, origin, in_plane: [..., 3].
+    """
+    first = _unit(origin - on_axis, eps)
+    beside = in_plane - origin
+    second = _unit(beside - (first * beside).sum(-1, keepdim=True) * first, eps)
+    third = torch.linalg.cross(first, second)
+    return Frames(torch.stack([first, second, third], -1), origin)
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+
+
+def rotation_of(quaternion: Tensor) -> Tensor:
+    """The rotation [..., 3, 3] of a unit quaternion [..., 4], its real part first."""
+    a, b, c, d = quaternion.unbind(-1)
+    rows = [
+        [a * a + b * b - c * c - d * d, 2 * (b * c - a * d), 2 * (b * d + a * c)],
+        [2 * (b * c + a * d), a * a - b * b + c * c - d * d, 2 * (c * d - a * b)],
+        [2 * (b * d - a * c), 2 * (c * d + a * b), a * a - b * b - c * c + d * d],
+    ]
+    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+
+
+def turned(quaternion: Tensor, vector: Tensor) -> Tensor:
+    """A unit quaternion after the turn (1, vector), which is made a unit one: lines 1 to 3 of Algorithm 23.
+
+    Args:
+        quaternion: [..., 4]; vector: [..., 3].
+    """
+    real, rest = quaternion[..., :1], quaternion[..., 1:]
+    more = torch.cat(
+        [-(rest * vector).sum(-1, keepdim=True), real * vector + torch.linalg.cross(rest, vector)], -1
+    )
+    found = quaternion + more
+    return found / torch.linalg.vector_norm(found, dim=-1, keepdim=True)
