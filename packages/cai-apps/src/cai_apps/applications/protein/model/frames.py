@@ -21,7 +21,7 @@ class Frames:
     origin: Tensor
 
     def __getitem__(self, at: tuple) -> Frames:
-        """Frames at places of the leading dims, or with a new one (None), as of a tensor; name all with `...` last."""
+        """Frames at places of the leading dims, as of a tensor: `frames[..., None]` has a new last one."""
         return Frames(self.rotation[(*at, slice(None), slice(None))], self.origin[(*at, slice(None))])
 
     def apply(self, x: Tensor) -> Tensor:

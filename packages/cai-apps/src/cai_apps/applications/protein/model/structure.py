@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cai_apps.applications.protein.model.atoms import atoms_of, groups_of
 from cai_apps.applications.protein.model.frames import Frames, rotation_of, turned
 from cai_apps.applications.protein.model.layers import linear
 from cai_apps.applications.protein.model.points import PointAttention
@@ -46,11 +47,15 @@ class Placed:
 
     Args:
         frames: of the backbone [B, R], angstroms.
+        groups: of the eight rigid groups of a residue [B, R, 8], angstroms.
+        atoms: where its 14 atoms are [B, R, 14, 3], angstroms.
         angles: sines and cosines of the seven torsions [B, R, 7, 2], of length 1.
         raw_angles: the same as they came.
     """
 
     frames: Frames
+    groups: Frames
+    atoms: Tensor
     angles: Tensor
     raw_angles: Tensor
 
@@ -118,8 +123,13 @@ class StructureModule(nn.Module):
         self.move = linear(c_s, 6, initial="final")
         self.angles = Angles(c_s, sizes.angles, sizes.angle_blocks)
 
-    def forward(self, s: Tensor, z: Tensor, mask: Tensor) -> tuple[Tensor, list[Placed]]:
-        """s [B, R, c_s], z [B, R, R, c_z], mask [B, R] -> s, and what each block says. Frames are float32 or wider."""
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor, residue: Tensor) -> tuple[Tensor, list[Placed]]:
+        """s [B, R, c_s] and what each block says. Frames are float32 or wider.
+
+        Args:
+            s, z, mask: [B, R, c_s], [B, R, R, c_z], [B, R].
+            residue: numbers of the residues [B, R].
+        """
         start, z = self.norm(s), self.norm_pair(z)
         s = self.first(start)
         wide = torch.promote_types(s.dtype, torch.float32)
@@ -133,9 +143,10 @@ class StructureModule(nn.Module):
             turn, shift = self.move(s).to(wide).split(3, -1)
             origin = Frames(frames.rotation, origin).apply(shift)
             quaternion = turned(quaternion, turn)
-            placed = Frames(rotation_of(quaternion), origin)
-            raw, angles = self.angles(s, start)
-            found.append(Placed(placed.scaled(ANGSTROMS), angles, raw))
+            placed = Frames(rotation_of(quaternion), origin).scaled(ANGSTROMS)
+            raw, angles = (each.to(wide) for each in self.angles(s, start))
+            groups = groups_of(placed, angles, residue)
+            found.append(Placed(placed, groups, atoms_of(groups, residue), angles, raw))
             quaternion = (
                 quaternion.detach()
             )  # line 20 of Algorithm 20: turns learn from their own block alone

@@ -1,0 +1,129 @@
+"""The twenty amino acids: their atoms, torsions and rigid groups, as tables of tensors.
+
+An atom has a place among the 14 that a residue can have at most, and among 37 kinds. Eight rigid groups make up a
+residue: backbone, omega (no atoms), phi (none), psi, and chi 1 to 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+LETTERS = "ARNDCQEGHILKMFPSTWYV"
+UNKNOWN, GAP = 20, 21
+"""Numbers of a residue that is none of the twenty, and of none."""
+_KINDS = """
+N CA C CB O CG CG1 CG2 OG OG1 SG CD CD1 CD2 ND1 ND2 OD1 OD2 SD CE CE1 CE2 CE3 NE NE1 NE2 OE1 OE2 CH2 NH1 NH2 OH CZ CZ2
+CZ3 NZ OXT
+"""
+ATOMS = tuple(_KINDS.split())
+GROUPS, PLACES = 8, 14
+
+
+@dataclass
+class Residue:
+    """One amino acid.
+
+    Args:
+        letter, name: of one and of three letters.
+        atoms: names in their order, with the group each moves with and its place in that group's frame.
+        chi: the four atoms of each torsion of the side chain.
+        alike: which of these look the same after half a turn.
+        swaps: atoms that such a turn renames.
+    """
+
+    letter: str
+    name: str
+    atoms: dict[str, tuple[int, tuple[float, float, float]]] = field(default_factory=dict)
+    chi: list[list[str]] = field(default_factory=list)
+    alike: list[bool] = field(default_factory=list)
+    swaps: dict[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def residues() -> tuple[Residue, ...]:
+    """The twenty, in the order of `LETTERS`."""
+    found: list[Residue] = []
+    text = (files(__package__) / "data" / "residues.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        kind, *words = line.split()
+        if kind == "residue":
+            found.append(Residue(*words))
+        elif kind == "atom":
+            name, group, x, y, z = words
+            found[-1].atoms[name] = (int(group), (float(x), float(y), float(z)))
+        elif kind == "chi":
+            found[-1].chi.append(words[:4])
+            found[-1].alike.append(words[4:] == ["alike"])
+        elif kind == "swap":
+            found[-1].swaps[words[0]] = words[1]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """By the number of a residue, 0 to 20 (unknown: no side chain and no places).
+
+    Args:
+        there: which of the 14 places hold an atom [21, 14].
+        kind: the kind among 37 of the atom at a place, 0 where there is none [21, 14].
+        group: with which it moves [21, 14].
+        place: where it is in the group's frame, angstroms [21, 14, 3].
+        rotation, origin: of the eight groups at torsions of 0, each in the frame before it [21, 8, 3, 3], [21, 8, 3].
+    """
+
+    there: Tensor
+    kind: Tensor
+    group: Tensor
+    place: Tensor
+    rotation: Tensor
+    origin: Tensor
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Tables:
+        """On a device, numbers in a dtype."""
+        return Tables(*(t.to(device, dtype if t.is_floating_point() else None) for t in vars(self).values()))
+
+
+@functools.cache
+def tables() -> Tables:
+    """On the CPU, in float64."""
+    count = len(LETTERS) + 1
+    there, kind, group = (torch.zeros(count, PLACES, dtype=torch.int64) for _ in range(3))
+    place = torch.zeros(count, PLACES, 3, dtype=torch.float64)
+    rotation = torch.eye(3, dtype=torch.float64).repeat(count, GROUPS, 1, 1)
+    origin = torch.zeros(count, GROUPS, 3, dtype=torch.float64)
+    for number, residue in enumerate(residues()):
+        for at, (name, (of, where)) in enumerate(residue.atoms.items()):
+            there[number, at], kind[number, at], group[number, at] = 1, ATOMS.index(name), of
+            place[number, at] = torch.tensor(where, dtype=torch.float64)
+        for of, (turn, start) in _groups(residue).items():
+            rotation[number, of], origin[number, of] = turn, start
+    return Tables(there.bool(), kind, group, place, rotation, origin)
+
+
+def _groups(residue: Residue) -> dict[int, tuple[Tensor, Tensor]]:
+    """Rotation and origin of the groups that a residue has but for the backbone and omega: section 1.8.4."""
+    at = {name: torch.tensor(where, dtype=torch.float64) for name, (_, where) in residue.atoms.items()}
+    unit = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    found = {
+        2: (_axes(at["N"] - at["CA"], unit), at["N"]),
+        3: (_axes(at["C"] - at["CA"], at["CA"] - at["N"]), at["C"]),
+    }
+    for number, (first, second, third, _) in enumerate(residue.chi):
+        if number == 0:
+            found[4] = (_axes(at[third] - at[second], at[first] - at[second]), at[third])
+        else:  # the axis is that of the group before, which begins where it turns
+            found[4 + number] = (_axes(at[third], -unit), at[third])
+    return found
+
+
+def _axes(x: Tensor, beside: Tensor) -> Tensor:
+    """A rotation whose first axis is along x, its second toward `beside`."""
+    first = x / x.norm()
+    second = beside - (first @ beside) * first
+    second = second / second.norm()
+    return torch.stack([first, second, torch.linalg.cross(first, second)], -1)
