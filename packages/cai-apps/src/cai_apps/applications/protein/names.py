@@ -125,3 +125,33 @@ def template_embedder(blocks: int) -> dict[str, str]:
     for block in range(blocks):
         names |= pair_updates(f"blocks.{block}", f"template_pair_stack.blocks.{block}")
     return names
+
+
+def alphafold(blocks: int, extra_blocks: int, template_blocks: int) -> dict[str, str]:
+    """Modules of `AlphaFold` that has all of its parts."""
+    names = {
+        "extra": "extra_msa_embedder.linear",
+        "evoformer.single": "evoformer.linear",
+        "heads.plddt.norm": "aux_heads.plddt.layer_norm",
+        "heads.plddt.first": "aux_heads.plddt.linear_1",
+        "heads.plddt.second": "aux_heads.plddt.linear_2",
+        "heads.plddt.out": "aux_heads.plddt.linear_3",
+        "heads.distances": "aux_heads.distogram.linear",
+        "heads.residues": "aux_heads.masked_msa.linear",
+        "heads.resolved": "aux_heads.experimentally_resolved.linear",
+        "heads.errors": "aux_heads.tm.linear",
+    }
+    parts = {
+        ("input", "input_embedder"): input_embedder(),
+        ("recycling", "recycling_embedder"): recycling_embedder(),
+        ("template", "template_embedder"): template_embedder(template_blocks),
+        ("structure", "structure_module"): structure(),
+    }
+    stacks = (("extra_stack", "extra_msa_stack", extra_blocks), ("evoformer", "evoformer", blocks))
+    for ours, theirs, count in stacks:
+        for number in range(count):
+            key = (f"{ours}.blocks.{number}", f"{theirs}.blocks.{number}")
+            parts[key] = block(one_query=ours == "extra_stack")
+    for (ours, theirs), table in parts.items():
+        names |= {f"{ours}.{own}": f"{theirs}.{name}" for own, name in table.items()}
+    return names
