@@ -155,3 +155,11 @@ def alphafold(blocks: int, extra_blocks: int, template_blocks: int) -> dict[str,
     for (ours, theirs), table in parts.items():
         names |= {f"{ours}.{own}": f"{theirs}.{name}" for own, name in table.items()}
     return names
+
+
+def parameter(name: str, table: dict[str, str]) -> str:
+    """OpenFold's name of one of our parameters, by a table of modules."""
+    module, _, leaf = name.rpartition(".")
+    if name.endswith("structure.attention.weight"):
+        return f"{table['structure.attention']}.head_weights"
+    return f"{table[module]}.{leaf}"

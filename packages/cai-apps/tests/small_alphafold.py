@@ -1,0 +1,67 @@
+"""A model of AlphaFold's widths with few blocks, its weights and its input: all drawn, alike everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cai_apps.applications.protein.model.alphafold import AlphaFold, Features, Sizes, Templates
+from cai_apps.applications.protein.model.structure import StructureSizes
+
+SIZES = Sizes(blocks=1, extra_blocks=1, structure=StructureSizes(blocks=2))
+SEQUENCES, RESIDUES, EXTRA, TEMPLATES = 5, 9, 6, 2
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Weights of which none is 0 or 1, as many at first are: untouched, layers would say nothing."""
+    draw = random(0)
+    for name, param in sorted(model.named_parameters()):
+        near_one = "norm" in name and name.endswith("weight")
+        scale = 0.03 if param.dim() > 1 else 0.1
+        param.copy_(torch.randn(param.shape, generator=draw, dtype=torch.float64) * scale + near_one)
+
+
+def model() -> AlphaFold:
+    built = AlphaFold(SIZES).eval()
+    fill(built)
+    return built
+
+
+def raw(seed: int) -> dict[str, Tensor]:
+    """Features of one round before they are put together; residues are those of every round."""
+    draw, same = random(seed), random(1000)
+    shape = (1, TEMPLATES, RESIDUES)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw, dtype=torch.float64)
+
+    def most(*sizes: int) -> Tensor:
+        return (torch.rand(*sizes, generator=draw, dtype=torch.float64) > 0.15).double()
+
+    mask = torch.ones(1, RESIDUES, dtype=torch.float64)
+    mask[:, -2:] = 0
+    return {
+        "residue": torch.randint(20, (1, RESIDUES), generator=same),
+        "mask": mask,
+        "index": torch.arange(RESIDUES)[None],
+        "target": normal(1, RESIDUES, 22),
+        "alignment": normal(1, SEQUENCES, RESIDUES, 49),
+        "alignment_mask": most(1, SEQUENCES, RESIDUES),
+        "extra": normal(1, EXTRA, RESIDUES, 25),
+        "extra_mask": most(1, EXTRA, RESIDUES),
+        "template_pair": normal(*shape, RESIDUES, 88),
+        "template_angles": normal(*shape, 57),
+        "template_known": most(*shape),
+        "template_there": torch.ones(1, TEMPLATES, dtype=torch.float64),
+    }
+
+
+def features(seed: int, dtype: torch.dtype = torch.float32) -> Features:
+    found = {n: t.to(dtype) if t.is_floating_point() else t for n, t in raw(seed).items()}
+    templates = Templates(*(found.pop(f"template_{name}") for name in ("pair", "angles", "known", "there")))
+    return Features(**found, templates=templates)
