@@ -39,7 +39,7 @@ def by_columns(kernels, columns, dtype, device):
     (expected * 0.5).backward()
     torch.testing.assert_close(found, expected)
     if kernels == "on" and own.numel():
-        with pytest.raises(RuntimeError, match="inplace operation|second time"):
+        with pytest.raises(RuntimeError, match=r"inplace operation|second time"):
             found.backward()
     torch.testing.assert_close(own.grad, exact.grad[..., start : start + own.shape[-1]])
     return type(loss._maths(own)).__name__
