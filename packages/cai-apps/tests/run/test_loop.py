@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class OneWeight:
     weight: float = 1.0
     gradient: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     updates: int = 0
+    steps: int = 0
     skips: bool = False
     broken: int | None = None
 
@@ -57,6 +59,9 @@ class OneWeight:
         return gradient.abs()
 
     def update(self, lr, norm):
+        self.steps += 1
+        if not math.isfinite(norm):  # left out: nobody has looked at it
+            return
         assert norm == float(self.gradient.abs())
         self.weight, self.gradient = self.weight - lr * float(self.gradient), torch.zeros(())
         self.updates += 1
@@ -65,7 +70,8 @@ class OneWeight:
         targets = torch.cat([self._targets(batch) for batch in microbatches])
         return ((self.weight - targets) ** 2).sum() / total
 
-    def find_broken(self, microbatches):
+    def find_broken(self, microbatches, *, total):
+        assert (self.steps, self.updates) == (0, 0), "as before the step that was left out"
         return "the weight" if torch.distributed.get_rank() == self.broken else None
 
     def _targets(self, batch):
