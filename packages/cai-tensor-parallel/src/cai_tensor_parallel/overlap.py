@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cai_mesh.comm import PeerGather, PeerReduce, SideStream, all_gather_into, reduce_scatter_into
 from cai_mesh.gradients import add_weight_gradient
+from cai_mesh.operators import operator
 
 
 @dataclass
@@ -84,7 +85,16 @@ def check_partners(group: dist.ProcessGroup) -> None:
         _of(group, torch.device("cuda", torch.cuda.current_device())).gather(1)
 
 
-@torch.library.custom_op("cai_tensor_parallel::gather_matmul", mutates_args=())
+def _whole(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = part.shape[0] * _resolve_process_group(group).size()
+    return part.new_empty(rows, weight.shape[1]), part.new_empty(rows, part.shape[1])
+
+
+def _part(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0] // _resolve_process_group(group).size(), weight.shape[1])
+
+
+@operator("cai_tensor_parallel::gather_matmul", fake=_whole)
 def gather_matmul(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
     """part [n, k] of every rank and weight [k, m] -> the rows of all ranks times it [p n, m], these rows [p n, k].
 
@@ -114,13 +124,7 @@ def gather_matmul(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple
     return product, whole
 
 
-@gather_matmul.register_fake
-def _(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = part.shape[0] * _resolve_process_group(group).size()
-    return part.new_empty(rows, weight.shape[1]), part.new_empty(rows, part.shape[1])
-
-
-@torch.library.custom_op("cai_tensor_parallel::matmul_scatter", mutates_args=())
+@operator("cai_tensor_parallel::matmul_scatter", fake=_part)
 def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
     """x [p n, k] and weight [k, m], of which each rank has a part of k -> this rank's rows of the sum [n, m].
 
@@ -136,11 +140,6 @@ def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.T
     return _exchanged(product, ranks, lambda rank: torch.mm(rows[rank], weight, out=product[rank]))()
 
 
-@matmul_scatter.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0] // _resolve_process_group(group).size(), weight.shape[1])
-
-
 def start_scatter(x: torch.Tensor, ranks: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Start to sum x [p n, m] over the ranks; returns what finishes it and gives this rank's rows [n, m].
 
@@ -151,7 +150,18 @@ def start_scatter(x: torch.Tensor, ranks: dist.ProcessGroup) -> Callable[[], tor
     return _exchanged(x.contiguous().view(ranks.size(), -1, x.shape[1]), ranks, lambda rank: None)
 
 
-@torch.library.custom_op("cai_tensor_parallel::scatter_beside_weight_gradient", mutates_args=("token",))
+def _own_rows(
+    x: torch.Tensor,
+    token: torch.Tensor,
+    grad: torch.Tensor,
+    operands: list[torch.Tensor],
+    key: str,
+    group: str,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0] // _resolve_process_group(group).size(), x.shape[1])
+
+
+@operator("cai_tensor_parallel::scatter_beside_weight_gradient", fake=_own_rows, mutates=("token",))
 def scatter_beside_weight_gradient(
     x: torch.Tensor,
     token: torch.Tensor,
@@ -172,18 +182,6 @@ def scatter_beside_weight_gradient(
     finally:
         part = finish()
     return part
-
-
-@scatter_beside_weight_gradient.register_fake
-def _(
-    x: torch.Tensor,
-    token: torch.Tensor,
-    grad: torch.Tensor,
-    operands: list[torch.Tensor],
-    key: str,
-    group: str,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0] // _resolve_process_group(group).size(), x.shape[1])
 
 
 def _exchanged(

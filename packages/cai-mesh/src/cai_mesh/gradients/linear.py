@@ -25,6 +25,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients.buffer import buffer_of, has_hooks
 from cai_mesh.gradients.embedding import route_embedding
 from cai_mesh.gradients.products import PLAIN, TRANSPOSED
+from cai_mesh.operators import operator
 from cai_mesh.protocols import LinearProducts, LinearRule, TensorHandle
 
 Tensors = tuple[torch.Tensor, ...]
@@ -92,7 +93,7 @@ register(LOCAL)
 # -- the weight's gradient ---------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("cai_mesh::weight_gradient", mutates_args=("token",))
+@operator("cai_mesh::weight_gradient", fake=lambda *_: None, mutates=("token",))
 def _weight_gradient(token: torch.Tensor, grad: torch.Tensor, operands: list[torch.Tensor], key: str) -> None:
     """Write a weight's gradient to the buffer of which `grad` is a view, from inside a compiled graph.
 
@@ -120,11 +121,6 @@ def add_weight_gradient(grad: torch.Tensor, operands: list[torch.Tensor], key: s
             fix="do not compile the blocks, or call backward()",
         )
     buffer.add(grad.storage_offset(), _RULES[key], tuple(operands), borrowed=True)
-
-
-@_weight_gradient.register_fake
-def _(token: torch.Tensor, grad: torch.Tensor, operands: list[torch.Tensor], key: str) -> None:
-    return None
 
 
 def _deliver(
