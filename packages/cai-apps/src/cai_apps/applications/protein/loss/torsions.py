@@ -1,0 +1,38 @@
+"""Errors of torsions: Algorithm 27."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from cai_apps.applications.protein.chemistry import LETTERS, residues
+from cai_apps.applications.protein.loss.means import mean
+
+
+@functools.cache
+def _alike() -> Tensor:
+    """Which chi of a residue look the same after half a turn, [21, 4]."""
+    found = torch.zeros(len(LETTERS) + 1, 4, dtype=torch.bool)
+    for number, residue in enumerate(residues()):
+        found[number, : len(residue.alike)] = torch.tensor(residue.alike, dtype=torch.bool)
+    return found
+
+
+def torsions(
+    angles: Tensor, raw: Tensor, true: Tensor, residue: Tensor, chi_mask: Tensor, mask: Tensor
+) -> Tensor:
+    """Squared errors of chi 1 to 4, and how far the lengths of all seven are from 1: [B].
+
+    Args:
+        angles, raw: of every block of the structure module, [blocks, B, R, 7, 2]: of length 1, and as they came.
+        true: sines and cosines of chi, [B, R, 4, 2].
+        residue: numbers [B, R].
+        chi_mask: which chi are known [B, R, 4]; mask: [B, R].
+    """
+    turn = 1 - 2 * _alike().to(residue.device)[residue].to(true.dtype)[..., None]
+    off, off_turned = ((angles[..., 3:, :] - way).square().sum(-1) for way in (true, true * turn))
+    chi = torch.minimum(off, off_turned).transpose(0, 1)  # [B, blocks, R, 4]
+    length = ((raw.square().sum(-1) + 1e-8).sqrt() - 1).abs().transpose(0, 1)
+    return 0.5 * mean(chi, chi_mask[:, None]) + 0.01 * mean(length, mask[:, None, :, None])
