@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications.protein.model.alphafold import AlphaFold, Features, Sizes, Templates
+from cai_apps.applications.protein.model.frames import Frames, rotation_of
 from cai_apps.applications.protein.model.structure import StructureSizes
 
 SIZES = Sizes(blocks=1, extra_blocks=1, structure=StructureSizes(blocks=2))
@@ -65,3 +66,33 @@ def features(seed: int, dtype: torch.dtype = torch.float32) -> Features:
     found = {n: t.to(dtype) if t.is_floating_point() else t for n, t in raw(seed).items()}
     templates = Templates(*(found.pop(f"template_{name}") for name in ("pair", "angles", "known", "there")))
     return Features(**found, templates=templates)
+
+
+def drawn_frames(count: int, seed: int) -> Frames:
+    """[1, count], float32."""
+    draw = random(seed)
+    quaternion = torch.randn(1, count, 4, generator=draw)
+    quaternion = quaternion / quaternion.norm(dim=-1, keepdim=True)
+    return Frames(rotation_of(quaternion), torch.randn(1, count, 3, generator=draw) * 8)
+
+
+def loss_inputs() -> dict[str, Tensor]:
+    """What losses read, of one sample with `RESIDUES` residues."""
+    draw, n = random(7), RESIDUES
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw)
+
+    def most(*sizes: int) -> Tensor:
+        return (torch.rand(*sizes, generator=draw) > 0.25).float()
+
+    atoms = normal(1, n, 37, 3) * 5
+    return {
+        "x": normal(1, 20, 3) * 8, "true_x": normal(1, 20, 3) * 8, "x_mask": most(1, 20), "mask": most(1, n),
+        "residue": torch.randint(20, (1, n), generator=draw), "raw": normal(3, 1, n, 7, 2),
+        "chi": nn.functional.normalize(normal(1, n, 4, 2), dim=-1), "chi_mask": most(1, n, 4),
+        "pairs": normal(1, n, n, 64), "beta": normal(1, n, 3) * 8, "rows": normal(1, SEQUENCES, n, 23),
+        "true_rows": torch.randint(23, (1, SEQUENCES, n), generator=draw), "masked": most(1, SEQUENCES, n),
+        "atom_scores": normal(1, n, 37), "seen": most(1, n, 37), "confidence": normal(1, n, 50),
+        "atoms": atoms, "true_atoms": atoms + normal(1, n, 37, 3),
+    }  # fmt: skip

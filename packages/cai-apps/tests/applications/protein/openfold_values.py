@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from small_alphafold import RESIDUES, TEMPLATES, features, model, raw
+from small_alphafold import RESIDUES, TEMPLATES, drawn_frames, features, loss_inputs, model, raw
 from torch import Tensor
 
 from cai_apps.applications.protein import names
@@ -80,6 +80,39 @@ def rounds() -> dict[str, Tensor]:
     return {name: torch.stack([each[name] for each in found], -1) for name in found[0]}
 
 
+def losses() -> dict[str, Tensor]:
+    """Of `loss_inputs`, by the names of our functions."""
+    from openfold.utils import loss
+    from openfold.utils.rigid_utils import Rigid, Rotation
+
+    given, ones = loss_inputs(), torch.ones(1)
+    frames, true = (drawn_frames(RESIDUES, seed) for seed in (1, 2))
+    theirs, theirs_true = (Rigid(Rotation(rot_mats=f.rotation), f.origin) for f in (frames, true))
+    square, square_true = (each.to_tensor_4x4() for each in (theirs, theirs_true))
+    there = torch.tensor(loss.residue_constants.RESTYPE_ATOM37_MASK)[given["residue"]].float()
+    seen, mask, pairs = given["seen"] * there, given["mask"], given["pairs"]
+    angles = given["raw"] / given["raw"].norm(dim=-1, keepdim=True)
+    return {
+        "fape": loss.compute_fape(
+            theirs, theirs_true, mask, given["x"], given["true_x"], given["x_mask"], 10.0, None, 10.0, 1e-4
+        ),
+        "backbone": loss.backbone_loss(square_true, mask, square[None], use_clamped_fape=torch.tensor(0.9)),
+        "torsions": loss.supervised_chi_loss(
+            angles, given["raw"], given["residue"], mask, given["chi_mask"], given["chi"], 0.5, 0.01, eps=1e-8
+        ),
+        "distogram": loss.distogram_loss(pairs, given["beta"], mask),
+        "masked_residues": loss.masked_msa_loss(given["rows"], given["true_rows"], given["masked"], 23),
+        "resolved": loss.experimentally_resolved_loss(given["atom_scores"], there, seen, ones, 0.1, 3.0),
+        "plddt": loss.lddt_loss(given["confidence"], given["atoms"], given["true_atoms"], seen, ones),
+        "lddt": loss.lddt_ca(given["atoms"], given["true_atoms"], seen),
+        "aligned_errors": loss.tm_loss(pairs, square, square_true, mask, ones),
+        "predicted_tm": loss.compute_tm(pairs[0], residue_weights=mask[0]),
+        "predicted_errors": loss.compute_predicted_aligned_error(pairs)["predicted_aligned_error"],
+        "confidence": loss.compute_plddt(given["confidence"]),
+        "there": there,
+    }
+
+
 def main() -> None:
     theirs = openfold()
     import openfold.model.embedders as embedders
@@ -96,12 +129,12 @@ def main() -> None:
         "plddt": out["lddt_logits"], "distances": out["distogram_logits"], "residues": out["masked_msa_logits"] * mask,
         "resolved": out["experimentally_resolved_logits"], "errors": out["tm_logits"],
     }  # fmt: skip
-    loss = sum(value.square().mean() for value in values.values())
-    loss.backward()
+    sum(value.square().mean() for value in values.values()).backward()
     table, by_name = names.alphafold(1, 1, 2), dict(theirs.named_parameters())
     for name, _ in model().named_parameters():
         grad = by_name[names.parameter(name, table)].grad
         values[f"gradient.{name}"] = torch.stack([grad.norm(), grad.flatten()[0], grad.flatten()[-1]])
+    values |= {f"loss.{name}": torch.as_tensor(value) for name, value in losses().items()}
     kept = {name: value.detach().float().contiguous() for name, value in values.items()}
     save_file(kept, Path(__file__).with_name("openfold.safetensors"))
 
