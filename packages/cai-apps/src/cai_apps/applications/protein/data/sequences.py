@@ -1,0 +1,154 @@
+"""Sequences and alignments from FASTA, A3M and Stockholm files."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cai_apps.applications.protein.chemistry import GAP, LETTERS, UNKNOWN
+from cai_mesh.errors import DataError
+
+STANDING_FOR = {"B": "D", "J": "X", "O": "X", "U": "C", "Z": "E"}
+"""Letters that stand for one of two residues, or for a rare one."""
+_NUMBERS = {letter: number for number, letter in enumerate(LETTERS)} | {"X": UNKNOWN, "-": GAP}
+_NUMBERS |= {letter: _NUMBERS[other] for letter, other in STANDING_FOR.items()}
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Sequences beside the one whose structure is asked for, which is the first.
+
+    Args:
+        names: of the sequences.
+        residues: numbers of the residues [sequences, residues], uint8; a gap is `GAP`.
+        deletions: how many residues of a sequence lie before this one and beside none of the first, uint16.
+    """
+
+    names: tuple[str, ...]
+    residues: np.ndarray
+    deletions: np.ndarray
+
+
+def numbers_of(sequence: str, where: str) -> np.ndarray:
+    """Numbers of the letters of a sequence without gaps, uint8.
+
+    Raises `DataError` for an empty sequence, or a letter that is no residue, by its place.
+    """
+    if not sequence:
+        raise DataError(f"{where} is empty", expected=f"letters of {LETTERS}")
+    for place, letter in enumerate(sequence.upper(), 1):
+        if letter not in _NUMBERS or letter == "-":
+            raise DataError(
+                f"{where} has a letter that is no residue",
+                got=f"{letter!r} at residue {place}",
+                expected=f"{LETTERS}, X for an unknown one, or B, J, O, U, Z",
+            )
+    return np.array([_NUMBERS[letter] for letter in sequence.upper()], np.uint8)
+
+
+def read_fasta(path: Path) -> list[tuple[str, str]]:
+    """(name, sequence) of each entry.
+
+    Raises `DataError` for a file without an entry, or text before the first.
+    """
+    found = list(_entries(path))
+    if not found:
+        raise DataError(
+            f"{path} has no sequence", expected="lines of a name, >NAME, each with its sequence below"
+        )
+    return found
+
+
+def _entries(path: Path) -> Iterator[tuple[str, str]]:
+    name, parts = None, []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith(">"):
+            if name is not None:
+                yield name, "".join(parts)
+            name, parts = line[1:].strip(), []
+        elif line.strip() and not line.startswith("#"):
+            if name is None:
+                raise DataError(f"{path} does not begin with a name", got=line[:40], expected=">NAME")
+            parts.append("".join(line.split()))
+    if name is not None:
+        yield name, "".join(parts)
+
+
+def read_a3m(path: Path) -> Alignment:
+    """An alignment whose first sequence is whole; residues of others beside none of its own are small letters.
+
+    Raises `DataError` for no sequence, a row of another length or a letter that is no residue, by name and line.
+    """
+    return _aligned(read_fasta(path), path)
+
+
+def read_stockholm(path: Path) -> Alignment:
+    """An alignment in Stockholm's format: columns where the first sequence has a gap become deletions.
+
+    Raises `DataError` as `read_a3m`.
+    """
+    rows: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith(("#", "//")):
+            name, _, part = line.partition(" ")
+            rows.setdefault(name, []).append(part.strip())
+    if not rows:
+        raise DataError(f"{path} has no sequence", expected="lines of a name and its aligned sequence")
+    whole = [(name, "".join(parts).replace(".", "-")) for name, parts in rows.items()]
+    _check_lengths(whole, path)
+    kept = np.array([letter != "-" for letter in whole[0][1]])
+    written = [
+        (
+            name,
+            "".join(
+                a if k else a.lower() if a != "-" else "" for a, k in zip(row.upper(), kept, strict=True)
+            ),
+        )
+        for name, row in whole
+    ]
+    return _aligned(written, path)
+
+
+def _aligned(entries: list[tuple[str, str]], path: Path) -> Alignment:
+    drop = str.maketrans("", "", string.ascii_lowercase)
+    rows = [(name, row.replace(".", "").translate(drop)) for name, row in entries]
+    numbers_of(rows[0][1], f"the first sequence of {path}")
+    _check_lengths(rows, path)
+    for name, row in rows:
+        strange = sorted(set(row) - set(_NUMBERS))
+        if strange:
+            raise DataError(f"{path} has letters that are no residues", got=f"{', '.join(strange)} in {name}")
+    residues = np.array([[_NUMBERS[letter] for letter in row] for _, row in rows], np.uint8)
+    deletions = np.stack([_deletions(row) for _, row in entries])
+    names = tuple(name for name, _ in entries)
+    first = np.unique(residues, axis=0, return_index=True)[1]
+    order = np.sort(first)  # a sequence counts once
+    return Alignment(tuple(names[i] for i in order), residues[order], deletions[order])
+
+
+def _check_lengths(rows: list[tuple[str, str]], path: Path) -> None:
+    length = len(rows[0][1])
+    for number, (name, row) in enumerate(rows, 1):
+        if len(row) != length:
+            raise DataError(
+                f"a row of {path} has another length",
+                got=f"{len(row)} columns in sequence {number} ({name})",
+                expected=f"{length}, as the first has",
+                cause="a damaged file, or sequences that are not aligned",
+            )
+
+
+def _deletions(row: str) -> np.ndarray:
+    """Before each column, how many small letters."""
+    found, count = [], 0
+    for letter in row.replace(".", ""):
+        if letter.islower():
+            count += 1
+        else:
+            found.append(count)
+            count = 0
+    return np.array(found, np.uint16)
