@@ -74,6 +74,9 @@ class Tables:
         group: with which it moves [21, 14].
         place: where it is in the group's frame, angstroms [21, 14, 3].
         rotation, origin: of the eight groups at torsions of 0, each in the frame before it [21, 8, 3, 3], [21, 8, 3].
+        chi: places of the four atoms of each torsion of the side chain [21, 4, 4]; has_chi: which there are [21, 4].
+        alike: which of these look the same after half a turn [21, 4].
+        renamed: the place whose name an atom gets by such a turn, its own for most [21, 14].
     """
 
     there: Tensor
@@ -82,6 +85,10 @@ class Tables:
     place: Tensor
     rotation: Tensor
     origin: Tensor
+    chi: Tensor
+    has_chi: Tensor
+    alike: Tensor
+    renamed: Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Tables:
         """On a device, numbers in a dtype."""
@@ -102,7 +109,22 @@ def tables() -> Tables:
             place[number, at] = torch.tensor(where, dtype=torch.float64)
         for of, (turn, start) in _groups(residue).items():
             rotation[number, of], origin[number, of] = turn, start
-    return Tables(there.bool(), kind, group, place, rotation, origin)
+    return Tables(there.bool(), kind, group, place, rotation, origin, *_torsions(count))
+
+
+def _torsions(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`chi`, `has_chi`, `alike` and `renamed` of `Tables`."""
+    chi, has_chi = torch.zeros(count, 4, 4, dtype=torch.int64), torch.zeros(count, 4, dtype=torch.bool)
+    alike, renamed = torch.zeros(count, 4, dtype=torch.bool), torch.arange(PLACES).repeat(count, 1)
+    for number, residue in enumerate(residues()):
+        places = list(residue.atoms)
+        for at, (atoms, same) in enumerate(zip(residue.chi, residue.alike, strict=True)):
+            chi[number, at] = torch.tensor([places.index(atom) for atom in atoms])
+            has_chi[number, at], alike[number, at] = True, same
+        for one, other in residue.swaps.items():
+            first, second = places.index(one), places.index(other)
+            renamed[number, first], renamed[number, second] = second, first
+    return chi, has_chi, alike, renamed
 
 
 def _groups(residue: Residue) -> dict[int, tuple[Tensor, Tensor]]:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from cai_apps.applications.protein.chemistry import LETTERS, residues
+from cai_apps.applications.protein.chemistry import tables
 from cai_apps.applications.protein.loss.means import mean
-
-
-@functools.cache
-def _alike() -> Tensor:
-    """Which chi of a residue look the same after half a turn, [21, 4]."""
-    found = torch.zeros(len(LETTERS) + 1, 4, dtype=torch.bool)
-    for number, residue in enumerate(residues()):
-        found[number, : len(residue.alike)] = torch.tensor(residue.alike, dtype=torch.bool)
-    return found
 
 
 def torsions(
@@ -31,7 +20,7 @@ def torsions(
         residue: numbers [B, R].
         chi_mask: which chi are known [B, R, 4]; mask: [B, R].
     """
-    turn = 1 - 2 * _alike().to(residue.device)[residue].to(true.dtype)[..., None]
+    turn = 1 - 2 * tables().alike.to(residue.device)[residue].to(true.dtype)[..., None]
     off, off_turned = ((angles[..., 3:, :] - way).square().sum(-1) for way in (true, true * turn))
     chi = torch.minimum(off, off_turned).transpose(0, 1)  # [B, blocks, R, 4]
     length = ((raw.square().sum(-1) + 1e-8).sqrt() - 1).abs().transpose(0, 1)
