@@ -1,0 +1,116 @@
+"""The loss of a round: what it says of a known structure, and of residues that were masked (section 1.9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cai_apps.applications.protein.chemistry import ATOMS, LETTERS, tables
+from cai_apps.applications.protein.data import truth as known_structure
+from cai_apps.applications.protein.data.truth import Groups
+from cai_apps.applications.protein.loss import heads, points
+from cai_apps.applications.protein.loss.torsions import torsions
+from cai_apps.applications.protein.model.alphafold import ALPHA, BETA, Round
+from cai_apps.applications.protein.model.frames import Frames
+
+WEIGHTS = {
+    "backbone": 0.5, "side chains": 0.5, "torsions": 1.0, "distances": 0.3, "masked residues": 2.0, "plddt": 0.01,
+}  # fmt: skip
+"""Of the first training (section 1.9.1)."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A known structure and the alignment before it was masked.
+
+    Args:
+        residue: numbers [B, R]; mask: [B, R].
+        atoms, known: at their 14 places, angstroms [B, R, 14, 3], [B, R, 14].
+        torsions, torsions_known: of `data.truth` [B, R, 7, 2], [B, R, 7].
+        groups: of `data.truth` [B, R, 8].
+        rows, masked: numbers of the alignment's residues, and which were masked [B, S, R].
+        clamped: 1 where errors of the backbone have a most, else 0 [B].
+        fine: 1 where the resolution is good enough to learn confidence from, else 0 [B].
+    """
+
+    residue: Tensor
+    mask: Tensor
+    atoms: Tensor
+    known: Tensor
+    torsions: Tensor
+    torsions_known: Tensor
+    groups: Groups
+    rows: Tensor
+    masked: Tensor
+    clamped: Tensor
+    fine: Tensor
+
+
+def losses(found: Round, truth: Truth) -> dict[str, Tensor]:
+    """Each by its name, [B], before its weight; "resolved" and "aligned errors" too, which have none at first."""
+    last, said = found.placed[-1], found.said
+    backbone_known = truth.groups.known[..., 0]
+    backbone = truth.groups.frames[..., 0]
+    alpha, alpha_known = truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
+    beta, beta_known = _beta(truth.residue, truth.atoms, truth.known)
+    blocks = [points.backbone(each.frames, backbone, backbone_known, truth.clamped) for each in found.placed]
+    angles, raw = (
+        torch.stack([getattr(each, name) for each in found.placed]) for name in ("angles", "raw_angles")
+    )
+    seen, there = _kinds(truth.residue, truth.known)
+    result = {
+        "backbone": torch.stack(blocks).mean(0),
+        "side chains": _side_chains(last.groups, last.atoms, truth),
+        "torsions": torsions(
+            angles, raw, truth.torsions[..., 3:, :], truth.residue, truth.torsions_known[..., 3:], truth.mask
+        ),
+        "distances": heads.distogram(said.distances, beta, beta_known),
+        "masked residues": heads.masked_residues(said.residues, truth.rows, truth.masked),
+        "plddt": truth.fine * heads.plddt(said.plddt, last.atoms[:, :, ALPHA], alpha, alpha_known),
+        "resolved": truth.fine * heads.resolved(said.resolved, seen, there),
+    }
+    if said.errors is not None:
+        found_errors = heads.aligned_errors(said.errors, last.frames, backbone, backbone_known)
+        result["aligned errors"] = truth.fine * found_errors
+    return result
+
+
+def total(each: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
+    """The weighted sum of losses, [B]; those without a weight count nothing."""
+    weights = WEIGHTS if weights is None else weights
+    return sum((weights[name] * value for name, value in each.items() if weights.get(name)), torch.zeros(()))
+
+
+def _side_chains(groups: Frames, atoms: Tensor, truth: Truth) -> Tensor:
+    """FAPE of all atoms from all rigid groups, with the names that fit best."""
+    named = known_structure.named(truth.residue, truth.atoms, truth.known, atoms)
+    swapped = named.renamed[..., None]
+    own, other = truth.groups.frames, truth.groups.other
+    rotation = torch.where(swapped[..., None, None], other.rotation, own.rotation)
+    return points.fape(
+        Frames(groups.rotation.flatten(1, 2), groups.origin.flatten(1, 2)),
+        atoms.flatten(1, 2),
+        Frames(rotation.flatten(1, 2), own.origin.flatten(1, 2)),
+        named.atoms.flatten(1, 2),
+        truth.groups.known.flatten(1, 2),
+        named.known.flatten(1, 2),
+    )
+
+
+def _beta(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Beta carbons, of glycine the alpha carbon, [B, R, 3], and which are known [B, R]."""
+    place = torch.where(residue == LETTERS.index("G"), ALPHA, BETA)[..., None]
+    return atoms.gather(-2, place[..., None].expand(*place.shape, 3))[..., 0, :], known.gather(-1, place)[
+        ..., 0
+    ]
+
+
+def _kinds(residue: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the 37 kinds of atoms those that are known, and those that a residue has, [B, R, 37]."""
+    table = tables()
+    kind, has = (t.to(residue.device)[residue] for t in (table.kind, table.there))
+    blank = torch.zeros(*residue.shape, len(ATOMS), device=residue.device)
+    there = blank.scatter_add(-1, kind, has.float())
+    return blank.scatter_add(-1, kind, has.float() * known.float()), there

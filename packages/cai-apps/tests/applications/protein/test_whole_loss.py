@@ -1,0 +1,117 @@
+"""The truth has no error but what the root adds, in any names and wherever it lies; a small model learns a helix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from small_alphafold import drawn_frames
+
+from cai_apps.applications.protein.chemistry import LETTERS, tables
+from cai_apps.applications.protein.data import truth as known_structure
+from cai_apps.applications.protein.data.clusters import target_features
+from cai_apps.applications.protein.loss.points import lddt
+from cai_apps.applications.protein.loss.whole import WEIGHTS, Truth, losses, total
+from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features, Round, Sizes
+from cai_apps.applications.protein.model.atoms import atoms_of, groups_of
+from cai_apps.applications.protein.model.evoformer import BlockSizes, PairSizes
+from cai_apps.applications.protein.model.frames import Frames
+from cai_apps.applications.protein.model.heads import Said
+from cai_apps.applications.protein.model.structure import Placed, StructureSizes
+
+PAIR = PairSizes(c_z=16, triangle=16, heads=2, head=8, factor=2, dropout=0.0)
+SMALL = Sizes(
+    block=BlockSizes(c_m=24, heads=2, head=8, outer=4, factor=2, dropout=0.0, pair=PAIR), blocks=1,
+    extra_block=BlockSizes(c_m=8, heads=2, head=4, outer=4, factor=2, dropout=0.0, one_query=True, pair=PAIR),
+    extra_blocks=1, template=None,
+    structure=StructureSizes(c_s=32, c_z=16, head=8, heads=2, blocks=2, dropout=0.0, angles=16),
+)  # fmt: skip
+
+
+def helix(count: int) -> tuple[torch.Tensor, Frames, torch.Tensor]:
+    """Residues, backbone and torsions of an ideal helix: 100 degrees and 1.5 angstroms a residue."""
+    residue = torch.arange(count) % len(LETTERS)
+    turn = torch.arange(count, dtype=torch.float64) * math.radians(100)
+    zero, one = torch.zeros_like(turn), torch.ones_like(turn)
+    rows = ([turn.cos(), -turn.sin(), zero], [turn.sin(), turn.cos(), zero], [zero, zero, one])
+    about = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    origin = torch.stack([2.3 * turn.cos(), 2.3 * turn.sin(), 1.5 * turn / math.radians(100)], -1)
+    angles = torch.zeros(count, 7, 2, dtype=torch.float64)
+    angles[..., 1] = 1
+    angles[:, 3:] = torch.tensor([math.sin(1.0), math.cos(1.0)])
+    return residue[None], Frames(about[None], origin[None]), angles[None]
+
+
+def truth_of(residue: torch.Tensor, frames: Frames, angles: torch.Tensor) -> tuple[Truth, Placed]:
+    groups = groups_of(frames, angles, residue)
+    atoms, known = atoms_of(groups, residue), tables().there[residue]
+    found, there = known_structure.torsions(residue, atoms, known)
+    ones = torch.ones(1, dtype=torch.float64)
+    rows = residue[:, None].repeat(1, 3, 1)
+    truth = Truth(
+        residue, torch.ones(residue.shape, dtype=torch.float64), atoms, known, found, there,
+        known_structure.groups(residue, atoms, known), rows, torch.ones(rows.shape), ones, ones,
+    )  # fmt: skip
+    return truth, Placed(frames, groups, atoms, angles, angles)
+
+
+def said(count: int) -> Said:
+    pairs = torch.zeros(1, count, count, 64)
+    rows = torch.zeros(1, 3, count, 23)
+    return Said(torch.zeros(1, count, 50), pairs, rows, torch.zeros(1, count, 37), pairs)
+
+
+def test_the_truth_has_no_error():
+    residue, frames, angles = helix(20)
+    truth, placed = truth_of(residue, frames, angles)
+    motion = drawn_frames(1, 4)
+    motion = Frames(motion.rotation.double(), motion.origin.double())
+    moved = motion.then(frames)
+    alike = torch.where(tables().alike[residue], -1.0, 1.0)
+    half = angles.clone()
+    half[..., 3:, :] *= alike[..., None]  # atoms that look alike change their places
+    groups = groups_of(moved, half, residue)
+    other = Placed(moved, groups, atoms_of(groups, residue), half, half)
+    for each in (placed, other):
+        blank = torch.zeros(1)
+        found = losses(Round(blank, blank, blank, [each, each], said(20)), truth)
+        assert float(found["backbone"]) < 2e-3
+        assert float(found["side chains"]) < 2e-3
+        assert float(found["torsions"]) < 1e-5
+        assert abs(float(found["plddt"]) - math.log(50)) < 1e-4
+        assert abs(float(found["masked residues"]) - math.log(23)) < 1e-4
+        assert abs(float(found["resolved"]) - math.log(2)) < 1e-4
+    mirror = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
+    wrong = replace(placed, atoms=placed.atoms * mirror)
+    assert float(losses(Round(blank, blank, blank, [wrong], said(20)), truth)["side chains"]) > 0.1
+    weighed = total({name: torch.ones(1) for name in (*WEIGHTS, "resolved")})
+    assert abs(float(weighed) - sum(WEIGHTS.values())) < 1e-5
+
+
+def test_a_small_model_learns_a_helix():
+    torch.manual_seed(0)
+    residue, frames, angles = helix(12)
+    truth, _ = truth_of(residue, frames, angles)
+    model = AlphaFold(SMALL)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    ones, random = torch.ones(1, 12), torch.Generator().manual_seed(1)
+    given = Features(
+        residue, ones, torch.arange(12)[None], target_features(residue[0])[None],
+        torch.randn(1, 3, 12, 49, generator=random), torch.ones(1, 3, 12),
+        torch.randn(1, 2, 12, 25, generator=random), torch.ones(1, 2, 12),
+    )  # fmt: skip
+    seen = []
+    for _ in range(60):
+        found = model([given])
+        loss = total(losses(found, truth)).mean()
+        seen.append(float(loss.detach()))
+        loss.backward()
+        assert all(param.grad is None or param.grad.isfinite().all() for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[-1] < 0.5 * seen[0]
+    met = lddt(
+        found.placed[-1].atoms[:, :, ALPHA].double(), truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
+    )
+    assert float(met.mean()) > 0.3
