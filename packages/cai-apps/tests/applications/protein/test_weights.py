@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from small_alphafold import SIZES, model
 
+from cai_apps.applications.protein.arrays import places
 from cai_apps.applications.protein.model.alphafold import AlphaFold
-from cai_apps.applications.protein.weights import openfold_names, read_openfold, write_openfold
+from cai_apps.applications.protein.weights import (
+    openfold_names,
+    read_alphafold,
+    read_openfold,
+    write_openfold,
+)
 from cai_mesh.errors import DataError
 
 
@@ -81,6 +88,74 @@ def test_what_is_no_file_of_weights(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(DataError, match="is no state dict"):
         read_openfold(AlphaFold(SIZES), tmp_path / "list.pt")
+
+
+def arrays_of(filled: AlphaFold) -> dict[str, np.ndarray]:
+    """What AlphaFold's file would hold: the opposite of reading it, written by hand."""
+    found: dict = {}
+    for name, place in places([name for name, _ in filled.named_parameters()]).items():
+        ours = filled.get_parameter(name).detach()
+        holder = filled.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        heads = getattr(holder, "heads", 1)
+        if name.endswith("outer.out.weight"):
+            heads = 32
+        array = {
+            "same": lambda x: x,
+            "turned": lambda x: x.T,
+            "heads": lambda x, n=heads: x.T.reshape(x.shape[1], n, -1),
+            "joined": lambda x, n=heads: x.T.reshape(n, -1, x.shape[0]),
+            "flat": lambda x, n=heads: x.reshape(n, -1),
+        }[place.form](ours).numpy()
+        if place.at is None:
+            found[place.key] = array
+        else:
+            found.setdefault(place.key, []).append(array)
+    return {key: np.stack(array) if isinstance(array, list) else array for key, array in found.items()}
+
+
+def test_arrays_of_alphafold(filled, tmp_path):
+    arrays = arrays_of(filled)
+    path = tmp_path / "params.npz"
+    np.savez(path, **arrays)
+    other = AlphaFold(SIZES)
+    read_alphafold(other, path)
+    assert same(filled, other)
+    incoming = "alphafold/alphafold_iteration/evoformer/evoformer_iteration/triangle_multiplication_incoming"
+    left = torch.from_numpy(arrays[f"{incoming}/left_projection//weights"][0]).T
+    assert torch.equal(filled.evoformer.blocks[0].pair.incoming.right.weight, left), "theirs is our right"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda held, key: held.pop(key), "missing: .*single_activations//bias"),
+        (lambda held, key: held.update({key: held[key][1:]}), r"single_activations//bias: \(383,\)"),
+        (lambda held, key: held.update(more=np.ones(1)), "not known: more"),
+        (
+            lambda held, key: held.update(
+                {k: np.concatenate([v, v]) for k, v in held.items() if "extra_msa_stack" in k}
+            ),
+            "another number of blocks",
+        ),
+    ],
+)
+def test_other_arrays_are_refused(edit, said, filled, tmp_path):
+    arrays = arrays_of(filled)
+    edit(arrays, "alphafold/alphafold_iteration/evoformer/single_activations//bias")
+    np.savez(tmp_path / "params.npz", **arrays)
+    with pytest.raises(DataError, match=said):
+        read_alphafold(AlphaFold(SIZES), tmp_path / "params.npz")
+
+
+def test_what_is_no_file_of_arrays(tmp_path):
+    path = tmp_path / "params.npz"
+    for text in (b"", b"no arrays"):
+        path.write_bytes(text)
+        with pytest.raises(DataError, match="cannot be read as arrays"):
+            read_alphafold(AlphaFold(SIZES), path)
+    np.savez(path, x=np.array([{}], dtype=object))
+    with pytest.raises(DataError, match="cannot be read as arrays"):
+        read_alphafold(AlphaFold(SIZES), path)
 
 
 def test_every_parameter_has_a_name_of_its_own(filled):

@@ -1,14 +1,17 @@
-"""Weights from OpenFold's files, and to them."""
+"""Weights from OpenFold's files, and to them; weights from AlphaFold's."""
 
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cai_apps.applications.protein import names
+from cai_apps.applications.protein.arrays import places, read
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_mesh.errors import DataError
 
@@ -34,30 +37,61 @@ def read_openfold(model: AlphaFold, path: Path) -> None:
     """
     held = _load(path)
     wanted = openfold_names(model)
-    missing = sorted(set(wanted.values()) - set(held))
-    extra = sorted(set(held) - set(wanted.values()))
+    _check_names(path, set(wanted.values()), set(held))
+    _fill(model, path, {name: held[theirs] for name, theirs in wanted.items()}, wanted)
+
+
+def read_alphafold(model: AlphaFold, path: Path) -> None:
+    """Fill a model from AlphaFold's `params_model_*.npz`; nothing is unpickled.
+
+    Raises `DataError` as `read_openfold`, and where a stack has another number of blocks.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            held = {name: torch.from_numpy(file[name]) for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as arrays", got=str(error).splitlines()[0]) from None
+    wanted = places([name for name, _ in model.named_parameters()])
+    _check_names(path, {place.key for place in wanted.values()}, set(held))
+    blocks: dict[str, int] = {}
+    for place in wanted.values():
+        if place.at is not None:
+            blocks[place.key] = max(blocks.get(place.key, 0), place.at + 1)
+    for key, count in blocks.items():
+        if len(held[key]) != count:
+            raise DataError(
+                f"{path} has another number of blocks than the model",
+                got=f"{key}: {len(held[key])}",
+                expected=count,
+            )
+    found = {name: read(held, place) for name, place in wanted.items()}
+    _fill(model, path, found, {name: place.key for name, place in wanted.items()})
+
+
+def _check_names(path: Path, wanted: set[str], held: set[str]) -> None:
+    missing, extra = sorted(wanted - held), sorted(held - wanted)
     if missing or extra:
         raise DataError(
             f"{path} has other parameters than the model",
             got=f"missing: {_few(missing)}; not known: {_few(extra)}",
             fix="a model with the same parts: templates, aligned errors (ptm), as many blocks",
         )
+
+
+def _fill(model: AlphaFold, path: Path, held: dict[str, Tensor], theirs: dict[str, str]) -> None:
+    """Copy tensors by our names, once all fit; `theirs`: what the file calls them."""
     params = dict(model.named_parameters())
-    other = {
-        n: (tuple(held[t].shape), tuple(params[n].shape))
-        for n, t in wanted.items()
-        if held[t].shape != params[n].shape
-    }
+    other = [name for name, value in held.items() if value.shape != params[name].shape]
     if other:
-        name, (got, expected) = next(iter(other.items()))
+        got, expected = (tuple(of[other[0]].shape) for of in (held, params))
         raise DataError(
             f"{len(other)} parameters of {path} have another shape",
-            got=f"{wanted[name]}: {got}",
+            got=f"{theirs[other[0]]}: {got}",
             expected=expected,
         )
     with torch.no_grad():
-        for name, theirs in wanted.items():
-            params[name].copy_(held[theirs])
+        for name, value in held.items():
+            params[name].copy_(value)
 
 
 def write_openfold(model: AlphaFold, path: Path) -> None:
