@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from cai_apps.applications.protein.chemistry import LETTERS
 from cai_apps.applications.protein.model.alphafold import AlphaFold, Features, Sizes, Templates
+from cai_apps.applications.protein.model.evoformer import BlockSizes, PairSizes
 from cai_apps.applications.protein.model.frames import Frames, rotation_of
 from cai_apps.applications.protein.model.structure import StructureSizes
 
@@ -96,3 +100,26 @@ def loss_inputs() -> dict[str, Tensor]:
         "atom_scores": normal(1, n, 37), "seen": most(1, n, 37), "confidence": normal(1, n, 50),
         "atoms": atoms, "true_atoms": atoms + normal(1, n, 37, 3),
     }  # fmt: skip
+
+
+PAIR = PairSizes(c_z=16, triangle=16, heads=2, head=8, factor=2, dropout=0.0)
+SMALL = Sizes(
+    block=BlockSizes(c_m=24, heads=2, head=8, outer=4, factor=2, dropout=0.0, pair=PAIR), blocks=1,
+    extra_block=BlockSizes(c_m=8, heads=2, head=4, outer=4, factor=2, dropout=0.0, one_query=True, pair=PAIR),
+    extra_blocks=1, template=None,
+    structure=StructureSizes(c_s=32, c_z=16, head=8, heads=2, blocks=2, dropout=0.0, angles=16),
+)  # fmt: skip
+
+
+def helix(count: int) -> tuple[torch.Tensor, Frames, torch.Tensor]:
+    """Residues, backbone and torsions of an ideal helix: 100 degrees and 1.5 angstroms a residue."""
+    residue = torch.arange(count) % len(LETTERS)
+    turn = torch.arange(count, dtype=torch.float64) * math.radians(100)
+    zero, one = torch.zeros_like(turn), torch.ones_like(turn)
+    rows = ([turn.cos(), -turn.sin(), zero], [turn.sin(), turn.cos(), zero], [zero, zero, one])
+    about = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    origin = torch.stack([2.3 * turn.cos(), 2.3 * turn.sin(), 1.5 * turn / math.radians(100)], -1)
+    angles = torch.zeros(count, 7, 2, dtype=torch.float64)
+    angles[..., 1] = 1
+    angles[:, 3:] = torch.tensor([math.sin(1.0), math.cos(1.0)])
+    return residue[None], Frames(about[None], origin[None]), angles[None]

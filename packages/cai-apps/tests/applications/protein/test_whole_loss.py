@@ -6,41 +6,18 @@ import math
 from dataclasses import replace
 
 import torch
-from small_alphafold import drawn_frames
+from small_alphafold import SMALL, drawn_frames, helix
 
-from cai_apps.applications.protein.chemistry import LETTERS, tables
+from cai_apps.applications.protein.chemistry import tables
 from cai_apps.applications.protein.data import truth as known_structure
 from cai_apps.applications.protein.data.clusters import target_features
 from cai_apps.applications.protein.loss.points import lddt
 from cai_apps.applications.protein.loss.whole import WEIGHTS, Truth, losses, total
-from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features, Round, Sizes
+from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features, Round
 from cai_apps.applications.protein.model.atoms import atoms_of, groups_of
-from cai_apps.applications.protein.model.evoformer import BlockSizes, PairSizes
 from cai_apps.applications.protein.model.frames import Frames
 from cai_apps.applications.protein.model.heads import Said
-from cai_apps.applications.protein.model.structure import Placed, StructureSizes
-
-PAIR = PairSizes(c_z=16, triangle=16, heads=2, head=8, factor=2, dropout=0.0)
-SMALL = Sizes(
-    block=BlockSizes(c_m=24, heads=2, head=8, outer=4, factor=2, dropout=0.0, pair=PAIR), blocks=1,
-    extra_block=BlockSizes(c_m=8, heads=2, head=4, outer=4, factor=2, dropout=0.0, one_query=True, pair=PAIR),
-    extra_blocks=1, template=None,
-    structure=StructureSizes(c_s=32, c_z=16, head=8, heads=2, blocks=2, dropout=0.0, angles=16),
-)  # fmt: skip
-
-
-def helix(count: int) -> tuple[torch.Tensor, Frames, torch.Tensor]:
-    """Residues, backbone and torsions of an ideal helix: 100 degrees and 1.5 angstroms a residue."""
-    residue = torch.arange(count) % len(LETTERS)
-    turn = torch.arange(count, dtype=torch.float64) * math.radians(100)
-    zero, one = torch.zeros_like(turn), torch.ones_like(turn)
-    rows = ([turn.cos(), -turn.sin(), zero], [turn.sin(), turn.cos(), zero], [zero, zero, one])
-    about = torch.stack([torch.stack(row, -1) for row in rows], -2)
-    origin = torch.stack([2.3 * turn.cos(), 2.3 * turn.sin(), 1.5 * turn / math.radians(100)], -1)
-    angles = torch.zeros(count, 7, 2, dtype=torch.float64)
-    angles[..., 1] = 1
-    angles[:, 3:] = torch.tensor([math.sin(1.0), math.cos(1.0)])
-    return residue[None], Frames(about[None], origin[None]), angles[None]
+from cai_apps.applications.protein.model.structure import Placed
 
 
 def truth_of(residue: torch.Tensor, frames: Frames, angles: torch.Tensor) -> tuple[Truth, Placed]:

@@ -1,0 +1,147 @@
+"""What the model reads and learns of one chain: a piece of it, one draw of its alignment for each round.
+
+All are padded to the same sizes, so that samples stack; what is padded is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from cai_apps.applications.protein.chemistry import GAP, UNKNOWN
+from cai_apps.applications.protein.data import clusters, truth
+from cai_apps.applications.protein.data.clusters import Masking
+from cai_apps.applications.protein.data.sequences import Alignment
+from cai_apps.applications.protein.data.structures import Chain
+from cai_apps.applications.protein.loss.whole import Truth
+from cai_apps.applications.protein.model.alphafold import Features
+from cai_mesh.errors import DataError
+
+RESOLUTION = 3.0
+"""Angstroms up to which confidence is learned from a structure (section 1.9.6)."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """How much of a chain one sample holds.
+
+    Args:
+        residues: neighbouring ones, drawn where a chain has more.
+        sequences: of the alignment that lead clusters; extra: others.
+        clamped: share of samples whose errors of the backbone have a most (section 1.11.5).
+        masking: of the alignment.
+    """
+
+    residues: int = 256
+    sequences: int = 128
+    extra: int = 1024
+    clamped: float = 0.9
+    masking: Masking = field(default_factory=Masking)
+
+
+def check_pair(alignment: Alignment, chain: Chain) -> None:
+    """Raise `DataError` unless an alignment is of the sequence of a chain, with where they differ first."""
+    one, other = alignment.residues[0], chain.residue
+    if len(one) != len(other):
+        raise DataError(
+            f"the alignment is not of {chain.name}",
+            got=f"{len(one)} residues in its first sequence ({alignment.names[0]})",
+            expected=f"{len(other)} residues, {chain.sequence[:40]}",
+        )
+    differ = np.flatnonzero((one != other) & (one != UNKNOWN) & (other != UNKNOWN))
+    if len(differ):
+        raise DataError(
+            f"the alignment is not of {chain.name}",
+            got=f"another residue at place {differ[0] + 1}, and {len(differ) - 1} more",
+            fix="align the sequence of the chain, with residues that have no atoms",
+        )
+
+
+def example(
+    alignment: Alignment, chain: Chain, piece: Piece, rounds: int, generator: Generator
+) -> tuple[list[Features], Truth]:
+    """A sample of a batch of one: the features of each round, and the truth of the last.
+
+    Args:
+        rounds: each has its own draw of the alignment; the piece is the same.
+
+    Raises `DataError` where the alignment is of another sequence.
+    """
+    check_pair(alignment, chain)
+    length = len(chain.residue)
+    start = int(torch.randint(max(length - piece.residues, 0) + 1, (), generator=generator))
+    at = slice(start, start + piece.residues)
+    cut = Alignment(alignment.names, alignment.residues[:, at], alignment.deletions[:, at])
+    clamped = float(torch.rand((), generator=generator) < piece.clamped)
+    residue = torch.from_numpy(np.minimum(cut.residues[0], UNKNOWN)).long()
+    drawn = [
+        clusters.draw(cut, piece.sequences, piece.extra, piece.masking, generator) for _ in range(rounds)
+    ]
+    given = [_features(residue, start, each, piece) for each in drawn]
+    return given, _truth(chain, at, drawn[-1], piece, clamped)
+
+
+def _features(residue: Tensor, start: int, drawn: clusters.Clusters, piece: Piece) -> Features:
+    count, rows, extra = piece.residues, piece.sequences, piece.extra
+    ones = torch.ones(len(residue))
+    return Features(
+        residue=_padded(residue, count, value=UNKNOWN)[None],
+        mask=_padded(ones, count)[None],
+        index=(start + torch.arange(count))[None],
+        target=_padded(clusters.target_features(residue), count)[None],
+        alignment=_padded(drawn.features, rows, count)[None],
+        alignment_mask=_padded(torch.ones(drawn.true.shape), rows, count)[None],
+        extra=_padded(drawn.extra, extra, count)[None],
+        extra_mask=_padded(torch.ones(drawn.extra.shape[:2]), extra, count)[None],
+    )
+
+
+def _truth(chain: Chain, at: slice, drawn: clusters.Clusters, piece: Piece, clamped: float) -> Truth:
+    count, rows = piece.residues, piece.sequences
+    residue = _padded(torch.from_numpy(chain.residue[at]), count, value=UNKNOWN)
+    atoms = _padded(torch.from_numpy(chain.atoms[at]), count)
+    known = _padded(torch.from_numpy(chain.known[at]), count)
+    angles, angles_known = truth.torsions(residue, atoms, known)
+    groups = truth.groups(residue, atoms, known)
+    fine = float(0.1 <= chain.resolution <= RESOLUTION)
+    found = Truth(
+        residue, _padded(torch.ones(len(chain.residue[at])), count), atoms, known, angles, angles_known, groups,
+        _padded(drawn.true, rows, count, value=GAP), _padded(drawn.masked.float(), rows, count),
+        torch.tensor(clamped), torch.tensor(fine),
+    )  # fmt: skip
+    return _each(found, lambda x: (x.float() if x.is_floating_point() else x)[None])
+
+
+def stacked(samples: Sequence[T]) -> T:
+    """Features or truths of samples as those of one batch."""
+    first: Any = samples[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(samples))  # type: ignore[arg-type, return-value]
+    if not is_dataclass(first):
+        return first
+    held = {f.name: stacked([getattr(each, f.name) for each in samples]) for f in fields(first)}
+    return replace(first, **held)  # type: ignore[type-var]
+
+
+def _each(value: Any, change: Any) -> Any:
+    """All tensors in a dataclass, and in those in it, changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if not is_dataclass(value):
+        return value
+    return replace(value, **{f.name: _each(getattr(value, f.name), change) for f in fields(value)})  # type: ignore[type-var]
+
+
+def _padded(x: Tensor, *sizes: int, value: float = 0) -> Tensor:
+    """The first dims of x made as long as `sizes`."""
+    widths = [0, 0] * (x.dim() - len(sizes))
+    for dim in reversed(range(len(sizes))):
+        widths += [0, sizes[dim] - x.shape[dim]]
+    return F.pad(x, widths, value=value)
