@@ -121,9 +121,8 @@ class Loop:
         total = self._total(on_host)
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
         read = reading([losses, norms, total, peak_memory(self.device)], self.device)
-        session.update(
-            lr, norms.masked_fill(~losses.isfinite(), math.nan)
-        )  # a step that is not finite is left out
+        # a step whose loss or norm is not finite is left out, and looked at below
+        session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
         loss, norm, targets, memory = read()
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
