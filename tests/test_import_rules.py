@@ -40,6 +40,7 @@ ALLOWED = {
             "peft",
             "PIL",
             "sklearn",
+            "gemmi",
         ),
     },
 }
@@ -51,6 +52,7 @@ LIGHT = {
 ROOMS = {
     "_lazy": set(),
     "errors": set(),
+    "operators": set(),
     "protocols": {"comm"},
     "testing": set(),
     "trial": {"errors", "trial_inputs"},
@@ -58,7 +60,7 @@ ROOMS = {
     "comm": {"errors", "protocols", "_lazy"},
     "layout": {"errors", "comm", "_lazy"},
     "rng": {"layout"},
-    "gradients": {"errors", "protocols", "comm", "layout"},
+    "gradients": {"errors", "operators", "protocols", "comm", "layout"},
     "storage": {"errors", "protocols", "comm", "layout", "gradients"},
     "checkpoint": {"errors", "protocols", "comm", "layout"},
 }

@@ -80,6 +80,7 @@ def test_a_running_job_is_named_and_kept_out(tmp_path, running):
     assert file.exists(), "the lock of a living job was broken"
     assert names(tmp_path) == ["save.lock", "step-1"]
     running.kill()
+    os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody has asked how it ended
     checkpoint_of_zombie = checkpoint.save(tmp_path, constant(2), step=2).wait()
     assert held(checkpoint_of_zombie) == 2, "a killed process nobody has waited for holds the lock"
 
