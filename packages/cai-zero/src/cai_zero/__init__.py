@@ -8,6 +8,7 @@ from cai_zero.loss_scale import LossScale
 from cai_zero.module import ModuleSharding
 from cai_zero.optimizer import ShardedOptimizer
 from cai_zero.precision import MixedPrecision
+from cai_zero.samples import SampleClip
 from cai_zero.sharded import no_sync, shard_module, shard_optimizer, sharding_of
 from cai_zero.state import optimizer_state, restore_groups
 
@@ -20,6 +21,7 @@ __all__ = [
     "LossScale",
     "MixedPrecision",
     "ModuleSharding",
+    "SampleClip",
     "ShardedOptimizer",
     "full_state_dict",
     "load_full_state_dict",

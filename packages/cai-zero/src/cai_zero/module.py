@@ -394,6 +394,11 @@ class ModuleSharding:
         """Backwards inside accumulate unsharded gradients and communicate none; the next one outside reduces all."""
         return self._reducer.no_sync()
 
+    @property
+    def buffers(self) -> list[GradBuffer]:
+        """Where gradients of units accumulate."""
+        return [buffer for _, buffer in self._reduced]
+
     def _collect(self, unit: Sharded) -> None:
         for part in unit.parts:
             if part.reducible is not None and part.reducible.buffer.has_gradients:

@@ -19,6 +19,7 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGather, PeerReduce, Peers, SideStream, check_device
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import (
+    GradBuffer,
     ShownParameter,
     clip_grad_norm_,
     direct_linears,
@@ -310,6 +311,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def chunks(self) -> Sequence[Chunk]:
         """The chunks there are; `admit` may add some."""
         return self._chunks
+
+    @property
+    def buffers(self) -> list[GradBuffer]:
+        """Where gradients of chunks accumulate."""
+        return [chunk.buffer for chunk in self._chunks]
 
     @property
     def _pieces(self) -> list[nn.Parameter]:

@@ -23,6 +23,7 @@ DEFAULT = "language"
 TABLE = {
     "language": "cai_apps.applications.language",
     "diffusion": "cai_apps.applications.diffusion",
+    "protein": "cai_apps.applications.protein",
     "recsys": "cai_apps.applications.recsys",
 }
 """Modules that hold an `APPLICATION`, by its name. Importing one loads neither torch nor transformers."""

@@ -19,6 +19,7 @@ from cai_apps.compose.blocks import compile_layers, recompute_layers
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
 from cai_apps.compose.sharding import on_one_host, place_weights
+from cai_apps.compose.weights import Weights
 from cai_apps.compose.workload import Loss, Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec, microbatches
@@ -31,7 +32,7 @@ from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
 from cai_pipeline import PipelineRunner, split
 from cai_tensor_parallel import parallelize
-from cai_zero import LossScale
+from cai_zero import LossScale, ModuleSharding, SampleClip, ShardedOptimizer
 
 
 def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Session:
@@ -46,17 +47,26 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     trained = {canonical_name(name, param) for name, param in model.named_parameters() if param.requires_grad}
     weights = place_weights(config, workload, model, mesh, device=device)
     scale = LossScale(mesh) if config.precision.compute == "fp16" else None
+    samples = _clipped(config, weights)
     runner = PipelineRunner(
         model,
         mesh,
         schedule=config.parallel.pipeline.schedule,
         microbatches=microbatches(config),
         loss_fn=_divided(loss, scale),
-        grad_sync=weights.sync,
+        grad_sync=weights.sync if samples is None else samples,
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)
-    return Session(config, mesh, model, weights, runner, workload, scale, average)
+    return Session(config, mesh, model, weights, runner, workload, scale, average, samples)
+
+
+def _clipped(config: RunConfig, weights: Weights) -> SampleClip | None:
+    """What clips samples; a step's only sample is clipped as all of it is."""
+    if config.optimizer.clip_samples is None or config.train.global_batch == 1:
+        return None
+    assert isinstance(weights.sync, ShardedOptimizer | ModuleSharding)
+    return SampleClip(weights.sync)
 
 
 def transform(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from cai_mesh import rng
 from cai_mesh.comm import ParallelMesh, coordinate
 from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner
-from cai_zero import LossScale
+from cai_zero import LossScale, SampleClip
 
 LOSS_SCALE = "loss_scale"
 """Key of the loss scale in a checkpoint."""
@@ -45,6 +46,8 @@ class Session:
     """Of the loss, with float16."""
     average: Average | None = None
     """Of the weights, where the config asks for one."""
+    samples: SampleClip | None = None
+    """Clips each sample's gradient, where the config asks for it and a step has several."""
     steps: int = 0
     """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
@@ -61,7 +64,7 @@ class Session:
         differing = {a: i for a, i in coordinate(self.mesh).items() if a not in alike}
         rng.seed_torch(self.config.train.seed, self.steps, differing)
         self.model.train()
-        with self.workload.running():
+        with self.workload.running(), self._clipping(total):
             return self._unscaled(self.runner.step(*self._split(microbatches, total)))
 
     def norm(self) -> Tensor:
@@ -69,7 +72,21 @@ class Session:
         if self.scale is not None:
             self.weights.finish()
             self.scale.unscale_(self.weights.optimizer)
-        return self.weights.norm(self.config.optimizer.clip)
+        return self.weights.norm(self.clip)
+
+    @property
+    def clip(self) -> float:
+        """The norm that a step's gradients do not exceed: of its only sample too."""
+        options = self.config.optimizer
+        alone = self.samples is None and options.clip_samples is not None
+        return min(options.clip, options.clip_samples) if alone else options.clip  # type: ignore[type-var]
+
+    def _clipping(self, total: Tensor | float) -> AbstractContextManager[None]:
+        if self.samples is None:
+            return nullcontext()
+        most = self.config.optimizer.clip_samples
+        assert most is not None
+        return self.samples.step(most / total)
 
     @property
     def skips(self) -> bool:
@@ -88,7 +105,7 @@ class Session:
         if self.skips and not math.isfinite(norm):
             self.weights.drop()
         else:
-            self.weights.step(norm, self.config.optimizer.clip)
+            self.weights.step(norm, self.clip)
             if self.average is not None:
                 self.average.update(self.steps + 1)
         if self.scale is not None:

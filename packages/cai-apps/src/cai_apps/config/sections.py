@@ -120,6 +120,9 @@ class Optimizer:
     means fp64."""
     clip: float = 1.0
     """Largest global gradient norm."""
+    clip_samples: float | None = None
+    """Largest gradient norm of each sample by itself, before they are summed; None: samples are not clipped. With
+    train.microbatch_size = 1."""
     ema_decay: float | None = None
     """Of a moving average of the weights, kept and saved beside them, usually 0.9999; None: there is none."""
     groups: dict[str, OptimizerGroup] = field(default_factory=dict)

@@ -114,12 +114,37 @@ def check_optimizer(options: Optimizer) -> None:
                 got=getattr(options, name),
                 expected=f"options of {options.kind}: lr, weight_decay, {', '.join(takes)}".rstrip(", "),
             )
+    if options.clip_samples is not None and options.clip_samples <= 0:
+        raise ConfigError("optimizer.clip_samples is not positive", got=options.clip_samples)
     for group, own in options.groups.items():
         if own.adamw and options.kind != "muon":
             raise ConfigError(
                 f'optimizer.groups.{group}.adamw does nothing with optimizer.kind = "{options.kind}"',
                 expected='optimizer.kind = "muon"',
             )
+
+
+def check_samples(config: RunConfig) -> None:
+    """Raises ConfigError where a sample's gradient is not by itself, and all of it on a rank, `shard` being resolved."""
+    if config.optimizer.clip_samples is None:
+        return
+    parallel, train = config.parallel, config.train
+    several = parallel.tensor.size * parallel.pipeline.size > 1
+    causes = {
+        f"train.microbatch_size = {train.microbatch_size}": train.microbatch_size > 1,
+        f"tensor.size = {parallel.tensor.size}, pipeline.size = {parallel.pipeline.size}": several,
+        'precision.compute = "fp16"': config.precision.compute == "fp16",
+        f'memory.residency = "{config.memory.residency}" with several samples a step': (
+            config.memory.residency != "device" and train.global_batch > 1
+        ),
+    }
+    for cause in (cause for cause, wrong in causes.items() if wrong):
+        raise ConfigError(
+            "optimizer.clip_samples clips the gradient of one sample, which must be by itself and whole on its rank",
+            got=cause,
+            expected='microbatch_size 1, no tensor ranks or stages, "bf16" or wider, state on the device',
+            fix="change that, or clip the sum alone (optimizer.clip)",
+        )
 
 
 def check_wire(parallel: Parallel) -> None:
@@ -164,6 +189,7 @@ def resolve(config: R, world_size: int) -> R:
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
     check_optimizer(config.optimizer)
+    check_samples(config)
     check_wire(config.parallel)
     check_tensor(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))

@@ -188,6 +188,13 @@ class GradBuffer:
             set_raw_grad(self.params[i], None)
         return self.tensor
 
+    @torch.no_grad()
+    def put(self, gradients: torch.Tensor) -> None:
+        """Hold these, [chunk.numel], as though they had arrived; `arrived` stays as it is."""
+        self.open()
+        self.tensor.copy_(gradients)
+        self._unwritten = set()
+
     def _grad(self, index: int) -> torch.Tensor:
         grad = raw_grad(self.params[index])
         assert grad is not None

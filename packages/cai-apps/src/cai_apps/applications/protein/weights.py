@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cai_apps.applications.protein import names
@@ -25,6 +29,21 @@ def openfold_names(model: AlphaFold) -> dict[str, str]:
     templates = 0 if model.template is None else len(model.template.blocks)
     table = names.alphafold(len(model.evoformer.blocks), len(model.extra_stack.blocks), templates)
     return {name: names.parameter(name, table) for name, _ in model.named_parameters()}
+
+
+def openfold_name(model: AlphaFold) -> Callable[[str], str]:
+    """What files of weights call a parameter of this model, for `cai_mesh.checkpoint.save_hf` and `load_hf`."""
+    return openfold_names(model).__getitem__
+
+
+def read_weights(model: AlphaFold, path: Path) -> None:
+    """Fill a model from a file: OpenFold's (.pt, .safetensors of its names), or AlphaFold's (.npz).
+
+    Raises `DataError` as those do, and where there is no such file.
+    """
+    if not path.is_file():
+        raise DataError(f"no weights at {path}", expected="a file of .pt, .safetensors or .npz")
+    (read_alphafold if path.suffix == ".npz" else read_openfold)(model, path)
 
 
 def read_openfold(model: AlphaFold, path: Path) -> None:
@@ -103,8 +122,11 @@ def write_openfold(model: AlphaFold, path: Path) -> None:
 def _load(path: Path) -> dict[str, Tensor]:
     """Tensors by OpenFold's names, whatever wraps them."""
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if path.suffix == ".safetensors":
+            held: Any = load_file(path)
+        else:
+            held = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise DataError(f"{path} cannot be read as weights", got=str(error).splitlines()[0]) from None
     if isinstance(held, dict) and isinstance(held.get("ema"), dict):
         held = held["ema"]["params"]

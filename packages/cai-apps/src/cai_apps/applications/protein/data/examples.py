@@ -88,6 +88,21 @@ def example(
     return given, _truth(chain, at, drawn[-1], piece, clamped)
 
 
+def query(alignment: Alignment, piece: Piece, rounds: int, generator: Generator) -> list[Features]:
+    """The features of each round of a whole chain, whose structure nobody knows; a batch of one.
+
+    Args:
+        piece: `residues` is raised to those of the chain where it is less, and is the size of what is padded.
+    """
+    residue = torch.from_numpy(np.minimum(alignment.residues[0], UNKNOWN)).long()
+    piece = replace(piece, residues=max(piece.residues, len(residue)))
+    drawn = (
+        clusters.draw(alignment, piece.sequences, piece.extra, piece.masking, generator)
+        for _ in range(rounds)
+    )
+    return [_features(residue, 0, each, piece) for each in drawn]
+
+
 def _features(residue: Tensor, start: int, drawn: clusters.Clusters, piece: Piece) -> Features:
     count, rows, extra = piece.residues, piece.sequences, piece.extra
     ones = torch.ones(len(residue))

@@ -19,6 +19,8 @@ WEIGHTS = {
     "backbone": 0.5, "side chains": 0.5, "torsions": 1.0, "distances": 0.3, "masked residues": 2.0, "plddt": 0.01,
 }  # fmt: skip
 """Of the first training (section 1.9.1)."""
+FINE_TUNING = WEIGHTS | {"violations": 1.0, "resolved": 0.01, "aligned errors": 0.1}
+"""Of training on."""
 
 
 @dataclass(frozen=True)

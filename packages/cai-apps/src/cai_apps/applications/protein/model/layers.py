@@ -17,6 +17,7 @@ CUT = 0.87962566103423978
 def linear(width: int, out: int, *, bias: bool = True, initial: Initial = "lecun") -> nn.Linear:
     """A linear layer: weights of "lecun" or "relu" from a cut normal, "gate" open (bias 1), "final" zero."""
     layer = nn.Linear(width, out, bias=bias)
+    layer.initial = initial  # type: ignore[assignment]
     initialize(layer, initial)
     return layer
 

@@ -1,0 +1,62 @@
+"""Samples as tensors by name, as the loop reads and moves them, and back.
+
+What differs between rounds has them as its second dimension; names of the truth begin with "truth.".
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cai_apps.applications.protein.loss.whole import Truth
+from cai_apps.applications.protein.model.alphafold import Features, Templates
+
+DRAWN = ("alignment", "alignment_mask", "extra", "extra_mask")
+"""Features that differ between rounds."""
+TRUTH, TEMPLATES = "truth.", "templates."
+
+
+def packed(rounds: Sequence[Features], truth: Truth | None = None) -> dict[str, Tensor]:
+    """The rounds of samples and their truth; each tensor has the samples along its first dimension."""
+    first = rounds[0]
+    whole = replace(first, **{name: torch.stack([getattr(r, name) for r in rounds], 1) for name in DRAWN})
+    return _named(whole, "") | ({} if truth is None else _named(truth, TRUTH))
+
+
+def features_of(batch: dict[str, Tensor]) -> list[Features]:
+    """The rounds that `packed` was given."""
+    templates = _filled(Templates, batch, TEMPLATES) if any(k.startswith(TEMPLATES) for k in batch) else None
+    names = [field.name for field in fields(Features) if field.name != "templates"]
+    whole = Features(**{name: batch[name] for name in names}, templates=templates)
+    drawn = [getattr(whole, name).unbind(1) for name in DRAWN]
+    return [replace(whole, **dict(zip(DRAWN, each, strict=True))) for each in zip(*drawn, strict=True)]
+
+
+def truth_of(batch: dict[str, Tensor]) -> Truth:
+    """The truth that `packed` was given."""
+    return _filled(Truth, batch, TRUTH)
+
+
+def _named(value: Any, prefix: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for field in fields(value):
+        held = getattr(value, field.name)
+        if is_dataclass(held):
+            found |= _named(held, f"{prefix}{field.name}.")
+        elif held is not None:
+            found[f"{prefix}{field.name}"] = held
+    return found
+
+
+def _filled(kind: type, batch: dict[str, Tensor], prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    held = {
+        name: _filled(hint, batch, f"{prefix}{name}.") if is_dataclass(hint) else batch[f"{prefix}{name}"]
+        for name, hint in hints.items()
+    }
+    return kind(**held)

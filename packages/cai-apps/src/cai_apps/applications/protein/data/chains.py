@@ -1,0 +1,167 @@
+"""Chains that are trained on: read from files once, kept as arrays.
+
+    <cache>/<key>/NAME.npz      arrays of one chain: its alignment and its structure
+
+The key is a digest of the files that a chain was read from, so a kept one is never out of date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from cai_apps.applications.protein.config import Data
+from cai_apps.applications.protein.data.examples import check_pair
+from cai_apps.applications.protein.data.sequences import Alignment, read_a3m, read_stockholm
+from cai_apps.applications.protein.data.structures import Chain, read_chain
+from cai_mesh.errors import ConfigError, DataError, did_you_mean
+
+FORMAT = 1
+"""Of what is kept; another one makes all of it anew."""
+ALIGNMENTS = {".a3m": read_a3m, ".sto": read_stockholm}
+STRUCTURES = (".cif", ".pdb")
+SHIPPED = "shipped"
+
+
+@dataclass(frozen=True)
+class Files:
+    """What one chain is read from.
+
+    Args:
+        name: of the chain.
+        alignment, structure: files.
+        chain: its name in the structure; None: the first protein there.
+    """
+
+    name: str
+    alignment: Path
+    structure: Path
+    chain: str | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Chains on disk: their files by name, those that are trained on and those that validate."""
+
+    training: dict[str, Path]
+    validation: dict[str, Path]
+
+    def file(self, name: str) -> Path:
+        """Of a chain. Raises `ConfigError` for a name that is none."""
+        every = self.training | self.validation
+        if name not in every:
+            raise ConfigError(
+                f"no chain {name!r} in the data", expected=", ".join(every), fix=did_you_mean(name, every)
+            )
+        return every[name]
+
+
+def directory_of(source: str) -> Path:
+    """Where the files of a source are. Raises `DataError` where there is no such directory."""
+    path = Path(str(files(__package__) / SHIPPED)) if source == SHIPPED else Path(source).expanduser()
+    if not path.is_dir():
+        raise DataError(f"no directory {path}", expected="alignments NAME.a3m beside structures NAME.cif")
+    return path
+
+
+def found_in(directory: Path) -> list[Files]:
+    """The chains of a directory, by name.
+
+    Raises `DataError` for a directory without alignments, an alignment without a structure, or a chain with two.
+    """
+    found: dict[str, Files] = {}
+    for path in sorted(p for p in directory.iterdir() if p.suffix in ALIGNMENTS):
+        if path.stem in found:
+            raise DataError(
+                f"two alignments of {path.stem}", got=f"{found[path.stem].alignment.name}, {path.name}"
+            )
+        structure, chain = _structure(directory, path.stem)
+        found[path.stem] = Files(path.stem, path, structure, chain)
+    if not found:
+        raise DataError(f"no alignments in {directory}", expected=f"files of {', '.join(ALIGNMENTS)}")
+    return list(found.values())
+
+
+def _structure(directory: Path, name: str) -> tuple[Path, str | None]:
+    entry, _, chain = name.rpartition("_")
+    tried = [(name, None), *([(entry, chain)] if entry else [])]
+    for stem, of in tried:
+        for suffix in STRUCTURES:
+            if (path := directory / f"{stem}{suffix}").is_file():
+                return path, of
+    raise DataError(
+        f"no structure of {name} in {directory}",
+        expected=" or ".join(f"{stem}{STRUCTURES[0]}" for stem, _ in tried),
+        fix="put it there, or take the alignment away",
+    )
+
+
+def prepare(data: Data) -> Prepared:
+    """Read all chains of a source, unless they were read before.
+
+    Raises `DataError` for damaged files, and where no chain is left to train on.
+    """
+    cache = Path(data.cache).expanduser() / "chains"
+    held: dict[str, Path] = {}
+    for each in found_in(directory_of(data.source)):
+        path = _kept(each, cache)
+        with np.load(path, allow_pickle=False) as arrays:
+            if float(arrays["resolution"]) <= data.max_resolution:
+                held[each.name] = path
+    for name in data.validation:
+        if name not in held:
+            raise ConfigError(
+                f"data.validation names {name!r}, which is no chain of {data.source}",
+                expected=", ".join(held) or "none is fine enough",
+                fix=did_you_mean(name, held),
+            )
+    training = {name: path for name, path in held.items() if name not in data.validation}
+    if not training:
+        raise DataError(
+            f"no chain of {data.source} is left to train on",
+            cause=f"all are for validation, or coarser than {data.max_resolution} angstroms",
+        )
+    return Prepared(training, {name: held[name] for name in data.validation})
+
+
+def _kept(each: Files, cache: Path) -> Path:
+    """Where a chain is kept, read now if it was not."""
+    digest = hashlib.sha256(f"{FORMAT} {each.chain} ".encode())
+    for file in (each.alignment, each.structure):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    path = cache / digest.hexdigest()[:20] / f"{each.name}.npz"
+    if path.is_file():
+        return path
+    alignment = ALIGNMENTS[each.alignment.suffix](each.alignment)
+    chain = read_chain(each.structure, each.chain)
+    check_pair(alignment, chain)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{each.name}.{os.getpid()}.npz")
+    np.savez_compressed(
+        unfinished,
+        names=np.array(alignment.names),
+        residues=alignment.residues,
+        deletions=alignment.deletions,
+        name=np.array(chain.name),
+        residue=chain.residue,
+        atoms=chain.atoms,
+        known=chain.known,
+        resolution=np.array(chain.resolution),
+    )
+    os.replace(unfinished, path)
+    return path
+
+
+def load(path: Path) -> tuple[Alignment, Chain]:
+    """What `prepare` has kept."""
+    with np.load(path, allow_pickle=False) as held:
+        alignment = Alignment(tuple(held["names"].tolist()), held["residues"], held["deletions"])
+        chain = Chain(
+            str(held["name"]), held["residue"], held["atoms"], held["known"], float(held["resolution"])
+        )
+    return alignment, chain

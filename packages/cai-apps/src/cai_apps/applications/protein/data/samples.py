@@ -1,0 +1,74 @@
+"""Chains as the loop reads them: pieces, their alignments drawn anew each time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cai_apps.applications.protein.data.batch import packed
+from cai_apps.applications.protein.data.chains import load
+from cai_apps.applications.protein.data.examples import Piece, example, stacked
+from cai_apps.applications.protein.data.sequences import Alignment
+from cai_apps.applications.protein.data.structures import Chain
+from cai_mesh import rng
+
+KEPT = 64
+"""Chains that stay in memory once they were read."""
+
+
+class Pieces:
+    """`cai_apps.data.batches.Samples` of chains: what is drawn for a sample depends on the seed and its position.
+
+    Args:
+        chains: files of `data.chains`.
+        piece: how much of a chain a sample holds.
+        rounds: of a step, at most.
+        global_batch: samples of a step, which have as many rounds as each other.
+        seed: of all that is drawn.
+        fixed: every step has all rounds, as in validation.
+    """
+
+    def __init__(
+        self,
+        chains: Sequence[Path],
+        piece: Piece,
+        rounds: int,
+        global_batch: int,
+        seed: int,
+        *,
+        fixed: bool = False,
+    ):
+        self._chains, self._piece, self._rounds = list(chains), piece, rounds
+        self._global_batch, self._seed, self._fixed = global_batch, seed, fixed
+        self._kept: OrderedDict[int, tuple[Alignment, Chain]] = OrderedDict()
+
+    @property
+    def size(self) -> int:
+        return len(self._chains)
+
+    def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
+        rounds = self._rounds if self._fixed else self.drawn_rounds(int(positions[0]) // self._global_batch)
+        found = []
+        for index, position in zip(indices.tolist(), positions.tolist(), strict=True):
+            draws = torch.Generator().manual_seed(rng.key(self._seed, "piece", position))
+            found.append(example(*self._chain(index), self._piece, rounds, draws))
+        each = [stacked([sample[0][number] for sample in found]) for number in range(rounds)]
+        return packed(each, stacked([truth for _, truth in found]))
+
+    def drawn_rounds(self, step: int) -> int:
+        """How many rounds a step has: each number from 1 on is as likely (section 1.10)."""
+        return 1 + rng.key(self._seed, "rounds", step) % self._rounds
+
+    def _chain(self, index: int) -> tuple[Alignment, Chain]:
+        if index in self._kept:
+            self._kept.move_to_end(index)
+        else:
+            self._kept[index] = load(self._chains[index])
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[index]

@@ -1,0 +1,122 @@
+"""The structure of one chain by a model, and how sure the model is of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cai_apps.applications.protein.chemistry import tables
+from cai_apps.applications.protein.data.clusters import Masking
+from cai_apps.applications.protein.data.examples import Piece, query
+from cai_apps.applications.protein.data.sequences import Alignment
+from cai_apps.applications.protein.data.structures import Chain, write_chain
+from cai_apps.applications.protein.loss.heads import confidence, predicted_errors, predicted_tm
+from cai_apps.applications.protein.loss.points import lddt
+from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features
+from cai_mesh.errors import DataError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a chain is folded.
+
+    Args:
+        rounds: one after the other, each with its own draw of the alignment.
+        sequences, extra: of the alignment, as in training.
+        masked: share of its residues that are masked, as in training.
+        seed: of what is drawn.
+    """
+
+    rounds: int = 4
+    sequences: int = 512
+    extra: int = 1024
+    masked: float = 0.15
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of a chain.
+
+    Args:
+        chain: its residues and atoms.
+        plddt: how well the surroundings of each residue are met, 0 to 100 [R].
+        errors: of where one residue lies, seen from another, angstroms [R, R]; None: a model without.
+        tm: the TM-score that these let expect; None: a model without.
+    """
+
+    chain: Chain
+    plddt: np.ndarray
+    errors: np.ndarray | None
+    tm: float | None
+
+    def write(self, path: Path) -> list[Path]:
+        """As mmCIF, confidence where B factors are; beside it PATH.pae.json where errors are predicted."""
+        write_chain(path, self.chain, self.plddt)
+        if self.errors is None:
+            return [path]
+        beside = path.with_suffix(".pae.json")
+        found = {
+            "predicted_aligned_error": np.round(self.errors, 2).tolist(),
+            "max_predicted_aligned_error": 31.75,
+            "ptm": round(self.tm or 0.0, 4),
+            "plddt": np.round(self.plddt, 2).tolist(),
+        }
+        beside.write_text(json.dumps([found]), encoding="utf-8")
+        return [path, beside]
+
+
+def alone(name: str, residues: np.ndarray) -> Alignment:
+    """An alignment of nothing but the chain itself; numbers of its residues [R]."""
+    return Alignment((name,), residues[None].astype(np.uint8), np.zeros((1, len(residues)), np.uint16))
+
+
+@torch.no_grad()
+def fold(model: AlphaFold, name: str, alignment: Alignment, options: Options) -> Prediction:
+    """The chain whose sequence is the first of an alignment.
+
+    Args:
+        model: in evaluation mode, on its device and in its dtype.
+        name: of the chain that is returned.
+
+    Raises `DataError` for a prediction that is not finite.
+    """
+    reference = next(model.parameters())
+    draws = torch.Generator().manual_seed(options.seed)
+    piece = Piece(1, options.sequences, options.extra, masking=Masking(options.masked))
+    given = [_on(features, reference) for features in query(alignment, piece, options.rounds, draws)]
+    found = model(given)
+    atoms, said = found.placed[-1].atoms[0].double().cpu(), found.said
+    if not bool(atoms.isfinite().all()):
+        raise DataError(
+            f"the structure of {name} is not finite", cause="weights that are not, or a dtype too narrow"
+        )
+    residue = given[0].residue[0].cpu()
+    there = tables().there[residue]
+    chain = Chain(name, residue.numpy(), atoms.numpy(), there.numpy(), 0.0)
+    errors = None if said.errors is None else predicted_errors(said.errors)[0].cpu().numpy()
+    tm = None if said.errors is None else float(predicted_tm(said.errors, given[0].mask)[0])
+    return Prediction(chain, confidence(said.plddt)[0].cpu().numpy(), errors, tm)
+
+
+def _on(features: Features, like: torch.Tensor) -> Features:
+    held = {
+        name: value.to(like.device, like.dtype if value.is_floating_point() else None)
+        for name, value in vars(features).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(features, **held)
+
+
+def likeness(found: Chain, true: Chain) -> float:
+    """The mean lDDT of alpha carbons beside a known structure, 0 to 1, over those that it has."""
+    one, other = (torch.from_numpy(each.atoms[None, :, ALPHA]) for each in (found, true))
+    known = torch.from_numpy(true.known[None, :, ALPHA])
+    each = lddt(one, other, known)
+    return float((each * known).sum() / known.sum())
+
+
