@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cai_mesh.gradients import GradBuffer, clip_factor
+from cai_mesh.gradients import GradBuffer
 from cai_zero.module import ModuleSharding
 from cai_zero.optimizer import ShardedOptimizer
 
@@ -63,7 +63,7 @@ class SampleClip:
         buffers = self._buffers()
         found = [buffer.take() for buffer in buffers]
         norm = torch.stack([torch.linalg.vector_norm(each) for each in found]).norm()
-        factor = clip_factor(norm, self.most)
+        factor = (self.most / norm).clamp(max=1.0)
         if self._sums is None:
             self._sums = [each * factor for each in found]
         else:

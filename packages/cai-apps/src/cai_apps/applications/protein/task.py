@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cai_apps.applications.protein.config import Config
 from cai_apps.applications.protein.data.chains import Prepared, prepare
+from cai_apps.applications.protein.data.pretrained import prepare_weights
 from cai_apps.applications.protein.data.samples import Pieces
 from cai_apps.applications.protein.export import export
 from cai_apps.applications.protein.flops import piece_flops
@@ -33,6 +34,7 @@ class ProteinTask:
 
     def prepare(self, config: Config) -> Prepared:
         prepared = prepare(config.data)
+        prepare_weights(config)
         for name in config.folding.chains:
             prepared.file(name)
         return prepared

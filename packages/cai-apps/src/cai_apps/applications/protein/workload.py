@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cai_apps.applications.protein.chemistry import GROUPS, PLACES
 from cai_apps.applications.protein.config import Config
@@ -11,12 +13,15 @@ from cai_apps.applications.protein.data.batch import TRUTH, features_of, packed,
 from cai_apps.applications.protein.data.clusters import Masking
 from cai_apps.applications.protein.data.examples import Piece
 from cai_apps.applications.protein.data.truth import Groups
+from cai_apps.applications.protein.data.pretrained import weights_directory
 from cai_apps.applications.protein.design import initializer, layers, sizes_of
 from cai_apps.applications.protein.loss.whole import FINE_TUNING, WEIGHTS, Truth, losses, total
 from cai_apps.applications.protein.model.alphafold import AlphaFold, Features, Round, Sizes, Templates
 from cai_apps.applications.protein.model.frames import Frames
+from cai_apps.applications.protein.weights import openfold_name
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Batch, Loss, Workload
+from cai_mesh.checkpoint import load_hf
 
 STAGES = {"initial": WEIGHTS, "fine_tuning": FINE_TUNING}
 
@@ -51,7 +56,20 @@ def workload(config: Config) -> Workload:
         example=lambda samples: ready(_example(config, sizes, samples)),
         initializer=initializer,
         layers=layers,
+        pretrained=_pretrained(config),
     )
+
+
+def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
+    """Reads `prepare_weights`' directory, on any layout."""
+    if config.model.weights == "random":
+        return None
+
+    def load(model: nn.Module) -> None:
+        assert isinstance(model, AlphaFold)
+        load_hf(model, weights_directory(config), names=openfold_name(model))
+
+    return load
 
 
 def _loss(weights: dict[str, float]) -> Loss:

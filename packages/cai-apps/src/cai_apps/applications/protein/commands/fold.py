@@ -1,0 +1,120 @@
+"""cai fold MODEL INPUT"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from cai_apps.applications.protein import need_gemmi
+from cai_apps.cli.arguments import parse
+from cai_apps.run.directory import RunDirectory
+from cai_mesh.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from cai_apps.applications.protein.data.sequences import Alignment
+    from cai_apps.applications.protein.model.alphafold import AlphaFold
+
+@dataclass(frozen=True)
+class Arguments:
+    """Fold chains: mmCIF with the confidence where B factors are, and the expected aligned errors as JSON."""
+
+    model: Annotated[Path, tyro.conf.Positional]
+    """A run directory with an export, an export, or a file of weights: OpenFold's (.pt), AlphaFold's (.npz)."""
+    input: Annotated[Path, tyro.conf.Positional]
+    """An alignment (.a3m, .sto) whose first sequence is folded, or sequences (.fasta, .fa), each folded by itself."""
+    output: Path = Path("folded")
+    """Directory for NAME.cif and NAME.pae.json."""
+    preset: str = "alphafold"
+    """Of which model a file of weights is."""
+    rounds: int = 4
+    """One after the other, each from what the one before found (recycling)."""
+    sequences: int = 512
+    """Of the alignment that lead clusters."""
+    extra: int = 1024
+    """Other sequences of the alignment."""
+    raw: bool = False
+    """Use the last weights, where averaged ones are there too."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of computing. auto: bf16 on a GPU that has it, else fp32; coordinates are float32 always."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    """Of which sequences lead clusters, and what is masked."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Arguments, arguments, command="fold")
+    need_gemmi()
+    for name in ("rounds", "sequences", "extra"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} is too small", got=getattr(options, name), expected="at least 1")
+    if not options.input.is_file():
+        raise DataError(f"no file {options.input}", expected="an alignment or sequences")
+    chains = list(_chains(options.input))
+    _fold(options, _model(options), chains)
+    return 0
+
+
+def _chains(path: Path) -> Iterator[tuple[str, Alignment]]:
+    """Names, as files will have them, and alignments."""
+    from cai_apps.applications.protein.data.chains import ALIGNMENTS
+    from cai_apps.applications.protein.data.sequences import numbers_of, read_fasta
+    from cai_apps.applications.protein.fold import alone
+
+    if path.suffix in ALIGNMENTS:
+        yield path.stem, ALIGNMENTS[path.suffix](path)
+        return
+    if path.suffix not in (".fasta", ".fa", ".faa"):
+        raise DataError(
+            f"{path} is of no known kind",
+            expected=f"{', '.join(ALIGNMENTS)}, .fasta or .fa",
+            fix="rename it by what it holds",
+        )
+    taken: set[str] = set()
+    for number, (name, sequence) in enumerate(read_fasta(path), 1):
+        short = "".join(c if c.isalnum() or c in "-." else "_" for c in (name.split() or [""])[0])[:60]
+        short = short if short and short not in taken else f"{short or path.stem}_{number}"
+        taken.add(short)
+        yield short, alone(short, numbers_of(sequence, f"sequence {number} ({name}) of {path}"))
+
+
+def _model(options: Arguments) -> AlphaFold:
+    from cai_apps.applications.protein.design import sizes_of
+    from cai_apps.applications.protein.export import load_export
+    from cai_apps.applications.protein.model.alphafold import AlphaFold
+    from cai_apps.applications.protein.weights import read_weights
+
+    if options.model.is_dir():
+        run = RunDirectory(options.model)
+        return load_export(run.export if run.config_file.is_file() else options.model, raw=options.raw)
+    model = AlphaFold(sizes_of(options.preset, templates=True))
+    read_weights(model, options.model)
+    return model.eval()
+
+
+def _fold(options: Arguments, model: AlphaFold, chains: list[tuple[str, Alignment]]) -> None:
+    import torch
+
+    from cai_apps.applications.protein.fold import Options, fold
+    from cai_apps.run.launch import choose_device
+
+    device, _ = choose_device(options.device, 1)
+    bf16 = options.dtype == "bf16" or (
+        options.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported()
+    )
+    model = model.to(device, torch.bfloat16 if bf16 else torch.float32)
+    options.output.mkdir(parents=True, exist_ok=True)
+    how = Options(options.rounds, options.sequences, options.extra, seed=options.seed)
+    for name, alignment in chains:
+        found = fold(model, name, alignment, how)
+        files = found.write(options.output / f"{name}.cif")
+        tm = "" if found.tm is None else f", expected TM-score {found.tm:.2f}"
+        sequences = len(alignment.residues)
+        print(
+            f"{name}: {len(alignment.residues[0])} residues, {sequences} sequence{'s' * (sequences > 1)}, "
+            f"confidence {found.plddt.mean():.1f} of 100{tm}: {', '.join(map(str, files))}",
+            flush=True,
+        )
