@@ -125,7 +125,7 @@ def check_optimizer(options: Optimizer) -> None:
 
 
 def check_samples(config: RunConfig) -> None:
-    """Raises ConfigError where a sample's gradient is not by itself, and all of it on a rank, `shard` being resolved."""
+    """Raises ConfigError where a sample's gradient is not by itself, or not all of it on one rank."""
     if config.optimizer.clip_samples is None:
         return
     parallel, train = config.parallel, config.train

@@ -52,7 +52,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "2-full": {"parallel.shard": 2, "parallel.zero": 2, "memory.recompute": "full"},
     "2-most": {"parallel.shard": 2, "parallel.zero": 3, "memory.recompute": "most"},
     "1-compiled": {"train.compile": "on"},
-    "2-host": {"parallel.shard": 2, "parallel.zero": 3, "memory.residency": "host", "optimizer.clip_samples": None},
+    "2-host": {
+        "parallel.shard": 2,
+        "parallel.zero": 3,
+        "memory.residency": "host",
+        "optimizer.clip_samples": None,
+    },
     "1-host": {"memory.residency": "host", "optimizer.clip_samples": None},
 }
 TIMEOUT = 400.0
@@ -78,7 +83,10 @@ def pieces(config: Any) -> Pieces:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
     """A file of random weights, by OpenFold's names."""
-    model, draws = AlphaFold(sizes_of("alphafold-tiny", templates=False)), torch.Generator().manual_seed(0)
+    model, draws = (
+        AlphaFold(sizes_of("alphafold-tiny", templates=False, errors=True)),
+        torch.Generator().manual_seed(0),
+    )
     with torch.no_grad():
         for name, param in model.named_parameters():
             near_one = "norm" in name and name.endswith("weight")
@@ -123,7 +131,7 @@ def trained(weights: str, layout: str):
 def twin(weights: Path, clip: float | None):
     """The plain loop: a backward a sample, torch's clipping, a sum, torch's AdamW; also whether any was clipped."""
     config = config_of(weights, "1")
-    model = AlphaFold(sizes_of(config.model.name, templates=False))
+    model = AlphaFold(sizes_of(config.model.name, templates=False, errors=True))
     read_weights(model, weights)
     model = model.double()
     options = config.optimizer
@@ -219,8 +227,7 @@ def test_rounds_are_drawn_for_a_step_and_every_number_comes(weights):
 )
 def test_what_cannot_be_is_refused_before_ranks_start(weights, changes, said):
     with pytest.raises(CaiError, match=said):
-        config = config_of(weights, "1", **changes)
-        PROTEIN.prepare(config)
+        PROTEIN.prepare(config_of(weights, "1", **changes))
 
 
 def test_names_of_parameters_are_those_of_openfold(weights):

@@ -14,6 +14,8 @@ class Model:
     """A preset: alphafold (93M parameters, as model_1_ptm), alphafold-small, alphafold-tiny."""
     weights: str = "random"
     """random: made from train.seed; else a file of OpenFold's (.pt) or AlphaFold's (.npz) weights."""
+    errors: bool = True
+    """Whether aligned errors are predicted; published weights without "ptm" in their name have no such head."""
 
 
 @dataclass(frozen=True)

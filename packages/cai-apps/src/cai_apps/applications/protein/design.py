@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
+from cai_apps.applications.protein.config import Config
 from cai_apps.applications.protein.model.alphafold import AlphaFold, Sizes
 from cai_apps.applications.protein.model.evoformer import BlockSizes, PairSizes
 from cai_apps.applications.protein.model.layers import initialize
@@ -22,9 +24,7 @@ def _sizes(c_m: int, c_z: int, c_s: int, blocks: int, *, dropout: float) -> Size
     extra = BlockSizes(
         c_m=c_m // 2, heads=4, head=8, outer=8, factor=2, dropout=dropout, one_query=True, pair=pair
     )
-    small = PairSizes(
-        c_z=c_z // 2, triangle=c_z // 2, heads=2, head=c_z // 4, factor=2, dropout=dropout
-    )
+    small = PairSizes(c_z=c_z // 2, triangle=c_z // 2, heads=2, head=c_z // 4, factor=2, dropout=dropout)
     return Sizes(
         block=block,
         blocks=blocks,
@@ -44,8 +44,12 @@ PRESETS: dict[str, Callable[[], Sizes]] = {
 }
 
 
-def sizes_of(name: str, *, templates: bool) -> Sizes:
-    """Of a preset; without templates nothing reads them.
+def sizes_of(name: str, *, templates: bool, errors: bool) -> Sizes:
+    """Of a preset.
+
+    Args:
+        templates: whether any are read.
+        errors: whether aligned errors are predicted.
 
     Raises `ConfigError` for a name that is none.
     """
@@ -53,8 +57,13 @@ def sizes_of(name: str, *, templates: bool) -> Sizes:
         raise ConfigError(
             f"no model {name!r}", expected=" or ".join(PRESETS), fix=did_you_mean(name, PRESETS)
         )
-    sizes = PRESETS[name]()
-    return sizes if templates else Sizes(**{**vars(sizes), "template": None})
+    sizes = replace(PRESETS[name](), errors=errors)
+    return sizes if templates else replace(sizes, template=None)
+
+
+def sizes_for(config: Config) -> Sizes:
+    """Of the model of a run."""
+    return sizes_of(config.model.name, templates=config.data.templates > 0, errors=config.model.errors)
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -78,5 +87,3 @@ def layers(model: nn.Module) -> list[nn.Module]:
     if model.template is not None:
         stacks.insert(0, model.template.blocks)
     return [block for stack in stacks for block in stack]
-
-

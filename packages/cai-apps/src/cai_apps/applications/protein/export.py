@@ -3,7 +3,7 @@
 export/model.safetensors    the averaged weights where there are some, else the last, float32, by OpenFold's names
 export/openfold.pt          the same for OpenFold
 export/raw/                 with an average: the last weights in both forms
-export/model.json           the preset, and whether templates are read
+export/model.json           the preset, whether templates are read, and aligned errors predicted
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from cai_apps.applications.protein.config import Config
-from cai_apps.applications.protein.design import sizes_of
+from cai_apps.applications.protein.design import sizes_for, sizes_of
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_apps.applications.protein.weights import openfold_name, read_weights
 from cai_mesh.checkpoint import save_hf
@@ -43,9 +43,9 @@ def export(session: Session, config: Config, directory: Path) -> None:
 def _save(
     session: Session, config: Config, directory: Path, weights: Mapping[str, BoxedTensor] | None
 ) -> None:
-    kind = {"model": config.model.name, "templates": config.data.templates > 0}
+    kind = {"model": config.model.name, "templates": config.data.templates > 0, "errors": config.model.errors}
     with torch.device("meta"):
-        model = AlphaFold(sizes_of(kind["model"], templates=kind["templates"]))
+        model = AlphaFold(sizes_for(config))
     names = openfold_name(model)
     save_hf(session.model, directory, weights=weights, names=names, dtype=torch.float32)
     if dist.get_rank() == 0:
@@ -64,6 +64,6 @@ def load_export(directory: Path, *, raw: bool = False) -> AlphaFold:
             f"no export of AlphaFold at {home}", cause="the run has not ended, or has no average (raw)"
         )
     kind = json.loads((home / KIND).read_text(encoding="utf-8"))
-    model = AlphaFold(sizes_of(kind["model"], templates=kind["templates"]))
+    model = AlphaFold(sizes_of(kind["model"], templates=kind["templates"], errors=kind["errors"]))
     read_weights(model, home / WEIGHTS)
     return model.eval()

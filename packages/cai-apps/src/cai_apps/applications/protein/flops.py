@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cai_apps.applications.protein.config import Config
-from cai_apps.applications.protein.design import sizes_of
+from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.model.alphafold import Sizes
 from cai_apps.applications.protein.model.evoformer import BlockSizes, PairSizes
 
@@ -13,7 +13,7 @@ def piece_flops(config: Config) -> float:
 
     Products of the three stacks are counted, which are nearly all; a product of n x k by k x m is 2 n k m.
     """
-    sizes = sizes_of(config.model.name, templates=config.data.templates > 0)
+    sizes = sizes_for(config)
     before = (config.objective.rounds - 1) / 2
     return (3 + before) * forward_flops(
         sizes, config.data.residues, config.data.sequences, config.data.extra, config.data.templates

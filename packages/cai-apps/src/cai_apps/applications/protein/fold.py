@@ -118,5 +118,3 @@ def likeness(found: Chain, true: Chain) -> float:
     known = torch.from_numpy(true.known[None, :, ALPHA])
     each = lddt(one, other, known)
     return float((each * known).sum() / known.sum())
-
-

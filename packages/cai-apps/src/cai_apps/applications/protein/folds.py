@@ -49,10 +49,14 @@ def fold_at_the_end(job: Job) -> None:
     config: Config = job.config
     if not config.folding.chains:
         return
-    shutil.rmtree(job.run.path / FOLDS / WEIGHTS, ignore_errors=True)  # of a run that was killed while it folded
+    shutil.rmtree(
+        job.run.path / FOLDS / WEIGHTS, ignore_errors=True
+    )  # of a run that was killed while it folded
     scores = _fold_all(job, job.run.export, config.train.steps)
     for name, score in scores.items():
-        print(f"folded         {name}: lDDT {score['lddt']:.2f} beside its structure, confidence {score['plddt']:.0f}")
+        print(
+            f"folded         {name}: lDDT {score['lddt']:.2f} beside its structure, confidence {score['plddt']:.0f}"
+        )
     print(f"structures     {job.run.path / FOLDS}, shown by cai report {job.run.path}")
 
 
@@ -63,7 +67,9 @@ def _fold_all(job: Job, weights: Path, step: int) -> dict[str, dict[str, float]]
     home, truth = job.run.path / FOLDS / str(step), job.run.path / FOLDS / TRUTH
     for directory in (home, truth):
         directory.mkdir(parents=True, exist_ok=True)
-    options = Options(config.objective.rounds, config.data.sequences, config.data.extra, config.objective.masked)
+    options = Options(
+        config.objective.rounds, config.data.sequences, config.data.extra, config.objective.masked
+    )
     scores: dict[str, dict[str, float]] = {}
     for name in config.folding.chains:
         alignment, chain = load(job.prepared.file(name))

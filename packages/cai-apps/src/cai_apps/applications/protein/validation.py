@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cai_apps.applications.protein.config import Config
-from cai_apps.applications.protein.design import sizes_of
+from cai_apps.applications.protein.design import sizes_for
 from cai_apps.config import validation
 from cai_mesh.errors import ConfigError
 
@@ -31,7 +31,7 @@ def resolve(config: Config, world_size: int) -> Config:
     """
     validation.check_ranges(config, RANGES)
     config = validation.resolve(config, world_size)
-    sizes_of(config.model.name, templates=config.data.templates > 0)
+    sizes_for(config)
     for name in ("clamped", "masked"):
         if getattr(config.objective, name) > 1:
             raise ConfigError(f"objective.{name} is no share", got=getattr(config.objective, name))

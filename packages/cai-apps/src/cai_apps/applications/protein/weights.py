@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,24 @@ def openfold_name(model: AlphaFold) -> Callable[[str], str]:
     return openfold_names(model).__getitem__
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Which parts that a model may lack a file of weights has: what reads templates, what predicts aligned errors."""
+
+    templates: bool
+    errors: bool
+
+
+def parts_of(path: Path) -> Parts:
+    """Raises `DataError` for a file that cannot be read."""
+    held = _arrays(path) if path.suffix == ".npz" else _load(path)
+    errors = ("predicted_aligned_error_head", "aux_heads.tm.")
+    return Parts(
+        templates=any("template" in name for name in held),
+        errors=any(part in name for name in held for part in errors),
+    )
+
+
 def read_weights(model: AlphaFold, path: Path) -> None:
     """Fill a model from a file: OpenFold's (.pt, .safetensors of its names), or AlphaFold's (.npz).
 
@@ -65,11 +84,7 @@ def read_alphafold(model: AlphaFold, path: Path) -> None:
 
     Raises `DataError` as `read_openfold`, and where a stack has another number of blocks.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            held = {name: torch.from_numpy(file[name]) for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as arrays", got=str(error).splitlines()[0]) from None
+    held = _arrays(path)
     wanted = places([name for name, _ in model.named_parameters()])
     _check_names(path, {place.key for place in wanted.values()}, set(held))
     blocks: dict[str, int] = {}
@@ -117,6 +132,15 @@ def write_openfold(model: AlphaFold, path: Path) -> None:
     """A file that OpenFold reads."""
     wanted = openfold_names(model)
     torch.save({wanted[name]: param.detach().cpu() for name, param in model.named_parameters()}, path)
+
+
+def _arrays(path: Path) -> dict[str, Tensor]:
+    """Tensors by AlphaFold's names."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: torch.from_numpy(file[name]) for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as arrays", got=str(error).splitlines()[0]) from None
 
 
 def _load(path: Path) -> dict[str, Tensor]:

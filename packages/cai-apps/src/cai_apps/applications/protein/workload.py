@@ -12,9 +12,9 @@ from cai_apps.applications.protein.config import Config
 from cai_apps.applications.protein.data.batch import TRUTH, features_of, packed, truth_of
 from cai_apps.applications.protein.data.clusters import Masking
 from cai_apps.applications.protein.data.examples import Piece
-from cai_apps.applications.protein.data.truth import Groups
 from cai_apps.applications.protein.data.pretrained import weights_directory
-from cai_apps.applications.protein.design import initializer, layers, sizes_of
+from cai_apps.applications.protein.data.truth import Groups
+from cai_apps.applications.protein.design import initializer, layers, sizes_for
 from cai_apps.applications.protein.loss.whole import FINE_TUNING, WEIGHTS, Truth, losses, total
 from cai_apps.applications.protein.model.alphafold import AlphaFold, Features, Round, Sizes, Templates
 from cai_apps.applications.protein.model.frames import Frames
@@ -36,14 +36,16 @@ def piece_of(config: Config) -> Piece:
 
 def workload(config: Config) -> Workload:
     """The workload of a config."""
-    sizes, compute = sizes_of(config.model.name, templates=config.data.templates > 0), DTYPES[config.precision.compute]
+    sizes, compute = sizes_for(config), DTYPES[config.precision.compute]
     weights = STAGES[config.objective.stage]
 
     def ready(batch: Batch) -> Batch:
         """Features in the dtype of computing; the truth in float32 at least."""
         wide = torch.promote_types(compute, torch.float32)
         return {
-            name: value.to(wide if name.startswith(TRUTH) else compute) if value.is_floating_point() else value
+            name: value.to(wide if name.startswith(TRUTH) else compute)
+            if value.is_floating_point()
+            else value
             for name, value in batch.items()
         }
 

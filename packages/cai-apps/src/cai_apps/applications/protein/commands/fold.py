@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cai_apps.applications.protein.data.sequences import Alignment
     from cai_apps.applications.protein.model.alphafold import AlphaFold
 
+
 @dataclass(frozen=True)
 class Arguments:
     """Fold chains: mmCIF with the confidence where B factors are, and the expected aligned errors as JSON."""
@@ -85,12 +86,13 @@ def _model(options: Arguments) -> AlphaFold:
     from cai_apps.applications.protein.design import sizes_of
     from cai_apps.applications.protein.export import load_export
     from cai_apps.applications.protein.model.alphafold import AlphaFold
-    from cai_apps.applications.protein.weights import read_weights
+    from cai_apps.applications.protein.weights import parts_of, read_weights
 
     if options.model.is_dir():
         run = RunDirectory(options.model)
         return load_export(run.export if run.config_file.is_file() else options.model, raw=options.raw)
-    model = AlphaFold(sizes_of(options.preset, templates=True))
+    parts = parts_of(options.model)
+    model = AlphaFold(sizes_of(options.preset, templates=parts.templates, errors=parts.errors))
     read_weights(model, options.model)
     return model.eval()
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from cai_apps.applications.protein.config import Config
-from cai_apps.applications.protein.design import sizes_of
+from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_apps.applications.protein.weights import openfold_names, read_weights
 
@@ -23,7 +23,7 @@ def weights_directory(config: Config) -> Path:
     file = Path(config.model.weights).expanduser()
     with file.open("rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
-    key = f"{content} {config.model.name} {config.data.templates > 0}"
+    key = f"{content} {config.model.name} {config.data.templates > 0} {config.model.errors}"
     return Path(config.data.cache).expanduser() / "weights" / hashlib.sha256(key.encode()).hexdigest()[:20]
 
 
@@ -36,7 +36,7 @@ def prepare_weights(config: Config) -> None:
         return
     directory = weights_directory(config)
     with torch.device("meta"):
-        model = AlphaFold(sizes_of(config.model.name, templates=config.data.templates > 0))
+        model = AlphaFold(sizes_for(config))
     model = model.to_empty(device="cpu")
     read_weights(model, Path(config.model.weights).expanduser())
     names = openfold_names(model)

@@ -1,0 +1,116 @@
+"""What the page of a run shows of its folds: scores over the steps, and each chain at the last one.
+
+A chain has its trace beside the known one, coloured by confidence, the confidence along it, and expected errors.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cai_apps.applications.protein.folds import FOLDS, SCORES, TRUTH
+from cai_apps.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from cai_apps.applications.protein.data.structures import Chain
+
+BANDS = ((50.0, "#ff7d45"), (70.0, "#ffdb13"), (90.0, "#65cbf3"), (100.0, "#0053d6"))
+"""Colours of confidence, each up to a bound, as AlphaFold's database has them."""
+
+
+def show(run: RunDirectory) -> str:
+    """HTML of a run's folds; empty where it has none."""
+    home = run.path / FOLDS
+    steps = sorted(
+        (path.parent for path in home.glob(f"*/{SCORES}") if path.parent.name.isdigit()),
+        key=lambda path: int(path.name),
+    )
+    if not steps:
+        return ""
+    scores = {int(path.name): json.loads((path / SCORES).read_text(encoding="utf-8")) for path in steps}
+    parts = [_table(scores)]
+    for name in scores[int(steps[-1].name)]:
+        figure = draw_chain(steps[-1] / f"{name}.cif", home / TRUTH / f"{name}.cif")
+        parts.append(f"<h2>{html.escape(name)} after step {steps[-1].name}</h2>{_svg(figure)}")
+    return "".join(parts)
+
+
+def _table(scores: dict[int, dict[str, dict[str, float]]]) -> str:
+    """lDDT of each chain, a row a step."""
+    names = list(scores[max(scores)])
+    head = "".join(f"<th>{html.escape(name)}" for name in names)
+    rows = []
+    for step, each in scores.items():
+        cells = "".join(f"<td>{each[name]['lddt']:.3f}" if name in each else "<td>" for name in names)
+        rows.append(f"<tr><th>step {step}{cells}")
+    return f"<h2>lDDT of alpha carbons beside the known structures</h2><table><tr><th>{head}{''.join(rows)}</table>"
+
+
+def draw_chain(found: Path, truth: Path | None = None) -> Figure:
+    """The trace, the confidence along the chain and the expected errors of a structure that `cai fold` wrote."""
+    from matplotlib.figure import Figure
+
+    from cai_apps.applications.protein.data.structures import read_chain
+
+    beside = found.with_suffix(".pae.json")
+    said = json.loads(beside.read_text(encoding="utf-8"))[0] if beside.is_file() else {}
+    chain = read_chain(found)
+    true = None if truth is None or not truth.is_file() else read_chain(truth)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    trace, along, errors = (
+        figure.add_subplot(1, 3, 1, projection="3d"), figure.add_subplot(1, 3, 2), figure.add_subplot(1, 3, 3)
+    )  # fmt: skip
+    confidence = np.array(said.get("plddt", [0.0] * len(chain.residue)))
+    _draw_trace(trace, chain, confidence, true)
+    _draw_confidence(along, confidence)
+    if said:
+        shown = errors.imshow(said["predicted_aligned_error"], cmap="Greens_r", vmin=0, vmax=31.75)
+        errors.set(title="expected error, angstroms", xlabel="of residue", ylabel="seen from residue")
+        figure.colorbar(shown, ax=errors, shrink=0.8)
+    else:
+        errors.set_axis_off()
+    return figure
+
+
+def _draw_trace(axes: Any, chain: Chain, confidence: np.ndarray, true: Chain | None) -> None:
+    """Alpha carbons; the known ones in grey, laid upon them."""
+    points = chain.atoms[:, 1]
+    if true is not None:
+        known = true.known[:, 1]
+        laid = laid_upon(true.atoms[:, 1], points, known)
+        axes.plot(*np.where(known[:, None], laid, np.nan).T, color="#bbb", linewidth=3, label="known")
+    for first in range(len(points) - 1):
+        axes.plot(*points[first : first + 2].T, color=_colour(confidence[first]), linewidth=2)
+    axes.set(title="alpha carbons, known ones grey" if true is not None else "alpha carbons")
+    axes.set_axis_off()
+
+
+def _draw_confidence(axes: Any, confidence: np.ndarray) -> None:
+    places = np.arange(1, len(confidence) + 1)
+    axes.bar(places, confidence, width=1.0, color=[_colour(value) for value in confidence])
+    axes.set(title="confidence (pLDDT)", xlabel="residue", ylim=(0, 100))
+
+
+def _colour(confidence: float) -> str:
+    return next((colour for bound, colour in BANDS if confidence <= bound), BANDS[-1][1])
+
+
+def laid_upon(points: np.ndarray, others: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Points [R, 3] moved to lie on others [R, 3] as well as can be, by those that are known [R] (Kabsch, 1976)."""
+    center, other = points[known].mean(0), others[known].mean(0)
+    left, _, right = np.linalg.svd((points[known] - center).T @ (others[known] - other))
+    sign = np.diag([1.0, 1.0, np.sign(np.linalg.det(left @ right))])
+    return (points - center) @ (left @ sign @ right) + other
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
