@@ -98,9 +98,10 @@ def _damaged(path: Path, line: int, got: object, expected: object) -> DataError:
 
 def _hit(path: Path, lines: list[str], start: int, end: int) -> Hit:
     number = int(lines[start].split()[1])
-    if end - start < 3 or not lines[start + 1].startswith(">"):
-        got = lines[start + 1][:40] if end - start > 1 else "its end"
-        raise _damaged(path, start + 1, got, f">NAME of hit {number}")
+    if end - start < 3:
+        raise _damaged(path, end - 1, "the end of the file", f"name and numbers of hit {number}")
+    if not lines[start + 1].startswith(">"):
+        raise _damaged(path, start + 1, lines[start + 1][:40], f">NAME of hit {number}")
     told = dict(re.findall(r"([\w-]+)=(\S+)", lines[start + 2]))
     try:
         probability, e_value, aligned, sum_probs = (float(told[name]) for name in _NEEDED)
