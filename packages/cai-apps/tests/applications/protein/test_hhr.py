@@ -59,6 +59,11 @@ def test_no_hits(tmp_path):
         ("ACDEWWF--IKL   16", "ACDEWWF--IK   16", "is damaged, line 20\n.*9 letters from 7 to 16"),
         ("ACDEWWF--IKL   16", "ACDEWWF-IKL   16", "is damaged, line 20\n.*11 columns"),
         ("ACDEWWF--IKL   16", "ACDEWWF-9IKL   16", "is damaged, line 20\n.*\n.*NAME FIRST LETTERS LAST"),
+        (
+            "  91 ACDEFGHIKL---PQRSTVWY  108",
+            "  93 ACDEFGHIKL---PQRSTVWY  110",
+            "is damaged, line 44\n.*\n.*rows go on at 91",
+        ),
         ("Aligned_cols=8 ", "Aligned_cols=9 ", "is damaged, line 20\n.*8 aligned columns"),
     ],
 )
