@@ -93,7 +93,7 @@ def example(
     ]
     found = None
     if piece.templates:
-        cuts = [template.cut(at) for template in templates[: piece.templates]]
+        cuts = [template.cut(at) for template in templates]
         found = template_features(cuts, piece.residues, piece.templates)
     given = [replace(_features(residue, start, each, piece), templates=found) for each in drawn]
     return given, _truth(chain, at, drawn[-1], piece, clamped)
