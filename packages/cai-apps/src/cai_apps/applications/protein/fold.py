@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 
 from cai_apps.applications.protein.chemistry import tables
 from cai_apps.applications.protein.data.clusters import Masking
-from cai_apps.applications.protein.data.examples import Piece, query
+from cai_apps.applications.protein.data.examples import Piece, each_tensor, query
 from cai_apps.applications.protein.data.sequences import Alignment
 from cai_apps.applications.protein.data.structures import Chain, write_chain
+from cai_apps.applications.protein.data.templates import Template
 from cai_apps.applications.protein.loss.heads import confidence, predicted_errors, predicted_tm
 from cai_apps.applications.protein.loss.points import lddt
 from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features
@@ -27,6 +29,7 @@ class Options:
     Args:
         rounds: one after the other, each with its own draw of the alignment.
         sequences, extra: of the alignment, as in training.
+        templates: so many are read at most, by a model that reads any.
         masked: share of its residues that are masked, as in training.
         seed: of what is drawn.
     """
@@ -34,6 +37,7 @@ class Options:
     rounds: int = 4
     sequences: int = 512
     extra: int = 1024
+    templates: int = 4
     masked: float = 0.15
     seed: int = 0
 
@@ -76,7 +80,9 @@ def alone(name: str, residues: np.ndarray) -> Alignment:
 
 
 @torch.no_grad()
-def fold(model: AlphaFold, name: str, alignment: Alignment, options: Options) -> Prediction:
+def fold(
+    model: AlphaFold, name: str, alignment: Alignment, options: Options, templates: Sequence[Template] = ()
+) -> Prediction:
     """The chain whose sequence is the first of an alignment.
 
     Args:
@@ -87,8 +93,10 @@ def fold(model: AlphaFold, name: str, alignment: Alignment, options: Options) ->
     """
     reference = next(model.parameters())
     draws = torch.Generator().manual_seed(options.seed)
-    piece = Piece(1, options.sequences, options.extra, masking=Masking(options.masked))
-    given = [_on(features, reference) for features in query(alignment, piece, options.rounds, draws)]
+    count = 0 if model.template is None else min(options.templates, len(templates))
+    piece = Piece(1, options.sequences, options.extra, masking=Masking(options.masked), templates=count)
+    read = query(alignment, piece, options.rounds, draws, templates)
+    given = [_on(features, reference) for features in read]
     found = model(given)
     atoms, said = found.placed[-1].atoms[0].double().cpu(), found.said
     if not bool(atoms.isfinite().all()):
@@ -104,12 +112,7 @@ def fold(model: AlphaFold, name: str, alignment: Alignment, options: Options) ->
 
 
 def _on(features: Features, like: torch.Tensor) -> Features:
-    held = {
-        name: value.to(like.device, like.dtype if value.is_floating_point() else None)
-        for name, value in vars(features).items()
-        if isinstance(value, torch.Tensor)
-    }
-    return replace(features, **held)
+    return each_tensor(features, lambda x: x.to(like.device, like.dtype if x.is_floating_point() else None))
 
 
 def likeness(found: Chain, true: Chain) -> float:

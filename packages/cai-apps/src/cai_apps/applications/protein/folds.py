@@ -67,13 +67,19 @@ def _fold_all(job: Job, weights: Path, step: int) -> dict[str, dict[str, float]]
     home, truth = job.run.path / FOLDS / str(step), job.run.path / FOLDS / TRUTH
     for directory in (home, truth):
         directory.mkdir(parents=True, exist_ok=True)
+    data, objective = config.data, config.objective
     options = Options(
-        config.objective.rounds, config.data.sequences, config.data.extra, config.objective.masked
+        objective.rounds,
+        data.sequences,
+        data.extra,
+        data.templates,
+        objective.masked,
+        config.train.seed,
     )
     scores: dict[str, dict[str, float]] = {}
     for name in config.folding.chains:
-        alignment, chain = load(job.prepared.file(name))
-        found = fold(model, name, alignment, options)
+        known = load(job.prepared.file(name))
+        found, chain = fold(model, name, known.alignment, options, known.templates), known.chain
         found.write(home / f"{name}.cif")
         write_chain(truth / f"{name}.cif", chain)
         scores[name] = {"lddt": likeness(found.chain, chain), "plddt": float(found.plddt.mean())}

@@ -28,9 +28,10 @@ STAGES = {"initial": WEIGHTS, "fine_tuning": FINE_TUNING}
 
 def piece_of(config: Config) -> Piece:
     """How much of a chain a sample of a run holds."""
-    data = config.data
+    data, objective = config.data, config.objective
+    masking = Masking(objective.masked)
     return Piece(
-        data.residues, data.sequences, data.extra, config.objective.clamped, Masking(config.objective.masked)
+        data.residues, data.sequences, data.extra, objective.clamped, masking, templates=data.templates
     )
 
 

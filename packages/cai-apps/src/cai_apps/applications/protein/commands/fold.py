@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 import tyro
 
 from cai_apps.applications.protein import need_gemmi
@@ -16,7 +17,11 @@ from cai_mesh.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from cai_apps.applications.protein.data.sequences import Alignment
+    from cai_apps.applications.protein.data.templates import Template
     from cai_apps.applications.protein.model.alphafold import AlphaFold
+
+MOST = 4
+"""Templates that are read."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,10 @@ class Arguments:
     """Of the alignment that lead clusters."""
     extra: int = 1024
     """Other sequences of the alignment."""
+    templates: tuple[str, ...] = ()
+    """Related structures for a model that reads them: files, each FILE or FILE:CHAIN; or one .hhr of HHsearch."""
+    template_structures: Path | None = None
+    """Directory with the structures that an .hhr names; that of the .hhr unless given."""
     raw: bool = False
     """Use the last weights, where averaged ones are there too."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -55,7 +64,17 @@ def run(arguments: list[str]) -> int:
     if not options.input.is_file():
         raise DataError(f"no file {options.input}", expected="an alignment or sequences")
     chains = list(_chains(options.input))
-    _fold(options, _model(options), chains)
+    if options.templates and len(chains) > 1:
+        raise ConfigError("templates are of one chain", got=f"{len(chains)} in {options.input}")
+    templates = _templates(options, chains[0][1])
+    model = _model(options)
+    if templates and model.template is None:
+        raise ConfigError(
+            f"{options.model} reads no templates",
+            cause="weights of models 3 to 5, or a run with data.templates = 0",
+            fix="leave --templates out",
+        )
+    _fold(options, model, chains, templates)
     return 0
 
 
@@ -97,7 +116,29 @@ def _model(options: Arguments) -> AlphaFold:
     return model.eval()
 
 
-def _fold(options: Arguments, model: AlphaFold, chains: list[tuple[str, Alignment]]) -> None:
+def _templates(options: Arguments, alignment: Alignment) -> list[Template]:
+    """Of the first sequence; what is dropped of a search is told."""
+    from cai_apps.applications.protein.data.hhr import read_hhr
+    from cai_apps.applications.protein.data.related import choose, given
+    from cai_apps.applications.protein.data.structures import read_chain
+
+    query = alignment.residues[0].astype(np.int64)
+    if not options.templates:
+        return []
+    first = Path(options.templates[0])
+    if first.suffix == ".hhr":
+        found = choose(query, read_hhr(first), options.template_structures or first.parent, most=MOST)
+        for hit, reason in found.dropped:
+            print(f"template {hit.name} is left out: {reason}", flush=True)
+        return found.templates
+    files = [name.rpartition(":") for name in options.templates]
+    named = [(Path(file), chain) if file else (Path(chain), None) for file, _, chain in files]
+    return given(query, [read_chain(file, chain) for file, chain in named])
+
+
+def _fold(
+    options: Arguments, model: AlphaFold, chains: list[tuple[str, Alignment]], templates: list[Template]
+) -> None:
     import torch
 
     from cai_apps.applications.protein.fold import Options, fold
@@ -109,9 +150,9 @@ def _fold(options: Arguments, model: AlphaFold, chains: list[tuple[str, Alignmen
     )
     model = model.to(device, torch.bfloat16 if bf16 else torch.float32)
     options.output.mkdir(parents=True, exist_ok=True)
-    how = Options(options.rounds, options.sequences, options.extra, seed=options.seed)
+    how = Options(options.rounds, options.sequences, options.extra, MOST, seed=options.seed)
     for name, alignment in chains:
-        found = fold(model, name, alignment, how)
+        found = fold(model, name, alignment, how, templates)
         files = found.write(options.output / f"{name}.cif")
         tm = "" if found.tm is None else f", expected TM-score {found.tm:.2f}"
         sequences = len(alignment.residues)

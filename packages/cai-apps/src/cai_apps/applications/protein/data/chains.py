@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,11 +18,14 @@ import numpy as np
 
 from cai_apps.applications.protein.config import Data
 from cai_apps.applications.protein.data.examples import check_pair
+from cai_apps.applications.protein.data.hhr import read_hhr
+from cai_apps.applications.protein.data.related import choose, released
 from cai_apps.applications.protein.data.sequences import Alignment, read_a3m, read_stockholm
 from cai_apps.applications.protein.data.structures import Chain, read_chain
+from cai_apps.applications.protein.data.templates import Template
 from cai_mesh.errors import ConfigError, DataError, did_you_mean
 
-FORMAT = 1
+FORMAT = 2
 """Of what is kept; another one makes all of it anew."""
 ALIGNMENTS = {".a3m": read_a3m, ".sto": read_stockholm}
 STRUCTURES = (".cif", ".pdb")
@@ -35,13 +39,15 @@ class Files:
     Args:
         name: of the chain.
         alignment, structure: files.
-        chain: its name in the structure; None: the first protein there.
+        chain: its name in the structure; None: the only protein there.
+        hits: related structures; None: none are known.
     """
 
     name: str
     alignment: Path
     structure: Path
     chain: str | None
+    hits: Path | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def found_in(directory: Path) -> list[Files]:
                 f"two alignments of {path.stem}", got=f"{found[path.stem].alignment.name}, {path.name}"
             )
         structure, chain = _structure(directory, path.stem)
-        found[path.stem] = Files(path.stem, path, structure, chain)
+        hits = path.with_suffix(".hhr")
+        found[path.stem] = Files(path.stem, path, structure, chain, hits if hits.is_file() else None)
     if not found:
         raise DataError(f"no alignments in {directory}", expected=f"files of {', '.join(ALIGNMENTS)}")
     return list(found.values())
@@ -108,8 +115,17 @@ def prepare(data: Data) -> Prepared:
     """
     cache = Path(data.cache).expanduser() / "chains"
     held: dict[str, Path] = {}
-    for each in found_in(directory_of(data.source)):
-        path = _kept(each, cache)
+    directory = directory_of(data.source)
+    related = Path(data.template_structures).expanduser() if data.template_structures else directory
+    found = found_in(directory)
+    if data.templates and not any(each.hits for each in found):
+        raise DataError(
+            f"data.templates = {data.templates}, but no chain of {data.source} has related structures",
+            expected="NAME.hhr of HHsearch beside NAME.a3m",
+            fix="put them there, or set data.templates to 0",
+        )
+    for each in found:
+        path = _kept(each, cache, related if data.templates else None)
         with np.load(path, allow_pickle=False) as arrays:
             if float(arrays["resolution"]) <= data.max_resolution:
                 held[each.name] = path
@@ -129,17 +145,25 @@ def prepare(data: Data) -> Prepared:
     return Prepared(training, {name: held[name] for name in data.validation})
 
 
-def _kept(each: Files, cache: Path) -> Path:
-    """Where a chain is kept, read now if it was not."""
+def _kept(each: Files, cache: Path, related: Path | None) -> Path:
+    """Where a chain is kept, read now if it was not.
+
+    Args:
+        related: directory of related structures; None: they are not asked for.
+    """
     digest = hashlib.sha256(f"{FORMAT} {each.chain} ".encode())
     for file in (each.alignment, each.structure):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
+    hits = read_hhr(each.hits) if related is not None and each.hits is not None else []
+    if related is not None:
+        digest.update(repr((hits, sorted(path.name for path in related.iterdir()))).encode())
     path = cache / digest.hexdigest()[:20] / f"{each.name}.npz"
     if path.is_file():
         return path
     alignment = ALIGNMENTS[each.alignment.suffix](each.alignment)
     chain = read_chain(each.structure, each.chain)
     check_pair(alignment, chain)
+    held = [] if related is None else choose(chain.residue, hits, related, released(each.structure)).templates
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{each.name}.{os.getpid()}.npz")
     np.savez_compressed(
@@ -147,21 +171,38 @@ def _kept(each: Files, cache: Path) -> Path:
         names=np.array(alignment.names),
         residues=alignment.residues,
         deletions=alignment.deletions,
-        name=np.array(chain.name),
-        residue=chain.residue,
-        atoms=chain.atoms,
-        known=chain.known,
-        resolution=np.array(chain.resolution),
+        templates=np.array(len(held)),
+        **_arrays(chain, ""),
+        **{name: a for i, t in enumerate(held) for name, a in _arrays(t.chain, f"{i}.").items()},
+        **{f"{i}.place": t.place for i, t in enumerate(held)},
     )
     os.replace(unfinished, path)
     return path
 
 
-def load(path: Path) -> tuple[Alignment, Chain]:
+def _arrays(chain: Chain, prefix: str) -> dict[str, np.ndarray]:
+    return {f"{prefix}{name}": np.asarray(value) for name, value in vars(chain).items()}
+
+
+def _chain(held: Mapping[str, np.ndarray], prefix: str) -> Chain:
+    arrays = {name: held[f"{prefix}{name}"] for name in ("residue", "atoms", "known")}
+    return Chain(str(held[f"{prefix}name"]), **arrays, resolution=float(held[f"{prefix}resolution"]))
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of one chain: its alignment, its structure, and related ones."""
+
+    alignment: Alignment
+    chain: Chain
+    templates: list[Template]
+
+
+def load(path: Path) -> Known:
     """What `prepare` has kept."""
     with np.load(path, allow_pickle=False) as held:
         alignment = Alignment(tuple(held["names"].tolist()), held["residues"], held["deletions"])
-        chain = Chain(
-            str(held["name"]), held["residue"], held["atoms"], held["known"], float(held["resolution"])
-        )
-    return alignment, chain
+        templates = [
+            Template(_chain(held, f"{i}."), held[f"{i}.place"]) for i in range(int(held["templates"]))
+        ]
+        return Known(alignment, _chain(held, ""), templates)

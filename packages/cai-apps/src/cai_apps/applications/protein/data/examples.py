@@ -19,6 +19,8 @@ from cai_apps.applications.protein.data import clusters, truth
 from cai_apps.applications.protein.data.clusters import Masking
 from cai_apps.applications.protein.data.sequences import Alignment
 from cai_apps.applications.protein.data.structures import Chain
+from cai_apps.applications.protein.data.templates import Template
+from cai_apps.applications.protein.data.templates import features as template_features
 from cai_apps.applications.protein.loss.whole import Truth
 from cai_apps.applications.protein.model.alphafold import Features
 from cai_mesh.errors import DataError
@@ -37,6 +39,7 @@ class Piece:
         sequences: of the alignment that lead clusters; extra: others.
         clamped: share of samples whose errors of the backbone have a most (section 1.11.5).
         masking: of the alignment.
+        templates: 0: features have none.
     """
 
     residues: int = 256
@@ -44,6 +47,7 @@ class Piece:
     extra: int = 1024
     clamped: float = 0.9
     masking: Masking = field(default_factory=Masking)
+    templates: int = 0
 
 
 def check_pair(alignment: Alignment, chain: Chain) -> None:
@@ -65,16 +69,19 @@ def check_pair(alignment: Alignment, chain: Chain) -> None:
 
 
 def example(
-    alignment: Alignment, chain: Chain, piece: Piece, rounds: int, generator: Generator
-) -> tuple[list[Features], Truth]:
+    alignment: Alignment, chain: Chain, piece: Piece, rounds: int, generator: Generator,
+    templates: Sequence[Template] = (),
+) -> tuple[list[Features], Truth]:  # fmt: skip
     """A sample of a batch of one: the features of each round, and the truth of the last.
 
     Args:
-        rounds: each has its own draw of the alignment; the piece is the same.
+        rounds: each has its own draw of the alignment; the piece and the templates are the same.
+        templates: already chosen; the first are taken that the piece has room for.
 
-    Raises `DataError` where the alignment is of another sequence.
+    Raises `DataError` where the alignment or a template is of another sequence.
     """
     check_pair(alignment, chain)
+    _check_templates(chain, templates)
     length = len(chain.residue)
     start = int(torch.randint(max(length - piece.residues, 0) + 1, (), generator=generator))
     at = slice(start, start + piece.residues)
@@ -84,15 +91,23 @@ def example(
     drawn = [
         clusters.draw(cut, piece.sequences, piece.extra, piece.masking, generator) for _ in range(rounds)
     ]
-    given = [_features(residue, start, each, piece) for each in drawn]
+    found = None
+    if piece.templates:
+        cuts = [template.cut(at) for template in templates]
+        found = template_features(cuts, piece.residues, piece.templates)
+    given = [replace(_features(residue, start, each, piece), templates=found) for each in drawn]
     return given, _truth(chain, at, drawn[-1], piece, clamped)
 
 
-def query(alignment: Alignment, piece: Piece, rounds: int, generator: Generator) -> list[Features]:
+def query(
+    alignment: Alignment, piece: Piece, rounds: int, generator: Generator,
+    templates: Sequence[Template] = (),
+) -> list[Features]:  # fmt: skip
     """The features of each round of a whole chain, whose structure nobody knows; a batch of one.
 
     Args:
         piece: `residues` is raised to those of the chain where it is less, and is the size of what is padded.
+        templates: the first are taken that the piece has room for.
     """
     residue = torch.from_numpy(np.minimum(alignment.residues[0], UNKNOWN)).long()
     piece = replace(piece, residues=max(piece.residues, len(residue)))
@@ -100,7 +115,18 @@ def query(alignment: Alignment, piece: Piece, rounds: int, generator: Generator)
         clusters.draw(alignment, piece.sequences, piece.extra, piece.masking, generator)
         for _ in range(rounds)
     )
-    return [_features(residue, 0, each, piece) for each in drawn]
+    found = template_features(templates, piece.residues, piece.templates) if piece.templates else None
+    return [replace(_features(residue, 0, each, piece), templates=found) for each in drawn]
+
+
+def _check_templates(chain: Chain, templates: Sequence[Template]) -> None:
+    for template in templates:
+        if len(template.place) != len(chain.residue):
+            raise DataError(
+                f"template {template.chain.name} is not of {chain.name}",
+                got=f"places of {len(template.place)} residues",
+                expected=len(chain.residue),
+            )
 
 
 def _features(residue: Tensor, start: int, drawn: clusters.Clusters, piece: Piece) -> Features:
@@ -131,7 +157,7 @@ def _truth(chain: Chain, at: slice, drawn: clusters.Clusters, piece: Piece, clam
         _padded(drawn.true, rows, count, value=GAP), _padded(drawn.masked.float(), rows, count),
         torch.tensor(clamped), torch.tensor(fine),
     )  # fmt: skip
-    return _each(found, lambda x: (x.float() if x.is_floating_point() else x)[None])
+    return each_tensor(found, lambda x: (x.float() if x.is_floating_point() else x)[None])
 
 
 def stacked(samples: Sequence[T]) -> T:
@@ -145,13 +171,13 @@ def stacked(samples: Sequence[T]) -> T:
     return replace(first, **held)  # type: ignore[type-var]
 
 
-def _each(value: Any, change: Any) -> Any:
+def each_tensor(value: Any, change: Any) -> Any:
     """All tensors in a dataclass, and in those in it, changed."""
     if isinstance(value, Tensor):
         return change(value)
     if not is_dataclass(value):
         return value
-    return replace(value, **{f.name: _each(getattr(value, f.name), change) for f in fields(value)})  # type: ignore[type-var]
+    return replace(value, **{f.name: each_tensor(getattr(value, f.name), change) for f in fields(value)})  # type: ignore[type-var]
 
 
 def _padded(x: Tensor, *sizes: int, value: float = 0) -> Tensor:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from cai_apps.applications.protein.data.batch import packed
-from cai_apps.applications.protein.data.chains import load
+from cai_apps.applications.protein.data.chains import Known, load
 from cai_apps.applications.protein.data.examples import Piece, example, stacked
-from cai_apps.applications.protein.data.sequences import Alignment
-from cai_apps.applications.protein.data.structures import Chain
+from cai_apps.applications.protein.data.related import drawn
+from cai_apps.applications.protein.loss.whole import Truth
+from cai_apps.applications.protein.model.alphafold import Features
 from cai_mesh import rng
 
 KEPT = 64
@@ -45,7 +46,7 @@ class Pieces:
     ):
         self._chains, self._piece, self._rounds = list(chains), piece, rounds
         self._global_batch, self._seed, self._fixed = global_batch, seed, fixed
-        self._kept: OrderedDict[int, tuple[Alignment, Chain]] = OrderedDict()
+        self._kept: OrderedDict[int, Known] = OrderedDict()
 
     @property
     def size(self) -> int:
@@ -56,7 +57,7 @@ class Pieces:
         found = []
         for index, position in zip(indices.tolist(), positions.tolist(), strict=True):
             draws = torch.Generator().manual_seed(rng.key(self._seed, "piece", position))
-            found.append(example(*self._chain(index), self._piece, rounds, draws))
+            found.append(self._sample(self._known(index), rounds, draws))
         each = [stacked([sample[0][number] for sample in found]) for number in range(rounds)]
         return packed(each, stacked([truth for _, truth in found]))
 
@@ -64,7 +65,12 @@ class Pieces:
         """How many rounds a step has: each number from 1 on is as likely (section 1.10)."""
         return 1 + rng.key(self._seed, "rounds", step) % self._rounds
 
-    def _chain(self, index: int) -> tuple[Alignment, Chain]:
+    def _sample(self, known: Known, rounds: int, draws: torch.Generator) -> tuple[list[Features], Truth]:
+        most = self._piece.templates
+        taken = known.templates[:most] if self._fixed else drawn(known.templates, draws, most)
+        return example(known.alignment, known.chain, self._piece, rounds, draws, taken if most else ())
+
+    def _known(self, index: int) -> Known:
         if index in self._kept:
             self._kept.move_to_end(index)
         else:

@@ -39,7 +39,8 @@ class Chain:
         return "".join((LETTERS + "X")[number] for number in self.residue)
 
 
-def _gemmi() -> Any:
+def load_gemmi() -> Any:
+    """The library of structures, which an extra brings; `ConfigError` without it."""
     try:
         import gemmi
     except ImportError:
@@ -58,7 +59,7 @@ def read_chain(path: Path, chain: str | None = None) -> Chain:
         DataError: the file cannot be read, or has no atoms or no protein.
         ConfigError: no such chain, or several and none named.
     """
-    gemmi = _gemmi()
+    gemmi = load_gemmi()
     try:
         structure = gemmi.read_structure(str(path))
     except (RuntimeError, ValueError, OSError) as error:
@@ -129,7 +130,7 @@ def write_chain(path: Path, chain: Chain, confidence: np.ndarray | None = None) 
     Args:
         confidence: of each residue, 0 to 100 [R], written where B factors are.
     """
-    gemmi = _gemmi()
+    gemmi = load_gemmi()
     structure = gemmi.Structure()
     structure.name = chain.name
     model, written = gemmi.Model(1), gemmi.Chain("A")

@@ -1,0 +1,101 @@
+"""Structures of related proteins as the model reads them (sections 1.2.3 and 1.7.1, table 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cai_apps.applications.protein.chemistry import GAP, LETTERS, PLACES, UNKNOWN, tables
+from cai_apps.applications.protein.data import truth
+from cai_apps.applications.protein.data.structures import Chain
+from cai_apps.applications.protein.model.alphafold import ALPHA, BETA, Templates
+from cai_apps.applications.protein.model.embed import distance_bins
+
+FIRST, LAST, BINS = 3.25, 50.75, 39
+"""Where the first and the last bin of distances begin, angstroms, and how many there are."""
+NOWHERE = -1
+"""The place of a residue of the query beside none of a template."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A related structure beside the query.
+
+    Args:
+        chain: its structure.
+        place: of each residue of the query that of the template, from 0, or `NOWHERE` [R], int64.
+    """
+
+    chain: Chain
+    place: np.ndarray
+
+    def cut(self, at: slice) -> Template:
+        """Beside a piece of the query."""
+        return Template(self.chain, self.place[at])
+
+
+def features(given: Sequence[Template], residues: int, count: int, vectors: bool = False) -> Templates:
+    """Features of templates, of a batch of one, float32.
+
+    A torsion of which an atom is not known is what comes out with that atom at 0; the mask beside it says so.
+
+    Args:
+        given: the first `count` are taken; where there are fewer, others are there in shape alone.
+        residues: as many as the query has, or more.
+        vectors: whether the directions to other alpha carbons are told; published weights were made without.
+    """
+    taken = list(given[:count])
+    residue = torch.full((count, residues), GAP)
+    atoms = torch.zeros(count, residues, PLACES, 3, dtype=torch.float64)
+    known = torch.zeros(count, residues, PLACES, dtype=torch.bool)
+    for number, template in enumerate(taken):
+        here = np.flatnonzero(template.place != NOWHERE)
+        there = template.place[here]
+        residue[number, here] = torch.from_numpy(template.chain.residue[there])
+        atoms[number, here] = torch.from_numpy(template.chain.atoms[there]).double()
+        known[number, here] = torch.from_numpy(template.chain.known[there])
+    angles, psi = _angles(residue, atoms, known)
+    there = (torch.arange(count) < len(taken)).float()
+    pair = _pair(residue, atoms, known, vectors)
+    return Templates(*(each.float()[None] for each in (pair, angles, psi, there)))
+
+
+def _angles(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Residue, torsions, the same after half a turn, and which are known [T, R, 57]; whether psi is [T, R]."""
+    kind = residue.clamp(max=UNKNOWN)
+    turns, there = truth.torsions(kind, atoms, known)
+    alike = F.pad(tables().alike[kind], (3, 0)).to(turns.dtype)
+    other = turns * (1 - 2 * alike)[..., None]
+    parts = [F.one_hot(residue, GAP + 1), turns.flatten(-2), other.flatten(-2), there]
+    return torch.cat([each.to(turns.dtype) for each in parts], -1), there[..., truth.PSI - 1]
+
+
+def _pair(residue: Tensor, atoms: Tensor, known: Tensor, vectors: bool) -> Tensor:
+    """Distances of beta carbons, residues and directions [T, R, R, 88], 0 where a backbone is not known."""
+    glycine = residue == LETTERS.index("G")
+    beta = torch.where(glycine[..., None], atoms[..., ALPHA, :], atoms[..., BETA, :])
+    beta_known = torch.where(glycine, known[..., ALPHA], known[..., BETA])
+    whole = _both(known[..., [truth.N, truth.ALPHA, truth.C]].all(-1)).to(atoms.dtype)
+    kinds = F.one_hot(residue, GAP + 1).to(atoms.dtype)
+    count = residue.shape[-1]
+    frames = truth.groups(residue.clamp(max=UNKNOWN), atoms, known).frames[..., :1]
+    toward = frames.inverted(atoms[..., None, :, ALPHA, :])
+    length = (toward.square().sum(-1, keepdim=True) + 1e-20).sqrt()
+    parts = [
+        distance_bins(beta, FIRST, LAST, BINS),
+        _both(beta_known)[..., None].to(atoms.dtype),
+        kinds[..., None, :, :].expand(-1, count, -1, -1),
+        kinds[..., None, :].expand(-1, -1, count, -1),
+        toward / length * float(vectors),
+        whole[..., None],
+    ]
+    return torch.cat(parts, -1) * whole[..., None]
+
+
+def _both(mask: Tensor) -> Tensor:
+    return mask[..., :, None] & mask[..., None, :]
