@@ -129,6 +129,8 @@ def prepare(data: Data) -> Prepared:
         with np.load(path, allow_pickle=False) as arrays:
             if float(arrays["resolution"]) <= data.max_resolution:
                 held[each.name] = path
+    if data.templates:
+        _check_templates(data, held)
     for name in data.validation:
         if name not in held:
             raise ConfigError(
@@ -143,6 +145,19 @@ def prepare(data: Data) -> Prepared:
             cause=f"all are for validation, or coarser than {data.max_resolution} angstroms",
         )
     return Prepared(training, {name: held[name] for name in data.validation})
+
+
+def _check_templates(data: Data, held: Mapping[str, Path]) -> None:
+    """Raise `DataError` where not one chain has a template."""
+    for path in held.values():
+        with np.load(path, allow_pickle=False) as arrays:
+            if int(arrays["templates"]):
+                return
+    raise DataError(
+        f"data.templates = {data.templates}, but no hit of any chain is a template",
+        cause="their structures are not there, newer than the chain, or the chain itself",
+        fix="set data.template_structures to the directory that holds ENTRY.cif, or data.templates to 0",
+    )
 
 
 def _kept(each: Files, cache: Path, related: Path | None) -> Path:

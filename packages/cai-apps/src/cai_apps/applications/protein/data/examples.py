@@ -106,11 +106,13 @@ def query(
     """The features of each round of a whole chain, whose structure nobody knows; a batch of one.
 
     Args:
-        piece: `residues` is raised to those of the chain where it is less, and is the size of what is padded.
+        piece: at most so many sequences; nothing is padded.
         templates: the first are taken that the piece has room for.
     """
     residue = torch.from_numpy(np.minimum(alignment.residues[0], UNKNOWN)).long()
-    piece = replace(piece, residues=max(piece.residues, len(residue)))
+    sequences = min(piece.sequences, len(alignment.residues))
+    extra = max(1, min(piece.extra, len(alignment.residues) - sequences))
+    piece = replace(piece, residues=len(residue), sequences=sequences, extra=extra)
     drawn = (
         clusters.draw(alignment, piece.sequences, piece.extra, piece.masking, generator)
         for _ in range(rounds)
