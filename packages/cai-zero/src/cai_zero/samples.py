@@ -12,41 +12,62 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer
 from cai_zero.module import ModuleSharding
 from cai_zero.optimizer import ShardedOptimizer
 
 
 class SampleClip:
-    """A `cai_mesh.protocols.GradSync` around one of a sharded model or optimizer: one backward is one sample.
+    """Clips the gradient of each backward, which is one sample's, and sums them over the data ranks.
+
+        clip = SampleClip(optimizer)                    # of shard_optimizer, or sharding_of(model) in stage 3
+        with clip.step(0.1):
+            for sample in samples:
+                with clip.defer():
+                    loss_of(model, sample).backward()
+            clip.finish()
+        optimizer.step()
+
+    It is a `cai_mesh.protocols.GradSync`, so a `PipelineRunner` of one stage drives it too.
 
     Args:
-        inner: sums gradients over data ranks. All of a sample's gradient must be on its rank, so there are neither
-            tensor-parallel ranks nor stages.
+        inner: sums, or averages, the gradients of the data ranks.
 
-    Attributes:
-        most: the norm that no sample's gradient exceeds; set before a step, a scalar or a tensor on the device.
+    Raises `PlanError` where a rank has a part of a sample's gradient: on tensor-parallel ranks and stages.
     """
 
     def __init__(self, inner: ShardedOptimizer | ModuleSharding):
-        self._inner, self.most = inner, float("inf")
+        mesh = inner.mesh if isinstance(inner, ShardedOptimizer) else inner.ranks.mesh
+        parts = [axis for axis in ("pp", "cp", "tp") if mesh is not None and mesh.degree(axis) > 1]
+        if parts:
+            raise PlanError(
+                "a rank has a part of a sample's gradient, and knows no norm of the whole",
+                got=f"a mesh with {', '.join(parts)}",
+                fix="clip the norm of the step: cai_mesh.clip_grad_norm_",
+            )
+        self._inner, self._most = inner, float("inf")
         self._sums: list[torch.Tensor] | None = None
 
     @contextlib.contextmanager
     def step(self, most: torch.Tensor | float) -> Iterator[None]:
-        """All backwards of a step run inside, and `finish`; `most`: the norm that none exceeds."""
-        self.most, self._sums = most, None
+        """All backwards of a step run inside, and `finish`.
+
+        Args:
+            most: the norm that no sample's gradient exceeds, as its backward makes it, before the sum.
+        """
+        self._most, self._sums = most, None
         with self._inner.no_sync():
             yield
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """The backward inside is of one sample, and another follows."""
+        """The backward inside is of one sample."""
         yield
         self._take()
 
     def finish(self) -> None:
-        """The last sample's backward has ended: sum all over the data ranks. Collective."""
+        """Take the last sample, if its backward was not under `defer`, and sum all over the data ranks. Collective."""
         self._take()
         assert self._sums is not None
         for buffer, held in zip(self._buffers(), self._sums, strict=True):
@@ -63,7 +84,7 @@ class SampleClip:
         buffers = self._buffers()
         found = [buffer.take() for buffer in buffers]
         norm = torch.stack([torch.linalg.vector_norm(each) for each in found]).norm()
-        factor = (self.most / norm).clamp(max=1.0)
+        factor = (self._most / norm).clamp(max=1.0)
         if self._sums is None:
             self._sums = [each * factor for each in found]
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
+from cai_apps.compose.broken import watched
 from cai_apps.compose.weights import Weights
 from cai_apps.compose.workload import Batch, Workload
 from cai_apps.config.sections import RunConfig
@@ -127,24 +128,8 @@ class Session:
         The first module whose output is not finite when the batch is run forward; else the last parameter whose
         gradient is not, where backward meets it first. Collective. Gradients are lost.
         """
-        first: list[str] = []
-
-        def look(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                tensor = output[0] if isinstance(output, tuple) and output else output
-                broken = isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all())
-                if broken and not first:
-                    first.append(name)
-
-            return hook
-
-        modules = [(name, module) for name, module in self.model.named_modules() if name]
-        hooks = [module.register_forward_hook(look(name)) for name, module in modules]
-        try:
+        with watched(self.model) as first:
             self.evaluate(microbatches, total=1.0)
-        finally:
-            for hook in hooks:
-                hook.remove()
         found: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, f"the output of {first[0]}" if first else None)
         if any(found):

@@ -184,11 +184,13 @@ def test_no_model_and_weights_that_are_not_finite(run, tmp_path, capsys):
     assert main(["fold", str(tmp_path), str(tmp_path / "x.fasta")]) == 2
     assert "no export of AlphaFold" in capsys.readouterr().err
     held = torch.load(run / "export" / "openfold.pt", weights_only=True)
-    held["structure_module.bb_update.linear.bias"][:] = float("nan")
+    held["evoformer.blocks.1.pair_stack.pair_transition.linear_2.bias"][:] = float("nan")
     torch.save(held, tmp_path / "broken.pt")
     command = ["fold", str(tmp_path / "broken.pt"), str(tmp_path / "x.fasta"), "--preset", "alphafold-tiny"]
     assert main(command) == 2
-    assert "is not finite" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is not finite" in said
+    assert "first output that is not: evoformer.blocks.1.pair.transition.out" in said
 
 
 def test_known_structures_are_laid_upon_folded_ones():

@@ -19,6 +19,7 @@ from cai_apps.applications.protein.data.templates import Template
 from cai_apps.applications.protein.loss.heads import confidence, predicted_errors, predicted_tm
 from cai_apps.applications.protein.loss.points import lddt
 from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features
+from cai_apps.compose.broken import watched
 from cai_mesh.errors import DataError
 
 
@@ -100,8 +101,12 @@ def fold(
     found = model(given)
     atoms, said = found.placed[-1].atoms[0].double().cpu(), found.said
     if not bool(atoms.isfinite().all()):
+        with watched(model) as first:
+            model(given)
         raise DataError(
-            f"the structure of {name} is not finite", cause="weights that are not, or a dtype too narrow"
+            f"the structure of {name} is not finite",
+            got=f"the first output that is not: {first[0] if first else 'in no one module'}",
+            cause="weights that are not, or a dtype too narrow",
         )
     residue = given[0].residue[0].cpu()
     there = tables().there[residue]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cai_apps.applications.protein.chemistry import tables
-from cai_apps.applications.protein.model.frames import Frames
+from cai_apps.applications.protein.model.frames import Frames, product
 
 FIRST_CHI = 4
 
@@ -25,7 +25,7 @@ def groups_of(backbone: Frames, angles: Tensor, residue: Tensor) -> Frames:
     zero, one = torch.zeros_like(sine), torch.ones_like(sine)
     rows = ([one, zero, zero], [zero, cosine, -sine], [zero, sine, cosine])
     turn = torch.stack([torch.stack(row, -1) for row in rows], -2)
-    own = Frames(known.rotation[residue] @ turn, known.origin[residue])  # each in the group before it
+    own = Frames(product(known.rotation[residue], turn), known.origin[residue])  # each in the group before it
     found = [own[..., at] for at in range(FIRST_CHI + 1)]
     for at in range(FIRST_CHI + 1, own.origin.shape[-2]):
         found.append(found[-1].then(own[..., at]))

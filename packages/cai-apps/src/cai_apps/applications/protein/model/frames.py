@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 
+def _mixed(first: Tensor, second: Tensor, third: Tensor, x: Tensor) -> Tensor:
+    """Vectors [..., 3] in the shares that x [..., 3] has."""
+    return first * x[..., :1] + second * x[..., 1:2] + third * x[..., 2:]
+
+
+def product(one: Tensor, other: Tensor) -> Tensor:
+    """Of rotations [..., 3, 3]. Written out, for matrix units may round coordinates to TF32."""
+    return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)
+
+
 @dataclass(frozen=True)
 class Frames:
     """Motions x -> rotation x + origin.
@@ -26,15 +36,17 @@ class Frames:
 
     def apply(self, x: Tensor) -> Tensor:
         """Points [..., 3] of the frames, in the common space."""
-        return (self.rotation @ x[..., None])[..., 0] + self.origin
+        first, second, third = self.rotation.unbind(-1)
+        return _mixed(first, second, third, x) + self.origin
 
     def inverted(self, x: Tensor) -> Tensor:
         """Points [..., 3] of the common space, in the frames."""
-        return (self.rotation.transpose(-1, -2) @ (x - self.origin)[..., None])[..., 0]
+        first, second, third = self.rotation.unbind(-2)
+        return _mixed(first, second, third, x - self.origin)
 
     def then(self, inner: Frames) -> Frames:
         """The motions that first do what `inner` says, then these."""
-        return Frames(self.rotation @ inner.rotation, self.apply(inner.origin))
+        return Frames(product(self.rotation, inner.rotation), self.apply(inner.origin))
 
     def scaled(self, factor: float) -> Frames:
         """The same with origins in another unit."""

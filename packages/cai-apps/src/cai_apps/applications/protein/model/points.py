@@ -39,28 +39,31 @@ class PointAttention(nn.Module):
         self.out = linear(heads * (c_z + head + 4 * said), c_s, initial="final")
 
     def forward(self, s: Tensor, z: Tensor, frames: Frames, mask: Tensor) -> Tensor:
-        """The update of s [B, R, c_s].
+        """The update of s [B, R, c_s]. Points and scores are computed in the dtype of the frames.
 
         Args:
             z: [B, R, R, c_z].
-            frames: [B, R].
+            frames: [B, R], float32 or wider.
             mask: [B, R].
         """
+        wide = frames.origin.dtype
         q = self.to_q(s).unflatten(-1, (self.heads, -1))
         k, v = self.to_kv(s).unflatten(-1, (self.heads, -1)).chunk(2, -1)
         at = frames[..., None, None]
-        q_points = at.apply(self._points(self.q_points(s)))
-        k_points, v_points = at.apply(self._points(self.kv_points(s))).split([self.seen, self.said], -2)
-        scores = self._scores(q, k, q_points, k_points) + math.sqrt(1 / 3) * self.bias(z)
+        q_points = at.apply(self._points(self.q_points(s)).to(wide))
+        k_points, v_points = at.apply(self._points(self.kv_points(s)).to(wide)).split(
+            [self.seen, self.said], -2
+        )
+        scores = self._scores(q.to(wide), k.to(wide), q_points, k_points) + math.sqrt(1 / 3) * self.bias(z)
         mask = mask.to(scores.dtype)
         both = MASKED * (mask[:, :, None] * mask[:, None] - 1)
         share = (scores + both[..., None]).softmax(2)  # [B, R, R, N]
-        values = torch.einsum("bijn,bjnc->binc", share, v)
+        values = torch.einsum("bijn,bjnc->binc", share.to(v.dtype), v)
         points = at.inverted(torch.einsum("bijn,bjnpx->binpx", share, v_points))
         length = (points.square().sum(-1) + 1e-8).sqrt()
-        pairs = torch.einsum("bijn,bijc->binc", share, z)
+        pairs = torch.einsum("bijn,bijc->binc", share.to(z.dtype), z)
         parts = [values, *points.unbind(-1), length, pairs]
-        return self.out(torch.cat([part.flatten(2) for part in parts], -1))
+        return self.out(torch.cat([part.flatten(2).to(s.dtype) for part in parts], -1))
 
     def _points(self, x: Tensor) -> Tensor:
         """[B, R, 3 · N · points], all x before all y -> [B, R, N, points, 3]."""
