@@ -29,6 +29,7 @@ LAYOUTS = {
     "eight-bit moments": (2, {"parallel.zero": 1, "parallel.shard": 2, "optimizer.state": "int8"}),
     "muon": (2, {"parallel.zero": 1, "parallel.shard": 2, "optimizer.kind": "muon"}),
     "lamb, pipeline": (2, {"parallel.zero": 0, "parallel.pipeline.size": 2, "optimizer.kind": "lamb"}),
+    "samples clipped": (2, {"parallel.zero": 2, "parallel.shard": 2, "optimizer.clip_samples": 1.0}),
     "lars": (1, {"parallel.zero": 0, "optimizer.kind": "lars"}),
 }
 ALONE = {

@@ -88,6 +88,7 @@ class SampleClip:
         if self._sums is None:
             self._sums = [each * factor for each in found]
         else:
-            torch._foreach_add_(self._sums, torch._foreach_mul(found, factor))
+            torch._foreach_mul_(found, factor)
+            torch._foreach_add_(self._sums, found)
         for buffer in buffers:
             buffer.close()

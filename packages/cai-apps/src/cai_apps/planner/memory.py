@@ -37,6 +37,11 @@ def accumulates(config: RunConfig) -> bool:
     return config.parallel.pipeline.microbatches != 1
 
 
+def clips_samples(config: RunConfig) -> bool:
+    """Whether gradients stay unsharded until the step's last sample is clipped."""
+    return config.optimizer.clip_samples is not None and config.train.global_batch > 1
+
+
 def moment_bytes(config: RunConfig, model: nn.Module) -> float:
     """Bytes an element that the optimizer of a stage keeps, on average, beside master weights.
 
@@ -63,7 +68,8 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
         frozen: elements that do not. They have neither gradients nor state, and no master weights but in stage 3.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
-    gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate.
+    gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate; where
+    samples are clipped, every stage does.
     """
     zero, ranks = config.parallel.zero, config.parallel.shard
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
@@ -71,7 +77,7 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     stepped = own if zero >= 1 else trained
     masters = master if master != compute else 0
     average = master if config.optimizer.ema_decay is not None else 0
-    unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config))
+    unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config)) or clips_samples(config)
     return ModelState(
         parameters=(own + own_frozen) * master if zero == 3 else (trained + frozen) * compute,
         gradients=(trained if unsharded_gradients else own) * master,

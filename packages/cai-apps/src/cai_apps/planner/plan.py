@@ -18,6 +18,7 @@ from cai_apps.planner.memory import (
     MASTER_BYTES,
     ModelState,
     accumulates,
+    clips_samples,
     model_state,
     moment_bytes,
     most_in_flight,
@@ -140,17 +141,19 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     """Bytes of parameters and gradients that are whole for a while, on ranks that share them.
 
     Stage 3 gathers a unit and the one ahead of it; stages 2 and 3, and 1 where nothing accumulates, fill the gradients
-    of a unit while those of the one before are reduced.
+    of a unit while those of the one before are reduced. Where samples are clipped, those of a sample are all there.
     """
     parallel = config.parallel
+    compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
+    clips = clips_samples(config)
+    sample = elements(model)[0] * master if clips else 0  # beside those of the samples before it
     if parallel.shard == 1:
-        return 0
+        return sample
     held = [[parameter for _, parameter in unit] for unit in units(model).values()]
     gathered = _most_of_two([sum(p.numel() for p in unit) for unit in held])
     learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in held])
-    reduces = parallel.zero >= 2 or (parallel.zero == 1 and not accumulates(config))
-    compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
-    return gathered * (parallel.zero == 3) * compute + learned * reduces * master
+    reduces = not clips and (parallel.zero >= 2 or (parallel.zero == 1 and not accumulates(config)))
+    return gathered * (parallel.zero == 3) * compute + learned * reduces * master + sample
 
 
 def _most_of_two(sizes: list[int]) -> int:
