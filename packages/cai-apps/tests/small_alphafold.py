@@ -102,6 +102,16 @@ def loss_inputs() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def crowded() -> tuple[Tensor, Tensor, Tensor]:
+    """Residues, their places and atoms of two pieces of a chain in which nothing is as it should be."""
+    draw, n = random(9), RESIDUES
+    residue, index = torch.randint(20, (1, n), generator=draw), torch.arange(n)[None].clone()
+    residue[0, 1], residue[0, 4] = LETTERS.index("P"), LETTERS.index("C")
+    index[:, n // 2 :] += 3
+    start = 1.5 * torch.arange(n, dtype=torch.float64)[None, :, None, None]
+    return residue, index, start + 2 * torch.randn(1, n, 14, 3, generator=draw, dtype=torch.float64)
+
+
 PAIR = PairSizes(c_z=16, triangle=16, heads=2, head=8, factor=2, dropout=0.0)
 SMALL = Sizes(
     block=BlockSizes(c_m=24, heads=2, head=8, outer=4, factor=2, dropout=0.0, pair=PAIR), blocks=1,

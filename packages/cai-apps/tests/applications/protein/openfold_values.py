@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from small_alphafold import RESIDUES, TEMPLATES, drawn_frames, features, loss_inputs, model, raw
+from small_alphafold import RESIDUES, TEMPLATES, crowded, drawn_frames, features, loss_inputs, model, raw
 from torch import Tensor
 
 from cai_apps.applications.protein import names
@@ -113,6 +113,30 @@ def losses() -> dict[str, Tensor]:
     }
 
 
+def violations() -> dict[str, Tensor]:
+    """Of `crowded`, in float64, and their gradient. Its table of bonds is to be put into openfold/resources."""
+    from openfold.np import residue_constants
+    from openfold.utils import loss
+
+    residue, index, atoms = crowded()
+    atoms.requires_grad_()
+    there = torch.tensor(residue_constants.RESTYPE_ATOM14_MASK)[residue].double()
+    batch = {
+        "atom14_atom_exists": there, "residue_index": index, "aatype": residue,
+        "residx_atom14_to_atom37": torch.tensor(residue_constants.RESTYPE_ATOM14_TO_ATOM37)[residue].long(),
+    }  # fmt: skip
+    found = loss.find_structural_violations(batch, atoms, 12.0, 1.5)
+    between = found["between_residues"]
+    whole = loss.violation_loss(found, there)
+    (gradient,) = torch.autograd.grad(whole, atoms)
+    bounds = residue_constants.make_atom14_dists_bounds(1.5, 12.0)
+    return {
+        "bonds": between["bonds_c_n_loss_mean"], "angles_c": between["angles_ca_c_n_loss_mean"],
+        "angles_n": between["angles_c_n_ca_loss_mean"], "loss": whole, "gradient": gradient,
+        "lower": torch.tensor(bounds["lower_bound"]), "upper": torch.tensor(bounds["upper_bound"]),
+    }  # fmt: skip
+
+
 def main() -> None:
     theirs = openfold()
     import openfold.model.embedders as embedders
@@ -135,6 +159,7 @@ def main() -> None:
         grad = by_name[names.parameter(name, table)].grad
         values[f"gradient.{name}"] = torch.stack([grad.norm(), grad.flatten()[0], grad.flatten()[-1]])
     values |= {f"loss.{name}": torch.as_tensor(value) for name, value in losses().items()}
+    values |= {f"violations.{name}": value for name, value in violations().items()}
     kept = {name: value.detach().float().contiguous() for name, value in values.items()}
     save_file(kept, Path(__file__).with_name("openfold.safetensors"))
 

@@ -52,6 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "2-full": {"parallel.shard": 2, "parallel.zero": 2, "memory.recompute": "full"},
     "2-most": {"parallel.shard": 2, "parallel.zero": 3, "memory.recompute": "most"},
     "1-compiled": {"train.compile": "on"},
+    "2-fine": {"parallel.shard": 2, "parallel.zero": 2, "objective.stage": "fine_tuning"},
     "2-host": {
         "parallel.shard": 2,
         "parallel.zero": 3,
@@ -64,7 +65,7 @@ TIMEOUT = 400.0
 """Seconds; blocks that are compiled on a CPU take minutes."""
 UNUSED = ("heads.resolved", "heads.errors")
 """Heads without a loss in the first training."""
-RUNS = ("1", "2", "4", "2-full", "2-host")
+RUNS = ("1", "2", "4", "2-full", "2-host", "2-fine")
 
 
 def config_of(weights: Path, layout: str, **more: Any) -> Any:
@@ -128,7 +129,7 @@ def trained(weights: str, layout: str):
     return found, norms, full(masters), full(session.average.values())
 
 
-def twin(weights: Path, clip: float | None):
+def twin(weights: Path, clip: float | None, stage: str):
     """The plain loop: a backward a sample, torch's clipping, a sum, torch's AdamW; also whether any was clipped."""
     config = config_of(weights, "1")
     model = AlphaFold(sizes_of(config.model.name, templates=False, errors=True))
@@ -141,14 +142,15 @@ def twin(weights: Path, clip: float | None):
     averages = {name: value.detach().clone() for name, value in model.named_parameters()}
     batches = Batches(pieces(config), BATCH, 1, 0, 1, config.train.seed)
     found, norms, clipped = [], [], 0
-    used = [param for name, param in model.named_parameters() if not name.startswith(UNUSED)]
+    unused = UNUSED if stage == "initial" else ()
+    used = [param for name, param in model.named_parameters() if not name.startswith(unused)]
     for step in range(STEPS):
         sums = [torch.zeros_like(param) for param in used]
         summed = 0.0
         for batch in batches.at(step * BATCH):
             batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
             truth = truth_of(batch)
-            (loss,) = total(losses(model(features_of(batch)), truth), STAGES["initial"])
+            (loss,) = total(losses(model(features_of(batch)), truth, bonds=True), STAGES[stage])
             loss = loss * truth.mask.sum().sqrt()
             gradients = torch.autograd.grad(loss, used)
             norm = torch.stack([g.norm() for g in gradients]).norm()
@@ -170,12 +172,13 @@ def twin(weights: Path, clip: float | None):
 
 @pytest.fixture(scope="module")
 def twins(weights):
-    return {clip: twin(weights, clip) for clip in (CLIP, None)}
+    kinds = ((CLIP, "initial"), (None, "initial"), (CLIP, "fine_tuning"))
+    return {kind: twin(weights, *kind) for kind in kinds}
 
 
 def check(weights: Path, twins: dict, layout: str) -> None:
     config = config_of(weights, layout)
-    expected = twins[config.optimizer.clip_samples]
+    expected = twins[config.optimizer.clip_samples, config.objective.stage]
     ranks = config.parallel.shard * config.parallel.replicate
     for found in run_ranks(ranks, trained, str(weights), layout, timeout=TIMEOUT):
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-9)
@@ -198,7 +201,7 @@ def test_equals_a_plain_loop_in_other_layouts(weights, twins, layout):
 
 
 def test_some_samples_are_clipped_and_some_are_not(twins):
-    assert 0 < twins[CLIP][4] < STEPS * BATCH
+    assert 0 < twins[CLIP, "initial"][4] < STEPS * BATCH
 
 
 def test_rounds_are_drawn_for_a_step_and_every_number_comes(weights):

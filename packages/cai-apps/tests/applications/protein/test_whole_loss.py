@@ -29,6 +29,7 @@ def truth_of(residue: torch.Tensor, frames: Frames, angles: torch.Tensor) -> tup
     truth = Truth(
         residue, torch.ones(residue.shape, dtype=torch.float64), atoms, known, found, there,
         known_structure.groups(residue, atoms, known), rows, torch.ones(rows.shape), ones, ones,
+        torch.arange(residue.shape[1])[None],
     )  # fmt: skip
     return truth, Placed(frames, groups, atoms, angles, angles)
 

@@ -78,7 +78,7 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
 def _loss(weights: dict[str, float]) -> Loss:
     def loss(found: Round, truth: Truth) -> Tensor:
         """The sum over samples; a sample counts by the root of its residues (section 1.9)."""
-        each = total(losses(found, truth), weights)
+        each = total(losses(found, truth, bonds="violations" in weights), weights)
         return (each * truth.mask.sum(-1).sqrt().to(each.dtype)).sum()
 
     return loss
@@ -125,4 +125,5 @@ def _no_truth(samples: int, count: int, rows: int) -> Truth:
         masked=torch.zeros(samples, rows, count),
         clamped=torch.ones(samples),
         fine=torch.ones(samples),
+        index=torch.arange(count).expand(samples, count),
     )

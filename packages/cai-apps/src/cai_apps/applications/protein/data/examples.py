@@ -157,7 +157,7 @@ def _truth(chain: Chain, at: slice, drawn: clusters.Clusters, piece: Piece, clam
     found = Truth(
         residue, _padded(torch.ones(len(chain.residue[at])), count), atoms, known, angles, angles_known, groups,
         _padded(drawn.true, rows, count, value=GAP), _padded(drawn.masked.float(), rows, count),
-        torch.tensor(clamped), torch.tensor(fine),
+        torch.tensor(clamped), torch.tensor(fine), at.start + torch.arange(count),
     )  # fmt: skip
     return each_tensor(found, lambda x: (x.float() if x.is_floating_point() else x)[None])
 

@@ -12,6 +12,7 @@ from cai_apps.applications.protein.data import truth as known_structure
 from cai_apps.applications.protein.data.truth import Groups
 from cai_apps.applications.protein.loss import heads, points
 from cai_apps.applications.protein.loss.torsions import torsions
+from cai_apps.applications.protein.loss.violations import violations
 from cai_apps.applications.protein.model.alphafold import ALPHA, BETA, Round
 from cai_apps.applications.protein.model.frames import Frames
 
@@ -35,6 +36,7 @@ class Truth:
         rows, masked: numbers of the alignment's residues, and which were masked [B, S, R].
         clamped: 1 where errors of the backbone have a most, else 0 [B].
         fine: 1 where the resolution is good enough to learn confidence from, else 0 [B].
+        index: places of the residues in the chain [B, R].
     """
 
     residue: Tensor
@@ -48,10 +50,15 @@ class Truth:
     masked: Tensor
     clamped: Tensor
     fine: Tensor
+    index: Tensor
 
 
-def losses(found: Round, truth: Truth) -> dict[str, Tensor]:
-    """Each by its name, [B], before its weight; "resolved" and "aligned errors" too, which have none at first."""
+def losses(found: Round, truth: Truth, *, bonds: bool = False) -> dict[str, Tensor]:
+    """Each by its name, [B], before its weight; "resolved" and "aligned errors" too, which have none at first.
+
+    Args:
+        bonds: also "violations", for which all atoms are compared with each other.
+    """
     last, said = found.placed[-1], found.said
     backbone_known = truth.groups.known[..., 0]
     backbone = truth.groups.frames[..., 0]
@@ -73,6 +80,8 @@ def losses(found: Round, truth: Truth) -> dict[str, Tensor]:
         "plddt": truth.fine * heads.plddt(said.plddt, last.atoms[:, :, ALPHA], alpha, alpha_known),
         "resolved": truth.fine * heads.resolved(said.resolved, seen, there),
     }
+    if bonds:
+        result["violations"] = violations(truth.residue, truth.index, last.atoms).loss
     if said.errors is not None:
         found_errors = heads.aligned_errors(said.errors, last.frames, backbone, backbone_known)
         result["aligned errors"] = truth.fine * found_errors

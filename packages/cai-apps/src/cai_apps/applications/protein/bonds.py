@@ -1,0 +1,108 @@
+"""How far atoms of a residue may lie apart: from lengths of bonds, angles between them, and sizes of atoms."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from cai_apps.applications.protein.chemistry import LETTERS, PLACES, Residue, residues
+
+RADII = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
+"""Van der Waals radii by element, angstroms."""
+OVERLAP = 1.5
+"""By how much two atoms without a bond may overlap, angstroms (section 1.9.11)."""
+DEVIATIONS = 12.0
+"""How many standard deviations a length or an angle may be off."""
+COMMON = "common"
+Pair = tuple[str, ...]
+Spread = tuple[float, float]
+"""Mean and standard deviation."""
+
+
+@functools.cache
+def _table() -> dict[str, dict[Pair, Spread]]:
+    """By residue the lengths of its bonds (two atoms) and its angles (three), in angstroms and degrees."""
+    found: dict[str, dict[Pair, Spread]] = {}
+    own: dict[Pair, Spread] = {}
+    for line in (files(__package__) / "data" / "bonds.txt").read_text(encoding="utf-8").splitlines():
+        kind, *words = line.split()
+        if kind == "residue":
+            own = found[words[0]] = {}
+        elif kind in ("bond", "angle"):
+            *atoms, mean, deviation = words
+            own[tuple(atoms)] = float(mean), float(deviation)
+    return found
+
+
+def _of(residue: Residue) -> dict[Pair, Spread]:
+    """Bonds and angles of a residue: its own, and those common to all that it says nothing else of."""
+    table = _table()
+    common = {atoms: spread for atoms, spread in table[COMMON].items() if set(atoms) <= set(residue.atoms)}
+    return common | table[residue.name]
+
+
+def distances(residue: Residue) -> dict[Pair, Spread]:
+    """Between two atoms that share a bond, or both have one to a third, angstroms.
+
+    The latter by the law of cosines, its deviation from those of both bonds and of the angle as if they were
+    independent.
+    """
+    given = _of(residue)
+    found = {atoms: spread for atoms, spread in given.items() if len(atoms) == 2}
+    bonds = found | {(second, first): spread for (first, second), spread in found.items()}
+    for (first, middle, third), (degrees, spread) in ((a, s) for a, s in given.items() if len(a) == 3):
+        (one, one_off), (other, other_off) = bonds[first, middle], bonds[middle, third]
+        angle, off = math.radians(degrees), math.radians(spread)
+        length = math.sqrt(one**2 + other**2 - 2 * one * other * math.cos(angle))
+        parts = (
+            one * other * math.sin(angle) * off,
+            (one - other * math.cos(angle)) * one_off,
+            (other - one * math.cos(angle)) * other_off,
+        )
+        found[first, third] = length, math.hypot(*parts) / length
+    return found
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """By the number of a residue, 0 to 20 (unknown: no atoms).
+
+    Args:
+        lower, upper: of distances between two of the 14 places, angstroms [21, 14, 14]; both 0 where there are no two
+            atoms.
+        radius: of the atom at a place, angstroms [21, 14].
+    """
+
+    lower: Tensor
+    upper: Tensor
+    radius: Tensor
+
+    def to(self, like: Tensor) -> Bounds:
+        """On the device and in the dtype of a tensor."""
+        return Bounds(*(each.to(like) for each in vars(self).values()))
+
+
+@functools.cache
+def bounds() -> Bounds:
+    """On the CPU, in float64."""
+    count = len(LETTERS) + 1
+    lower, upper = (torch.zeros(count, PLACES, PLACES, dtype=torch.float64) for _ in range(2))
+    radius = torch.zeros(count, PLACES, dtype=torch.float64)
+    for number, residue in enumerate(residues()):
+        place = {name: at for at, name in enumerate(residue.atoms)}
+        for name, at in place.items():
+            radius[number, at] = RADII[name[0]]
+        for first, second in permutations(place.values(), 2):
+            lower[number, first, second] = radius[number, first] + radius[number, second] - OVERLAP
+            upper[number, first, second] = math.inf
+        for (one, other), (length, deviation) in distances(residue).items():
+            for pair in ((place[one], place[other]), (place[other], place[one])):
+                lower[(number, *pair)] = length - DEVIATIONS * deviation
+                upper[(number, *pair)] = length + DEVIATIONS * deviation
+    return Bounds(lower, upper, radius)

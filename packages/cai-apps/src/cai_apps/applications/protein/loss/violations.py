@@ -1,0 +1,129 @@
+"""What no protein does: bonds too long or short, angles too wide or narrow, atoms in one place (section 1.9.11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cai_apps.applications.protein.bonds import DEVIATIONS, OVERLAP, bounds
+from cai_apps.applications.protein.chemistry import LETTERS, tables
+from cai_apps.applications.protein.data.truth import ALPHA, C, N
+
+LENGTH, LENGTH_PROLINE = (1.329, 0.014), (1.341, 0.016)
+"""Of the bond between two residues, and of one to a proline: mean and standard deviation, angstroms."""
+COSINE_AT_C, COSINE_AT_N = (-0.4473, 0.0311), (-0.5203, 0.0353)
+"""Of the angles CA-C-N and C-N-CA. OpenFold holds the first to 0.014, the deviation of the bond's length."""
+SULFUR = 5
+"""The place whose atoms may come close: cysteine's sulfur. As AlphaFold does, this counts for any residue's."""
+SMALL, CLOSE = 1e-6, 1e-10
+"""What is added under roots and to counts."""
+
+
+@dataclass(frozen=True)
+class Violations:
+    """Of a structure, before it is weighted.
+
+    Args:
+        bonds: mean error of the lengths between residues beyond what is allowed, angstroms [B].
+        angles_c, angles_n: of the cosines of CA-C-N and C-N-CA [B].
+        clashes: of atoms too close or, in a residue, too far apart, a mean over atoms, angstroms [B].
+        residues: which have any of these [B, R].
+    """
+
+    bonds: Tensor
+    angles_c: Tensor
+    angles_n: Tensor
+    clashes: Tensor
+    residues: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum, [B]."""
+        return self.bonds + self.angles_c + self.angles_n + self.clashes
+
+
+def violations(residue: Tensor, index: Tensor, atoms: Tensor) -> Violations:
+    """Of atoms at the 14 places of each residue.
+
+    Args:
+        residue: numbers [B, R]; an unknown one has no atoms.
+        index: places in the chain [B, R]; residues whose places differ by one have a bond.
+        atoms: [B, R, 14, 3], angstroms, float32 or wider.
+    """
+    there = tables().there.to(residue.device)[residue].to(atoms.dtype)
+    between, broken = _between(residue, index, atoms, there)
+    clash, close = _clashes(residue, index, atoms, there)
+    bend, strained = _within(residue, atoms, there)
+    clashes = 2 * (clash + bend) / (SMALL + there.sum((-1, -2)))  # each error is of two atoms
+    return Violations(*between, clashes, broken | close | strained)
+
+
+def _between(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Errors of the bond, of CA-C-N and of C-N-CA, [B] each; residues beside one that is off [B, R]."""
+    alpha, c = atoms[:, :-1, ALPHA], atoms[:, :-1, C]
+    n, next_alpha = atoms[:, 1:, N], atoms[:, 1:, ALPHA]
+    joined = ((index[:, 1:] - index[:, :-1]) == 1).to(atoms.dtype) * there[:, :-1, C] * there[:, 1:, N]
+    proline = residue[:, 1:] == LETTERS.index("P")
+    mean, deviation = (
+        torch.where(proline, torch.full_like(joined, special), torch.full_like(joined, usual))
+        for usual, special in zip(LENGTH, LENGTH_PROLINE, strict=True)
+    )
+    to_n, length = _direction(c, n)
+    to_alpha, _ = _direction(c, alpha)
+    onward, _ = _direction(n, next_alpha)
+    at_c, at_n = (to_alpha * to_n).sum(-1), (-to_n * onward).sum(-1)
+    checked = (
+        (length, mean, deviation, joined),
+        (at_c, *COSINE_AT_C, joined * there[:, :-1, ALPHA]),
+        (at_n, *COSINE_AT_N, joined * there[:, 1:, ALPHA]),
+    )
+    errors, off = [], torch.zeros_like(proline)
+    for value, wanted, spread, mask in checked:
+        error = ((value - wanted).square() + SMALL).sqrt() - DEVIATIONS * spread
+        errors.append((mask * F.relu(error)).sum(-1) / (mask.sum(-1) + SMALL))
+        off = off | ((error > 0) & (mask > 0))
+    return errors, F.pad(off, (0, 1)) | F.pad(off, (1, 0))
+
+
+def _direction(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Of length one, [..., 3], and how far, [...]."""
+    vector = end - start
+    length = (SMALL + vector.square().sum(-1)).sqrt()
+    return vector / length[..., None], length
+
+
+def _clashes(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much atoms of different residues lie too close, summed over pairs [B]; residues that do [B, R]."""
+    shape = there.shape
+    flat, radius = atoms.flatten(1, 2), bounds().to(atoms).radius[residue].flatten(1, 2)
+    apart = (CLOSE + (flat[:, :, None] - flat[:, None]).square().sum(-1)).sqrt()
+    allowed = _may_clash(index, there)
+    lower = radius[:, :, None] + radius[:, None] - OVERLAP
+    error = allowed * F.relu(lower - apart)
+    seen = (error > 0).any(-1) | (error > 0).any(-2)
+    return error.sum((-1, -2)), seen.view(shape).any(-1)
+
+
+def _may_clash(index: Tensor, there: Tensor) -> Tensor:
+    """Which pairs of atoms count, each once: of different residues, without a bond [B, 14 R, 14 R]."""
+    place = torch.arange(there.shape[-1], device=index.device).expand(there.shape).flatten(1, 2)
+    of = index[..., None].expand(there.shape).flatten(1, 2)
+    rows, columns = (slice(None), slice(None), None), (slice(None), None, slice(None))
+    bond = (of[rows] + 1 == of[columns]) & (place[rows] == C) & (place[columns] == N)
+    bridge = (place[rows] == SULFUR) & (place[columns] == SULFUR)
+    both = there.flatten(1, 2)
+    return both[rows] * both[columns] * ((of[rows] < of[columns]) & ~bond & ~bridge).to(both.dtype)
+
+
+def _within(residue: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much atoms of a residue lie too close or too far apart, summed over pairs [B]; such residues [B, R]."""
+    held = bounds().to(atoms)
+    lower, upper = held.lower[residue], held.upper[residue]
+    apart = (CLOSE + (atoms[..., :, None, :] - atoms[..., None, :, :]).square().sum(-1)).sqrt()
+    other = 1 - torch.eye(atoms.shape[-2], dtype=atoms.dtype, device=atoms.device)
+    mask = there[..., :, None] * there[..., None, :] * other
+    error = mask * (F.relu(lower - apart) + F.relu(apart - upper))
+    return error.sum((-1, -2, -3)), (error > 0).any(-1).any(-1)
