@@ -14,15 +14,17 @@ from cai_apps.applications.protein import names
 from cai_apps.applications.protein.chemistry import LETTERS
 from cai_apps.applications.protein.model.alignment import ColumnAttention, OuterProductMean, RowAttention
 from cai_apps.applications.protein.model.embed import InputEmbedder, RecyclingEmbedder
+from cai_apps.applications.protein.model.evoformer import PairSizes
 from cai_apps.applications.protein.model.frames import Frames
 from cai_apps.applications.protein.model.layers import Transition
 from cai_apps.applications.protein.model.pair import TriangleAttention, TriangleMultiplication
 from cai_apps.applications.protein.model.points import PointAttention
 from cai_apps.applications.protein.model.structure import Angles, StructureModule, StructureSizes
-from cai_apps.applications.protein.model.template import TemplateAttention
+from cai_apps.applications.protein.model.template import TemplateAttention, TemplateBlock
 
 C_M, C_Z, C_S, C_T, HEADS, HEAD, OUTER, FACTOR = 24, 16, 32, 8, 2, 8, 4, 2
 SIZES = StructureSizes(c_s=C_S, c_z=C_Z, head=HEAD, heads=HEADS, blocks=2, dropout=0.0, angles=C_S)
+TEMPLATE = PairSizes(c_z=C_T, triangle=C_T, heads=HEADS, head=HEAD, factor=FACTOR, dropout=0.0)
 Inputs = dict[str, Tensor]
 
 
@@ -87,6 +89,25 @@ def _pair_case(build: Callable[[], nn.Module], ours: str, theirs: str) -> Case:
     return Case(build, lambda module, given: [module(given["z"], given["z_mask"])], table)
 
 
+class TemplateStack(nn.Module):
+    """The blocks that each template goes through by itself, and the layer norm after them."""
+
+    def __init__(self, sizes: PairSizes, blocks: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(TemplateBlock(sizes) for _ in range(blocks))
+        self.norm = nn.LayerNorm(sizes.c_z)
+
+    def forward(self, t: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            t = block(t, mask)
+        return self.norm(t)
+
+
+def _templates(module: nn.Module, given: Inputs) -> list[Tensor]:
+    t = given["templates"].flatten(0, 1)
+    return [module(t, given["z_mask"].expand(len(t), -1, -1))]
+
+
 def _angles(module: nn.Module, given: Inputs) -> list[Tensor]:
     return list(module(given["s"], given["start"]))
 
@@ -118,6 +139,11 @@ CASES: dict[str, Case] = {
         lambda module, given: [module(given["m"])],
         _part(BLOCK, "transition", "msa_transition"),
     ),
+    "pair transition": Case(
+        lambda: Transition(C_Z, FACTOR),
+        lambda module, given: [module(given["z"])],
+        _part(names.pair_updates("x", "y"), "x.transition", "y.pair_transition"),
+    ),
     "outer product mean": Case(
         lambda: OuterProductMean(C_M, C_Z, OUTER),
         lambda module, given: [module(given["m"], given["m_mask"])],
@@ -142,6 +168,13 @@ CASES: dict[str, Case] = {
     ),
     "angles": Case(lambda: Angles(C_S, C_S, 2), _angles, _part(STRUCTURE, "angles", "angle_resnet")),
     "structure module": Case(lambda: StructureModule(SIZES), _structure, STRUCTURE),
+    "template stack": Case(
+        lambda: TemplateStack(TEMPLATE, 2),
+        _templates,
+        names.pair_updates("blocks.0", "blocks.0")
+        | names.pair_updates("blocks.1", "blocks.1")
+        | {"norm": "layer_norm"},
+    ),
     "template attention": Case(
         lambda: TemplateAttention(C_Z, C_T, HEADS, HEAD),
         lambda module, given: [module(given["z"], given["templates"], given["there"])],

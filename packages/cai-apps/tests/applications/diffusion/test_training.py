@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import full
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
@@ -91,15 +92,6 @@ def images_of(config: Any) -> Images:
     prepared = DIFFUSION.prepare(config)
     whole = Images(prepared, 0, prepared.images, config.objective.condition_dropout, config.train.seed)
     return split(whole, config.data.validation_fraction)[0]
-
-
-def full(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors; ranks may hold different names."""
-    known: list = [None] * dist.get_world_size()
-    dist.all_gather_object(known, {name: (each.global_shape, each.dtype) for name, each in boxed.items()})
-    shapes = {name: shape for names in known for name, shape in names.items()}
-    held = {name: boxed.get(name, BoxedTensor(*shape, ())) for name, shape in sorted(shapes.items())}
-    return {name: each.to_full(dist.group.WORLD) for name, each in held.items()}
 
 
 def trained(recipe: str, cache: str, layout: str, directory: str):

@@ -38,6 +38,7 @@ def modules() -> dict:
     from openfold.model import embedders, evoformer, msa, outer_product_mean, structure_module, template
     from openfold.model import triangular_attention as attention
     from openfold.model import triangular_multiplicative_update as multiplication
+    from openfold.model.pair_transition import PairTransition
 
     def pair(module, given):
         return [module(given["z"], mask=given["z_mask"])]
@@ -57,6 +58,7 @@ def modules() -> dict:
         "column attention": (msa.MSAColumnAttention(C_M, HEAD, HEADS), alignment),
         "global column attention": (msa.MSAColumnGlobalAttention(C_M, HEAD, HEADS), alignment),
         "transition": (evoformer.MSATransition(C_M, FACTOR), lambda module, given: [module(given["m"])]),
+        "pair transition": (PairTransition(C_Z, FACTOR), lambda module, given: [module(given["z"])]),
         "outer product mean": (outer_product_mean.OuterProductMean(C_M, C_Z, OUTER), alignment),
         "triangle multiplication, outgoing": (multiplication.TriangleMultiplicationOutgoing(C_Z, C_Z), pair),
         "triangle multiplication, incoming": (multiplication.TriangleMultiplicationIncoming(C_Z, C_Z), pair),
@@ -71,6 +73,10 @@ def modules() -> dict:
             lambda module, given: list(module(given["s"], given["start"])),
         ),
         "structure module": (structure, fold),
+        "template stack": (
+            template.TemplatePairStack(C_T, HEAD, C_T, 2, HEADS, FACTOR, 0.0, False, False, None),
+            templates,
+        ),
         "template attention": (
             template.TemplatePointwiseAttention(C_T, C_Z, HEAD, HEADS, inf=1e5),
             lambda module, given: [module(given["templates"], given["z"], template_mask=given["there"])],
@@ -91,6 +97,12 @@ def rigid(given: Inputs):
 
     frames = frames_of(given)
     return Rigid(Rotation(rot_mats=frames.rotation), frames.origin)
+
+
+def templates(module: nn.Module, given: Inputs) -> list[Tensor]:
+    """Its transitions without a mask, which changes nothing that is read later."""
+    mask = given["z_mask"][:, None]
+    return [module(given["templates"], mask, chunk_size=None, _mask_trans=False).flatten(0, 1)]
 
 
 def fold(module: nn.Module, given: Inputs) -> list[Tensor]:

@@ -69,6 +69,17 @@ def test_a_directory_is_read_once_and_anew_when_it_changes(chains, tmp_path):
     assert len(load(again.file("4CUP_A")).alignment.residues) == 2
 
 
+def test_a_kept_file_that_is_damaged_is_made_anew_or_named(chains, tmp_path):
+    path = prepare(data(chains, tmp_path)).file("1A8O")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert len(load(prepare(data(chains, tmp_path)).file("1A8O")).chain.residue) == 70
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    with pytest.raises(CaiError, match="is damaged"):
+        load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import full
 from torch import nn
 
 from cai_apps import recipes
@@ -95,15 +96,6 @@ def weights(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "random.pt"
     write_openfold(model, path)
     return path
-
-
-def full(boxed: dict[str, BoxedTensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors; ranks may hold different names."""
-    known: list = [None] * dist.get_world_size()
-    dist.all_gather_object(known, {name: (each.global_shape, each.dtype) for name, each in boxed.items()})
-    shapes = {name: shape for names in known for name, shape in names.items()}
-    held = {name: boxed.get(name, BoxedTensor(*shape, ())) for name, shape in sorted(shapes.items())}
-    return {name: each.to_full(dist.group.WORLD) for name, each in held.items()}
 
 
 def trained(weights: str, layout: str):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -173,7 +175,7 @@ def _kept(each: Files, cache: Path, related: Path | None) -> Path:
     if related is not None:
         digest.update(repr((hits, sorted(path.name for path in related.iterdir()))).encode())
     path = cache / digest.hexdigest()[:20] / f"{each.name}.npz"
-    if path.is_file():
+    if zipfile.is_zipfile(path):  # not one that was cut off
         return path
     alignment = ALIGNMENTS[each.alignment.suffix](each.alignment)
     chain = read_chain(each.structure, each.chain)
@@ -214,10 +216,15 @@ class Known:
 
 
 def load(path: Path) -> Known:
-    """What `prepare` has kept."""
-    with np.load(path, allow_pickle=False) as held:
-        alignment = Alignment(tuple(held["names"].tolist()), held["residues"], held["deletions"])
-        templates = [
-            Template(_chain(held, f"{i}."), held[f"{i}.place"]) for i in range(int(held["templates"]))
-        ]
-        return Known(alignment, _chain(held, ""), templates)
+    """What `prepare` has kept. Raises `DataError` where the file has been damaged since."""
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            alignment = Alignment(tuple(held["names"].tolist()), held["residues"], held["deletions"])
+            templates = [
+                Template(_chain(held, f"{i}."), held[f"{i}.place"]) for i in range(int(held["templates"]))
+            ]
+            return Known(alignment, _chain(held, ""), templates)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(
+            f"{path} is damaged", got=str(error).splitlines()[0], fix="delete it: it is made anew"
+        ) from None
