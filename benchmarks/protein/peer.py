@@ -7,7 +7,6 @@ extension: where that is not built, the one attention that calls it is computed 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import types
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cai_apps.applications.protein import names
 from cai_apps.applications.protein.chemistry import ATOMS, tables
@@ -44,10 +42,6 @@ def openfold(module: str) -> types.ModuleType:
         )
     if not hasattr(extension, "backward_"):
         primitives.attention_core = _attention
-    # reentrant checkpoints, torch's default, see no gradients of tensors in a list, as the extra stack has them
-    kept = functools.partial(checkpoint, use_reentrant=False)
-    for name in ("openfold.utils.checkpointing", "openfold.model.primitives", "openfold.model.evoformer"):
-        importlib.import_module(name).get_checkpoint_fn = lambda: kept
     return found
 
 
