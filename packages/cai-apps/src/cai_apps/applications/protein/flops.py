@@ -22,8 +22,8 @@ def piece_flops(config: Config) -> float:
 
 def forward_flops(sizes: Sizes, residues: int, sequences: int, extra: int, templates: int) -> float:
     """Of one round."""
-    found = sizes.blocks * _block(sizes.block, residues, sequences + templates)
-    found += sizes.extra_blocks * _block(sizes.extra_block, residues, extra)
+    found = sizes.blocks * block_flops(sizes.block, residues, sequences + templates)
+    found += sizes.extra_blocks * block_flops(sizes.extra_block, residues, extra)
     if sizes.template is not None:
         found += templates * sizes.template.blocks * _pair(sizes.template.sizes, residues)
     return found
@@ -42,7 +42,8 @@ def _pair(of: PairSizes, residues: int) -> float:
     return 2 * (multiplication + attention) + 4 * pairs * of.factor * of.c_z**2
 
 
-def _block(of: BlockSizes, residues: int, sequences: int) -> float:
+def block_flops(of: BlockSizes, residues: int, sequences: int) -> float:
+    """Of one block of a stack, forward."""
     inner, places, pairs = of.heads * of.head, sequences * residues, residues**2
     row = _attention(sequences, residues, of.c_m, inner) + 2 * pairs * of.pair.c_z * of.heads
     if of.one_query:  # queries of a column's mean, one head's keys and values
