@@ -36,6 +36,7 @@ import peer
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor.fx_passes import fuse_attention
 
 from cai_apps import recipes
 from cai_apps.applications.protein import design
@@ -152,6 +153,7 @@ def theirs(config: Any, form: str, device: torch.device) -> Step:
     found = peer.config_of(sizes, checkpoints=form != "openfold-nockpt")
     model = peer.model(found, None, sizes).to(device).train()
     if form == "openfold-compiled":
+        fuse_attention._sfdp_init = lambda *_: None  # Inductor would put SDPA of four dims for attention of five
         for block in (*model.extra_msa_stack.blocks, *model.evoformer.blocks):
             block.compile()
     loss_of = peer.openfold("utils.loss").AlphaFoldLoss(found.loss)

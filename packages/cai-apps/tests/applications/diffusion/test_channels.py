@@ -68,3 +68,19 @@ def test_a_layer_is_one_graph(name):
     got, own = run(layer, name, x)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(own, gradients)
+
+
+@pytest.mark.parametrize("name", ["resnet", "down", "up"])
+def test_backward_keeps_weights_as_they_are_stored(name):
+    layer = build(name)
+    keep_channels_last([layer])
+    x = torch.randn(3, 8, 6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    given = [torch.randn(GIVEN[name], dtype=torch.float64)] if name in GIVEN else []
+    layer.forward = torch.compile(layer.forward)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        layer(x, *given)
+    stored = {param.data_ptr() for param in layer.parameters()}
+    shapes = {param.shape for param in layer.parameters() if param.dim() == 4}
+    found = [tensor.data_ptr() in stored for tensor in kept if tensor.shape in shapes]
+    assert found and all(found)
