@@ -11,7 +11,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from cai_apps.applications.protein.chemistry import LETTERS, PLACES, Residue, residues
+from cai_apps.applications.protein.chemistry import CPU, LETTERS, PLACES, Residue, ordinary, residues
 
 RADII = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
 """Van der Waals radii by element, angstroms."""
@@ -83,14 +83,16 @@ class Bounds:
     upper: Tensor
     radius: Tensor
 
-    def to(self, like: Tensor) -> Bounds:
-        """On the device and in the dtype of a tensor."""
-        return Bounds(*(each.to(like) for each in vars(self).values()))
-
 
 @functools.cache
-def bounds() -> Bounds:
-    """On the CPU, in float64."""
+def bounds(device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Bounds:
+    """On a device in a dtype; made once for each."""
+    with ordinary():
+        made = _bounds() if (device, dtype) == (CPU, torch.float64) else bounds()
+        return Bounds(*(each.to(device, dtype) for each in vars(made).values()))
+
+
+def _bounds() -> Bounds:
     count = len(LETTERS) + 1
     lower, upper = (torch.zeros(count, PLACES, PLACES, dtype=torch.float64) for _ in range(2))
     radius = torch.zeros(count, PLACES, dtype=torch.float64)

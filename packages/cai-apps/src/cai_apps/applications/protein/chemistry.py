@@ -6,13 +6,17 @@ residue: backbone, omega (no atoms), phi (none), psi, and chi 1 to 4.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+CPU = torch.device("cpu")
 LETTERS = "ARNDCQEGHILKMFPSTWYV"
 UNKNOWN, GAP = 20, 21
 """Numbers of a residue that is none of the twenty, and of none."""
@@ -90,14 +94,27 @@ class Tables:
     alike: Tensor
     renamed: Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Tables:
-        """On a device, numbers in a dtype."""
-        return Tables(*(t.to(device, dtype if t.is_floating_point() else None) for t in vars(self).values()))
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """Tensors made inside are ordinary ones on the CPU, also where a plan is traced or weights are only sketched.
+
+    For what is made once and kept: a plan's tensors have no values, and those of inference take no part in training.
+    """
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.device("cpu"):
+        yield
 
 
 @functools.cache
-def tables() -> Tables:
-    """On the CPU, in float64."""
+def tables(device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Tables:
+    """On a device, numbers in a dtype; made once for each."""
+    with ordinary():
+        made = _tables() if (device, dtype) == (CPU, torch.float64) else tables()
+        each = (t.to(device, dtype if t.is_floating_point() else None) for t in vars(made).values())
+        return Tables(*each)
+
+
+def _tables() -> Tables:
     count = len(LETTERS) + 1
     there, kind, group = (torch.zeros(count, PLACES, dtype=torch.int64) for _ in range(3))
     place = torch.zeros(count, PLACES, 3, dtype=torch.float64)

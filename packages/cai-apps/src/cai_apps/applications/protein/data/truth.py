@@ -29,7 +29,7 @@ def torsions(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Ten
         residue: numbers [..., R].
         atoms, known: [..., R, 14, 3] and [..., R, 14]; in float64 where it can be: angles lose digits.
     """
-    table = tables().to(residue.device, atoms.dtype)
+    table = tables(residue.device, atoms.dtype)
     mask = known.to(atoms.dtype)
     before = torch.cat([torch.zeros_like(atoms[..., :1, :, :]), atoms[..., :-1, :, :]], -3)
     before_mask = torch.cat([torch.zeros_like(mask[..., :1, :]), mask[..., :-1, :]], -2)
@@ -67,7 +67,7 @@ class Groups:
 
 def groups(residue: Tensor, atoms: Tensor, known: Tensor) -> Groups:
     """As `torsions`."""
-    table = tables().to(residue.device, atoms.dtype)
+    table = tables(residue.device, atoms.dtype)
     base = residue.new_zeros(*residue.shape, GROUPS, 3)
     base[..., 0, :] = residue.new_tensor([C, ALPHA, N])
     base[..., PSI, :] = residue.new_tensor([ALPHA, C, O])
@@ -110,7 +110,7 @@ def named(residue: Tensor, atoms: Tensor, known: Tensor, predicted: Tensor) -> N
     Args:
         predicted: atoms [..., R, 14, 3].
     """
-    table = tables().to(residue.device, atoms.dtype)
+    table = tables(residue.device, atoms.dtype)
     swap = table.renamed[residue]
     other, other_known = _places(atoms, swap), known.gather(-1, swap)
     moves = (swap != torch.arange(swap.shape[-1], device=swap.device)).to(atoms.dtype)

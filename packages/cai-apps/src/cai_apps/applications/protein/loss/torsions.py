@@ -20,7 +20,7 @@ def torsions(
         residue: numbers [B, R].
         chi_mask: which chi are known [B, R, 4]; mask: [B, R].
     """
-    turn = 1 - 2 * tables().alike.to(residue.device)[residue].to(true.dtype)[..., None]
+    turn = 1 - 2 * tables(residue.device).alike[residue].to(true.dtype)[..., None]
     off, off_turned = ((angles[..., 3:, :] - way).square().sum(-1) for way in (true, true * turn))
     chi = torch.minimum(off, off_turned).transpose(0, 1)  # [B, blocks, R, 4]
     length = ((raw.square().sum(-1) + 1e-8).sqrt() - 1).abs().transpose(0, 1)

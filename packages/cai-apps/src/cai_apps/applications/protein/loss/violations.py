@@ -53,7 +53,7 @@ def violations(residue: Tensor, index: Tensor, atoms: Tensor) -> Violations:
         index: places in the chain [B, R]; residues whose places differ by one have a bond.
         atoms: [B, R, 14, 3], angstroms, float32 or wider.
     """
-    there = tables().there.to(residue.device)[residue].to(atoms.dtype)
+    there = tables(residue.device).there[residue].to(atoms.dtype)
     between, broken = _between(residue, index, atoms, there)
     clash, close = _clashes(residue, index, atoms, there)
     bend, strained = _within(residue, atoms, there)
@@ -98,7 +98,7 @@ def _direction(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 def _clashes(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """By how much atoms of different residues lie too close, summed over pairs [B]; residues that do [B, R]."""
     shape = there.shape
-    flat, radius = atoms.flatten(1, 2), bounds().to(atoms).radius[residue].flatten(1, 2)
+    flat, radius = atoms.flatten(1, 2), bounds(atoms.device, atoms.dtype).radius[residue].flatten(1, 2)
     apart = (CLOSE + (flat[:, :, None] - flat[:, None]).square().sum(-1)).sqrt()
     allowed = _may_clash(index, there)
     lower = radius[:, :, None] + radius[:, None] - OVERLAP
@@ -120,7 +120,7 @@ def _may_clash(index: Tensor, there: Tensor) -> Tensor:
 
 def _within(residue: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """By how much atoms of a residue lie too close or too far apart, summed over pairs [B]; such residues [B, R]."""
-    held = bounds().to(atoms)
+    held = bounds(atoms.device, atoms.dtype)
     lower, upper = held.lower[residue], held.upper[residue]
     apart = (CLOSE + (atoms[..., :, None, :] - atoms[..., None, :, :]).square().sum(-1)).sqrt()
     other = 1 - torch.eye(atoms.shape[-2], dtype=atoms.dtype, device=atoms.device)

@@ -120,8 +120,8 @@ def _beta(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Tensor
 
 def _kinds(residue: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Of the 37 kinds of atoms those that are known, and those that a residue has, [B, R, 37]."""
-    table = tables()
-    kind, has = (t.to(residue.device)[residue] for t in (table.kind, table.there))
+    table = tables(residue.device)
+    kind, has = table.kind[residue], table.there[residue]
     blank = torch.zeros(*residue.shape, len(ATOMS), device=residue.device)
     there = blank.scatter_add(-1, kind, has.float())
     return blank.scatter_add(-1, kind, has.float() * known.float()), there

@@ -19,7 +19,7 @@ def groups_of(backbone: Frames, angles: Tensor, residue: Tensor) -> Frames:
         angles: sines and cosines of omega, phi, psi, chi 1 to 4, [B, R, 7, 2].
         residue: numbers of the residues [B, R], int64.
     """
-    known = tables().to(residue.device, angles.dtype)
+    known = tables(residue.device, angles.dtype)
     none = torch.stack([torch.zeros_like(angles[..., :1, 0]), torch.ones_like(angles[..., :1, 0])], -1)
     sine, cosine = torch.cat([none, angles], -2).unbind(-1)
     zero, one = torch.zeros_like(sine), torch.ones_like(sine)
@@ -38,7 +38,7 @@ def groups_of(backbone: Frames, angles: Tensor, residue: Tensor) -> Frames:
 
 def atoms_of(groups: Frames, residue: Tensor) -> Tensor:
     """Where the 14 atoms of each residue are, [B, R, 14, 3]; 0 where there is none."""
-    known = tables().to(residue.device, groups.origin.dtype)
+    known = tables(residue.device, groups.origin.dtype)
     group = known.group[residue]
     chosen = Frames(
         groups.rotation.gather(-3, group[..., None, None].expand(*group.shape, 3, 3)),
