@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Literal
 
 import torch
@@ -15,6 +18,20 @@ Backend = Literal["auto", "triton", "reference"]
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _warned: set[str] = set()
+_planned: ContextVar[str] = ContextVar("planned", default="cpu")
+
+
+@contextlib.contextmanager
+def planning_for(device: torch.device) -> Iterator[None]:
+    """Inside, tensors without values (`FakeTensorMode`) on the CPU stand for tensors on `device`.
+
+    "auto" takes the form that would run there, so that a plan sees what that form keeps for backward.
+    """
+    before = _planned.set(device.type)
+    try:
+        yield
+    finally:
+        _planned.reset(before)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -48,6 +65,8 @@ def choose(backend: Backend, device: torch.device) -> Literal["triton", "referen
     if backend == "reference":
         return "reference"
     if backend == "auto":
+        if device.type == "cpu" and _planned.get() == "cuda" and _INSTALLED:
+            return "triton"
         if device.type != "cuda":
             return "reference"
         reason = why_not_triton(device)

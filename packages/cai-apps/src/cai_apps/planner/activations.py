@@ -28,6 +28,7 @@ from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
 from cai_apps.planner.world import imaginary_rank
+from cai_kernels.backend import planning_for
 from cai_mesh.errors import CaiError, PlanError
 from cai_pipeline import run_stage
 
@@ -106,7 +107,7 @@ def _forward(
 ) -> Saved:
     model = on_meta(workload)
     loss = rewrite(config, workload, model, mesh, device=device)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with planning_for(device), FakeTensorMode(allow_non_fake_inputs=True):
         _give_sizes(model, dtype)
         batch = workload.example(config.train.microbatch_size)
         watch = _Watch(model, workload.layers(model), graphs=is_compiled(config, device))
