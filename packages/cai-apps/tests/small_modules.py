@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cai_apps.applications.protein import names
 from cai_apps.applications.protein.chemistry import LETTERS
 from cai_apps.applications.protein.model.alignment import ColumnAttention, OuterProductMean, RowAttention
+from cai_apps.applications.protein.model.atoms import atoms_of, groups_of
 from cai_apps.applications.protein.model.embed import InputEmbedder, RecyclingEmbedder
 from cai_apps.applications.protein.model.evoformer import PairSizes
 from cai_apps.applications.protein.model.frames import Frames
@@ -113,8 +114,10 @@ def _angles(module: nn.Module, given: Inputs) -> list[Tensor]:
 
 
 def _structure(module: nn.Module, given: Inputs) -> list[Tensor]:
-    s, placed = module(given["s"], given["z"], given["mask"], given["residue"])
-    return [s, placed[-1].atoms, placed[0].atoms, placed[-1].raw_angles]
+    found = module(given["s"], given["z"], given["mask"], given["residue"])
+    first, last = found.blocks[0], found.blocks[-1]
+    begun = atoms_of(groups_of(first.frames, first.angles, given["residue"]), given["residue"])
+    return [found.s, found.atoms, begun, last.raw_angles]
 
 
 BLOCK, GLOBAL, STRUCTURE = names.block(one_query=False), names.block(one_query=True), names.structure()

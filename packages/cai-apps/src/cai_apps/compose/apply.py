@@ -80,7 +80,7 @@ def transform(
     if config.memory.recompute != "none" and config.memory.activations == "device":
         recompute_layers(workload.layers(model), form=config.memory.recompute, compiled=compiled)
     if compiled:
-        compile_layers(workload.layers(model), sizes=workload.sizes)
+        compile_layers(workload.layers(model), workload.others(model), sizes=workload.sizes)
     if config.memory.activations == "host":
         offload_activations(model)
     for module, name, param in sites(model):

@@ -72,13 +72,16 @@ _POLICIES = {
 }
 
 
-def compile_layers(layers: Sequence[nn.Module], *, sizes: int = 1) -> None:
+def compile_layers(
+    layers: Sequence[nn.Module], others: Sequence[tuple[nn.Module, str]] = (), *, sizes: int = 1
+) -> None:
     """Compile the forward of every layer; layers of one kind and size share their compiled code.
 
     Where layers of one kind differ in size, as in a UNet, each size is compiled for itself: torch would make one code
     of open sizes for all of them, and after eight compile no more.
 
     Args:
+        others: methods that are compiled too: a module and the method's name.
         sizes: of inputs that come along.
     """
     shapes: dict[type, set[tuple[torch.Size, ...]]] = {}
@@ -92,3 +95,5 @@ def compile_layers(layers: Sequence[nn.Module], *, sizes: int = 1) -> None:
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * most * sizes)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)
+    for module, name in others:
+        setattr(module, name, torch.compile(getattr(module, name)))

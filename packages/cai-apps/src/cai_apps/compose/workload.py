@@ -24,6 +24,10 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
+def _none(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return []
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model and its loss.
@@ -40,6 +44,7 @@ class Workload:
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
         layers: of the model, or of what a stage has of it: each is one graph where layers are compiled, and is run
             again as a whole in backward where they are recomputed; none is part of another.
+        others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
         sizes: of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
@@ -55,6 +60,7 @@ class Workload:
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
     layers: Callable[[nn.Module], list[nn.Module]] = blocks_of
+    others: Callable[[nn.Module], list[tuple[nn.Module, str]]] = _none
     sizes: int = 1
     running: Callable[[], AbstractContextManager] = nullcontext
     trial: Trial | None = None

@@ -30,7 +30,7 @@ def values(found, mask):
         name: getattr(found.said, name) for name in ("plddt", "distances", "residues", "resolved", "errors")
     }
     said["residues"] = said["residues"] * mask
-    return {"m": found.m * mask, "z": found.z, "s": found.s, "atoms": found.placed[-1].atoms, **said}
+    return {"m": found.m * mask, "z": found.z, "s": found.s, "atoms": found.folded.atoms, **said}
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -82,7 +82,7 @@ def test_residues_that_are_not_there_change_nothing():
         each.extra_mask[..., -2:] = 0
         each.templates.known[..., -2:] = 0
     with torch.no_grad():
-        one, two = (ours([each, each]).placed[-1].atoms[:, : RESIDUES - 2] for each in masked)
+        one, two = (ours([each, each]).folded.atoms[:, : RESIDUES - 2] for each in masked)
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-4)
 
 

@@ -17,10 +17,15 @@ from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Feat
 from cai_apps.applications.protein.model.atoms import atoms_of, groups_of
 from cai_apps.applications.protein.model.frames import Frames
 from cai_apps.applications.protein.model.heads import Said
-from cai_apps.applications.protein.model.structure import Placed
+from cai_apps.applications.protein.model.structure import Folded, Placed
 
 
-def truth_of(residue: torch.Tensor, frames: Frames, angles: torch.Tensor) -> tuple[Truth, Placed]:
+def folded(frames: Frames, groups: Frames, atoms: torch.Tensor, angles: torch.Tensor) -> Folded:
+    """As two blocks say it, alike."""
+    return Folded(torch.zeros(1), [Placed(frames, angles, angles)] * 2, groups, atoms)
+
+
+def truth_of(residue: torch.Tensor, frames: Frames, angles: torch.Tensor) -> tuple[Truth, Folded]:
     groups = groups_of(frames, angles, residue)
     atoms, known = atoms_of(groups, residue), tables().there[residue]
     found, there = known_structure.torsions(residue, atoms, known)
@@ -31,7 +36,7 @@ def truth_of(residue: torch.Tensor, frames: Frames, angles: torch.Tensor) -> tup
         known_structure.groups(residue, atoms, known), rows, torch.ones(rows.shape), ones, ones,
         torch.arange(residue.shape[1])[None],
     )  # fmt: skip
-    return truth, Placed(frames, groups, atoms, angles, angles)
+    return truth, folded(frames, groups, atoms, angles)
 
 
 def said(count: int) -> Said:
@@ -42,7 +47,7 @@ def said(count: int) -> Said:
 
 def test_the_truth_has_no_error():
     residue, frames, angles = helix(20)
-    truth, placed = truth_of(residue, frames, angles)
+    truth, own = truth_of(residue, frames, angles)
     motion = drawn_frames(1, 4)
     motion = Frames(motion.rotation.double(), motion.origin.double())
     moved = motion.then(frames)
@@ -50,10 +55,10 @@ def test_the_truth_has_no_error():
     half = angles.clone()
     half[..., 3:, :] *= alike[..., None]  # atoms that look alike change their places
     groups = groups_of(moved, half, residue)
-    other = Placed(moved, groups, atoms_of(groups, residue), half, half)
-    for each in (placed, other):
+    other = folded(moved, groups, atoms_of(groups, residue), half)
+    for each in (own, other):
         blank = torch.zeros(1)
-        found = losses(Round(blank, blank, blank, [each, each], said(20)), truth)
+        found = losses(Round(blank, blank, blank, each, said(20)), truth)
         assert float(found["backbone"]) < 2e-3
         assert float(found["side chains"]) < 2e-3
         assert float(found["torsions"]) < 1e-5
@@ -61,8 +66,8 @@ def test_the_truth_has_no_error():
         assert abs(float(found["masked residues"]) - math.log(23)) < 1e-4
         assert abs(float(found["resolved"]) - math.log(2)) < 1e-4
     mirror = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
-    wrong = replace(placed, atoms=placed.atoms * mirror)
-    assert float(losses(Round(blank, blank, blank, [wrong], said(20)), truth)["side chains"]) > 0.1
+    wrong = replace(own, atoms=own.atoms * mirror)
+    assert float(losses(Round(blank, blank, blank, wrong, said(20)), truth)["side chains"]) > 0.1
     weighed = total({name: torch.ones(1) for name in (*WEIGHTS, "resolved")})
     assert abs(float(weighed) - sum(WEIGHTS.values())) < 1e-5
 
@@ -90,6 +95,6 @@ def test_a_small_model_learns_a_helix():
         optimizer.zero_grad()
     assert seen[-1] < 0.5 * seen[0]
     met = lddt(
-        found.placed[-1].atoms[:, :, ALPHA].double(), truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
+        found.folded.atoms[:, :, ALPHA].double(), truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
     )
     assert float(met.mean()) > 0.3

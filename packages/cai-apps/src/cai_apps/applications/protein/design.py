@@ -80,6 +80,12 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
     return fill
 
 
+def compiled_methods(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The block of the structure module, which is run again and again: hundreds of operators on little data."""
+    assert isinstance(model, AlphaFold)
+    return [(model.structure, "block")]
+
+
 def layers(model: nn.Module) -> list[nn.Module]:
     """Blocks of the trunk, of the stack for extra sequences, and of that for templates."""
     assert isinstance(model, AlphaFold)

@@ -14,7 +14,7 @@ from cai_apps.applications.protein.data.clusters import Masking
 from cai_apps.applications.protein.data.examples import Piece
 from cai_apps.applications.protein.data.pretrained import weights_directory
 from cai_apps.applications.protein.data.truth import Groups
-from cai_apps.applications.protein.design import initializer, layers, sizes_for
+from cai_apps.applications.protein.design import compiled_methods, initializer, layers, sizes_for
 from cai_apps.applications.protein.loss.whole import FINE_TUNING, WEIGHTS, Truth, losses, total
 from cai_apps.applications.protein.model.alphafold import AlphaFold, Features, Round, Sizes, Templates
 from cai_apps.applications.protein.model.frames import Frames
@@ -59,6 +59,7 @@ def workload(config: Config) -> Workload:
         example=lambda samples: ready(_example(config, sizes, samples)),
         initializer=initializer,
         layers=layers,
+        others=compiled_methods,
         pretrained=_pretrained(config),
     )
 

@@ -30,9 +30,19 @@ def fape(
         clamp: distances count as this at most, angstroms; None: there is no most.
         scale: what counts as 1, angstroms.
     """
+    return _mean(_apart(frames, x, true_frames, true_x), frame_mask, x_mask, clamp, scale)
+
+
+def _apart(frames: Frames, x: Tensor, true_frames: Frames, true_x: Tensor) -> Tensor:
+    """How far each point lies from its true one, seen from each frame: [B, F, P]."""
     seen = frames[..., None].inverted(x[:, None])
     true = true_frames[..., None].inverted(true_x[:, None])
-    distance = ((seen - true).square().sum(-1) + SMALL).sqrt()
+    return ((seen - true).square().sum(-1) + SMALL).sqrt()
+
+
+def _mean(
+    distance: Tensor, frame_mask: Tensor, x_mask: Tensor, clamp: float | None, scale: float = 10.0
+) -> Tensor:
     if clamp is not None:
         distance = distance.clamp(max=clamp)
     frame_mask, x_mask = (mask.to(distance.dtype) for mask in (frame_mask, x_mask))
@@ -47,9 +57,8 @@ def backbone(placed: Frames, true: Frames, mask: Tensor, clamped: Tensor) -> Ten
     Args:
         placed, true: [B, R]; mask: [B, R].
     """
-    most, all_of_it = (
-        fape(placed, placed.origin, true, true.origin, mask, mask, clamp=clamp) for clamp in (10.0, None)
-    )
+    distance = _apart(placed, placed.origin, true, true.origin)
+    most, all_of_it = (_mean(distance, mask, mask, clamp) for clamp in (10.0, None))
     return clamped * most + (1 - clamped) * all_of_it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from cai_apps.applications.protein.loss.torsions import torsions
 from cai_apps.applications.protein.loss.violations import violations
 from cai_apps.applications.protein.model.alphafold import ALPHA, BETA, Round
 from cai_apps.applications.protein.model.frames import Frames
+from cai_apps.applications.protein.model.structure import Placed
 
 WEIGHTS = {
     "backbone": 0.5, "side chains": 0.5, "torsions": 1.0, "distances": 0.3, "masked residues": 2.0, "plddt": 0.01,
@@ -59,31 +61,30 @@ def losses(found: Round, truth: Truth, *, bonds: bool = False) -> dict[str, Tens
     Args:
         bonds: also "violations", for which all atoms are compared with each other.
     """
-    last, said = found.placed[-1], found.said
+    said, folded = found.said, found.folded
     backbone_known = truth.groups.known[..., 0]
     backbone = truth.groups.frames[..., 0]
     alpha, alpha_known = truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
     beta, beta_known = _beta(truth.residue, truth.atoms, truth.known)
-    blocks = [points.backbone(each.frames, backbone, backbone_known, truth.clamped) for each in found.placed]
     angles, raw = (
-        torch.stack([getattr(each, name) for each in found.placed]) for name in ("angles", "raw_angles")
+        torch.stack([getattr(each, name) for each in folded.blocks]) for name in ("angles", "raw_angles")
     )
     seen, there = _kinds(truth.residue, truth.known)
     result = {
-        "backbone": torch.stack(blocks).mean(0),
-        "side chains": _side_chains(last.groups, last.atoms, truth),
+        "backbone": _backbones(folded.blocks, backbone, backbone_known, truth.clamped),
+        "side chains": _side_chains(folded.groups, folded.atoms, truth),
         "torsions": torsions(
             angles, raw, truth.torsions[..., 3:, :], truth.residue, truth.torsions_known[..., 3:], truth.mask
         ),
         "distances": heads.distogram(said.distances, beta, beta_known),
         "masked residues": heads.masked_residues(said.residues, truth.rows, truth.masked),
-        "plddt": truth.fine * heads.plddt(said.plddt, last.atoms[:, :, ALPHA], alpha, alpha_known),
+        "plddt": truth.fine * heads.plddt(said.plddt, folded.atoms[:, :, ALPHA], alpha, alpha_known),
         "resolved": truth.fine * heads.resolved(said.resolved, seen, there),
     }
     if bonds:
-        result["violations"] = violations(truth.residue, truth.index, last.atoms).loss
+        result["violations"] = violations(truth.residue, truth.index, folded.atoms).loss
     if said.errors is not None:
-        found_errors = heads.aligned_errors(said.errors, last.frames, backbone, backbone_known)
+        found_errors = heads.aligned_errors(said.errors, folded.blocks[-1].frames, backbone, backbone_known)
         result["aligned errors"] = truth.fine * found_errors
     return result
 
@@ -92,6 +93,15 @@ def total(each: dict[str, Tensor], weights: dict[str, float] | None = None) -> T
     """The weighted sum of losses, [B]; those without a weight count nothing."""
     weights = WEIGHTS if weights is None else weights
     return sum((weights[name] * value for name, value in each.items() if weights.get(name)), torch.zeros(()))
+
+
+def _backbones(blocks: Sequence[Placed], true: Frames, known: Tensor, clamped: Tensor) -> Tensor:
+    """FAPE of the backbone after each block of the structure module, their mean, [B]; all of them at once."""
+    count = len(blocks)
+    rotation, origin = (torch.cat([getattr(each.frames, name) for each in blocks]) for name in ("rotation", "origin"))
+    again = Frames(true.rotation.repeat(count, 1, 1, 1), true.origin.repeat(count, 1, 1))
+    each = points.backbone(Frames(rotation, origin), again, known.repeat(count, 1), clamped.repeat(count))
+    return each.unflatten(0, (count, -1)).mean(0)
 
 
 def _side_chains(groups: Frames, atoms: Tensor, truth: Truth) -> Tensor:

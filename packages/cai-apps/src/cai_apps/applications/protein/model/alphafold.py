@@ -13,7 +13,7 @@ from cai_apps.applications.protein.model.embed import InputEmbedder, RecyclingEm
 from cai_apps.applications.protein.model.evoformer import EXTRA, BlockSizes, Evoformer
 from cai_apps.applications.protein.model.heads import Heads, Said
 from cai_apps.applications.protein.model.layers import linear
-from cai_apps.applications.protein.model.structure import Placed, StructureModule, StructureSizes
+from cai_apps.applications.protein.model.structure import Folded, StructureModule, StructureSizes
 from cai_apps.applications.protein.model.template import TemplateEmbedder, TemplateSizes
 
 ALPHA, BETA = 1, 4
@@ -92,14 +92,14 @@ class Round:
 
     Args:
         m, z, s: of the trunk, [B, S, R, c_m], [B, R, R, c_z], [B, R, c_s].
-        placed: what each block of the structure module says.
+        folded: what the structure module says.
         said: by the heads.
     """
 
     m: Tensor
     z: Tensor
     s: Tensor
-    placed: list[Placed]
+    folded: Folded
     said: Said
 
 
@@ -148,8 +148,8 @@ class AlphaFold(nn.Module):
         m, z, s = self.evoformer(m, z, m_mask, z_mask)
         assert s is not None
         m = m[:, :sequences]
-        folded, placed = self.structure(s, z, mask, features.residue)
-        return Round(m, z, s, placed, self.heads(m, z, s, folded))
+        folded = self.structure(s, z, mask, features.residue)
+        return Round(m, z, s, folded, self.heads(m, z, s, folded.s))
 
     def _recycled(self, m: Tensor, z: Tensor, residue: Tensor, before: Round | None) -> tuple[Tensor, Tensor]:
         """What the round before adds; the first one has zeros before it."""
@@ -158,6 +158,6 @@ class AlphaFold(nn.Module):
                 torch.zeros_like(m[:, 0]), torch.zeros_like(z), z.new_zeros(*residue.shape, 3)
             )
         glycine = (residue == LETTERS.index("G"))[..., None]
-        atoms = before.placed[-1].atoms
+        atoms = before.folded.atoms
         beta = torch.where(glycine, atoms[:, :, ALPHA], atoms[:, :, BETA])
         return self.recycling(before.m[:, 0], before.z, beta)

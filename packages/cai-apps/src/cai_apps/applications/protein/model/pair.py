@@ -8,7 +8,26 @@ from torch import Tensor, nn
 from cai_apps.applications.protein.model.attention import GatedAttention
 from cai_apps.applications.protein.model.layers import linear
 
-OUTGOING, INCOMING = "bikc,bjkc->bijc", "bkic,bkjc->bijc"
+
+class _Product(torch.autograd.Function):
+    """left [B, i, k, C], right [B, j, k, C] -> their product over k for each channel, [B, i, j, C].
+
+    Products are of [B, C] matrices, forward and backward, which compiled kernels write where they are made: a product of
+    channels that lie side by side would copy each operand, with the gradient once for each of the two.
+    """
+
+    @staticmethod
+    def forward(ctx, left, right):
+        left, right = (x.permute(0, 3, 1, 2).contiguous() for x in (left, right))
+        ctx.save_for_backward(left, right)
+        return (left @ right.transpose(-1, -2)).permute(0, 2, 3, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        left, right = ctx.saved_tensors
+        grad = grad.permute(0, 3, 1, 2).contiguous()
+        found = grad @ right, grad.transpose(-1, -2) @ left
+        return tuple(x.permute(0, 2, 3, 1) for x in found)
 
 
 class TriangleMultiplication(nn.Module):
@@ -16,7 +35,7 @@ class TriangleMultiplication(nn.Module):
 
     def __init__(self, c_z: int, inner: int, *, outgoing: bool):
         super().__init__()
-        self.sides = OUTGOING if outgoing else INCOMING
+        self.outgoing = outgoing
         self.norm = nn.LayerNorm(c_z)
         self.left = linear(c_z, inner)
         self.left_gate = linear(c_z, inner, initial="gate")
@@ -32,7 +51,9 @@ class TriangleMultiplication(nn.Module):
         mask = mask.to(z.dtype)[..., None]
         left = torch.sigmoid(self.left_gate(z)) * self.left(z) * mask
         right = torch.sigmoid(self.right_gate(z)) * self.right(z) * mask
-        product = torch.einsum(self.sides, left, right)
+        if not self.outgoing:
+            left, right = left.transpose(1, 2), right.transpose(1, 2)
+        product = _Product.apply(left, right)
         return self.out(self.norm_out(product)) * torch.sigmoid(self.gate(z))
 
 

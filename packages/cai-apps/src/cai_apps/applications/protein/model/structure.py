@@ -47,17 +47,30 @@ class Placed:
 
     Args:
         frames: of the backbone [B, R], angstroms.
-        groups: of the eight rigid groups of a residue [B, R, 8], angstroms.
-        atoms: where its 14 atoms are [B, R, 14, 3], angstroms.
         angles: sines and cosines of the seven torsions [B, R, 7, 2], of length 1.
         raw_angles: the same as they came.
     """
 
     frames: Frames
-    groups: Frames
-    atoms: Tensor
     angles: Tensor
     raw_angles: Tensor
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What the structure module says.
+
+    Args:
+        s: of the sequence, [B, R, c_s].
+        blocks: of each of its blocks.
+        groups: after the last one, the frames of the eight rigid groups of a residue [B, R, 8], angstroms.
+        atoms: where its 14 atoms are then [B, R, 14, 3], angstroms.
+    """
+
+    s: Tensor
+    blocks: list[Placed]
+    groups: Frames
+    atoms: Tensor
 
 
 class SequenceTransition(nn.Module):
@@ -108,7 +121,7 @@ class Angles(nn.Module):
 
 
 class StructureModule(nn.Module):
-    """s and z -> where the backbone is and how side chains turn, after each block."""
+    """s and z -> where the backbone is and how side chains turn, after each block, and the atoms at the end."""
 
     def __init__(self, sizes: StructureSizes):
         super().__init__()
@@ -123,8 +136,8 @@ class StructureModule(nn.Module):
         self.move = linear(c_s, 6, initial="final")
         self.angles = Angles(c_s, sizes.angles, sizes.angle_blocks)
 
-    def forward(self, s: Tensor, z: Tensor, mask: Tensor, residue: Tensor) -> tuple[Tensor, list[Placed]]:
-        """s [B, R, c_s] and what each block says. Frames are float32 or wider.
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor, residue: Tensor) -> Folded:
+        """What it says of a sequence and a pair. Frames are float32 or wider.
 
         Args:
             s, z, mask: [B, R, c_s], [B, R, R, c_z], [B, R].
@@ -132,22 +145,25 @@ class StructureModule(nn.Module):
         """
         start, z = self.norm(s), self.norm_pair(z)
         s = self.first(start)
-        wide = torch.promote_types(s.dtype, torch.float32)
-        origin = s.new_zeros(*s.shape[:2], 3, dtype=wide)
-        quaternion = torch.cat([torch.ones_like(origin[..., :1]), origin], -1)
+        origin = s.new_zeros(*s.shape[:2], 3, dtype=torch.promote_types(s.dtype, torch.float32))
+        origin.requires_grad_(s.requires_grad)  # as later ones do, so that one graph serves all
+        quaternion = torch.cat([torch.ones_like(origin[..., :1]), origin.detach()], -1)
         found = []
         for _ in range(self.rounds):
-            frames = Frames(rotation_of(quaternion), origin)
-            s = s + self.attention(s, z, frames, mask)
-            s = self.transition(self.norm_attention(F.dropout(s, self.dropout, self.training)))
-            turn, shift = self.move(s).to(wide).split(3, -1)
-            origin = Frames(frames.rotation, origin).apply(shift)
-            quaternion = turned(quaternion, turn)
-            placed = Frames(rotation_of(quaternion), origin).scaled(ANGSTROMS)
-            raw, angles = (each.to(wide) for each in self.angles(s, start))
-            groups = groups_of(placed, angles, residue)
-            found.append(Placed(placed, groups, atoms_of(groups, residue), angles, raw))
-            quaternion = (
-                quaternion.detach()
-            )  # line 20 of Algorithm 20: turns learn from their own block alone
-        return s, found
+            s, quaternion, origin, rotation, raw, angles = self.block(s, z, start, quaternion, origin, mask)
+            found.append(Placed(Frames(rotation, origin).scaled(ANGSTROMS), angles, raw))
+            quaternion = quaternion.detach()  # line 20 of Algorithm 20: a turn learns from its own block alone
+        groups = groups_of(found[-1].frames, found[-1].angles, residue)
+        return Folded(s, found, groups, atoms_of(groups, residue))
+
+    def block(
+        self, s: Tensor, z: Tensor, start: Tensor, quaternion: Tensor, origin: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A round: s, quaternion and origin as they become, the rotation, and the angles as they came and of length 1."""
+        frames = Frames(rotation_of(quaternion), origin)
+        s = s + self.attention(s, z, frames, mask)
+        s = self.transition(self.norm_attention(F.dropout(s, self.dropout, self.training)))
+        turn, shift = self.move(s).to(origin.dtype).split(3, -1)
+        quaternion = turned(quaternion, turn)
+        raw, angles = (each.to(origin.dtype) for each in self.angles(s, start))
+        return s, quaternion, frames.apply(shift), rotation_of(quaternion), raw, angles
