@@ -1,4 +1,4 @@
-"""`cai train` itself, as shipped, for some steps: tokens a second and GPU, peak memory, and the gaps of a trace.
+"""`cai train` itself, as shipped, for some steps: tokens (images, chains) a second and GPU, peak memory, and the gaps of a trace.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/shipped.py --out row.jsonl train llama-8b
 
@@ -110,11 +110,12 @@ def observe(options: argparse.Namespace, directory: Path) -> None:
     rank = int(os.environ["RANK"])
     timed = found[options.warmup :]
     seconds = statistics.median(record["step_seconds"] for record in timed)
-    tokens = timed[-1]["tokens"] - timed[-2]["tokens"]
+    counted = next(name for name in timed[-1] if f"{name}_per_second" in timed[-1])  # tokens, images, chains
+    count = timed[-1][counted] - timed[-2][counted]
     row |= {
         "rank": rank,
         "ranks": ranks,
-        "tokens_per_second_per_gpu": round(tokens / seconds / ranks, 1),
+        f"{counted}_per_second_per_gpu": round(count / seconds / ranks, 1),
         "step_seconds": round(seconds, 4),
         "peak_gib": round(max(record["memory_bytes"] for record in found) / 2**30, 2),
         "losses": [round(record["loss"], 4) for record in found],

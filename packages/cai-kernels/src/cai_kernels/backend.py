@@ -65,7 +65,7 @@ def choose(backend: Backend, device: torch.device) -> Literal["triton", "referen
     if backend == "reference":
         return "reference"
     if backend == "auto":
-        if device.type == "cpu" and _planned.get() == "cuda" and _INSTALLED:
+        if device.type == "cpu" and not torch.compiler.is_compiling() and _planned.get() == "cuda" and _INSTALLED:
             return "triton"
         if device.type != "cuda":
             return "reference"

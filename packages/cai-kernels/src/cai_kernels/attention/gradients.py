@@ -40,19 +40,20 @@ class Prepared(NamedTuple):
 
 
 @triton.jit
-def prepare(operands, prepared, sizes, strides, dout_strides, BLOCKS: tl.constexpr):
-    """delta, and through the gate: with out gated, dgate = dout * out * (1 - sigmoid) and delta needs no division."""
-    QUERIES: tl.constexpr = BLOCKS.queries
+def prepared_rows(
+    operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS: tl.constexpr
+):
+    """(gradient before the gate, delta) of rows of queries, which are kept too.
+
+    With out gated, dgate = dout * out * (1 - sigmoid) and delta needs no division.
+    """
     WIDE: tl.constexpr = BLOCKS.wide
     HEAD: tl.constexpr = BLOCKS.head
-    batch = (tl.program_id(1) // sizes.heads).to(tl.int64)
-    head = tl.program_id(1) % sizes.heads
-    start, queries = span(operands.query_starts, batch, sizes.queries)
-    row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     out_base = at_head(prepared.out, batch, head, start, strides.out)
     dout_base = at_head(prepared.dout, batch, head, start, dout_strides)
     out = load_rows(out_base, row, queries, strides.out[2], WIDE, HEAD).to(tl.float32)
-    dout = load_rows(dout_base, row, queries, dout_strides[2], WIDE, HEAD).to(tl.float32)
+    given = load_rows(dout_base, row, queries, dout_strides[2], WIDE, HEAD)
+    dout = given.to(tl.float32)
     delta = tl.sum(out * dout, 1)
     at = batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
     if prepared.dlse is not None:
@@ -63,19 +64,40 @@ def prepare(operands, prepared, sizes, strides, dout_strides, BLOCKS: tl.constex
         gate = load_rows(gate_base, row, queries, strides.gate[2], WIDE, HEAD).to(tl.float32)
         opened = 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
         shut = 1.0 / (1.0 + tl.exp2(gate * LOG2E))
-        dattention_base = at_head(prepared.dattention, batch, head, start, strides.out)
-        store_rows(dattention_base, row, queries, strides.out[2], dout * opened, WIDE, HEAD)
         dgate_base = at_head(prepared.dgate, batch, head, start, strides.out)
         store_rows(dgate_base, row, queries, strides.out[2], dout * out * shut, WIDE, HEAD)
+        given = (dout * opened).to(given.dtype)
+        dattention_base = at_head(prepared.dattention, batch, head, start, strides.out)
+        store_rows(dattention_base, row, queries, strides.out[2], given, WIDE, HEAD)
+    return given, delta
+
+
+@triton.jit
+def prepare(operands, prepared, sizes, strides, dout_strides, BLOCKS: tl.constexpr):
+    """`prepared_rows` of one tile of queries of one head, where no gradient of q is asked for."""
+    batch = (tl.program_id(1) // sizes.heads).to(tl.int64)
+    head = tl.program_id(1) % sizes.heads
+    start, queries = span(operands.query_starts, batch, sizes.queries)
+    row = tl.program_id(0) * BLOCKS.queries + tl.arange(0, BLOCKS.queries)
+    prepared_rows(
+        operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS
+    )
+
+
+@triton.jit
+def saved_lse(lse_ptr, sizes, batch, head, start, row, queries):
+    """lse of rows in base 2; inf where a row sees nothing, which makes its probabilities zero."""
+    at = batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
+    lse = tl.load(lse_ptr + at, mask=row < queries, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @triton.jit
 def saved_rows(upstream, sizes, batch, head, start, row, queries):
-    """(lse in base 2, delta) of rows; lse is inf where a row sees nothing, which makes its probabilities zero."""
+    """(lse in base 2, delta) of rows."""
     at = batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
-    lse = tl.load(upstream.lse + at, mask=row < queries, other=float("-inf"))
     delta = tl.load(upstream.delta + at, mask=row < queries, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
+    return saved_lse(upstream.lse, sizes, batch, head, start, row, queries), delta
 
 
 @triton.jit
@@ -91,10 +113,10 @@ def dscores(score, bent, lse, dp, delta, FLAGS: tl.constexpr):
 
 @triton.jit
 def queries_backward(
-    operands, upstream, dq_ptr, sizes, strides, dq_strides, scale,
+    operands, prepared, lse_ptr, dq_ptr, sizes, strides, dout_strides, dq_strides, scale,
     FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries of one head."""
+    """dq of one tile of queries of one head, and its `prepared_rows`, which the kernels after it read."""
     QUERIES: tl.constexpr = BLOCKS.queries
     KEYS: tl.constexpr = BLOCKS.keys
     WIDE: tl.constexpr = BLOCKS.wide
@@ -109,9 +131,10 @@ def queries_backward(
         q = load_rows(
             at_head(operands.q, batch, head, start, strides.q), row, queries, strides.q[2], WIDE, HEAD
         )
-        dout_base = at_head(upstream.dout, batch, head, start, strides.out)
-        dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
-        lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries)
+        dout, delta = prepared_rows(
+            operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS
+        )
+        lse = saved_lse(lse_ptr, sizes, batch, head, start, row, queries)
         k_base = at_head(operands.k, batch, head // sizes.group, key_start, strides.k)
         v_base = at_head(operands.v, batch, head // sizes.group, key_start, strides.v)
         dq = tl.zeros((QUERIES, WIDE), dtype=tl.float32)

@@ -96,7 +96,7 @@ def blocks(head: int, dtype: torch.dtype, kind: str, busy: bool = False) -> tupl
         queries, keys = (16, 16) if wide > 128 else (32, 16) if wide > 64 and kind == "forward" else (32, 32)
         return Blocks(queries, keys, wide, head), 8 if wide == 128 else 4, 1
     if wide <= 32:  # of all tiles up to 128 x 64, at 256 and 512 keys with a pair bias and without (H200, Triton 3.6)
-        queries, keys = {"keys": (32, 64), "bias": (64, 32)}.get(kind, (128, 32))
+        queries, keys = {"keys": (32, 64), "bias": (64, 32), "queries": (128, 32)}.get(kind, (128, 32))
         return Blocks(queries, keys, wide, head), 4, 2 if kind == "forward" and busy else 3
     if kind == "forward":
         queries, keys = (64, 32) if wide > 128 else (64, 64) if busy else (128, 64)
@@ -243,36 +243,54 @@ def _attention_triton_backward(
     delta = torch.empty_like(lse)
     prepared = gradients.Prepared(out, dout, dlse, delta, dattention, dgate)
     strides = Strides(*(_strides(t) for t in (given.q, given.k, given.v, given.gate, out)))
-    tiles, warps, _ = blocks(head := out.shape[-1], out.dtype, "queries")
-    launch = gradients.prepare[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
-    launch(given, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
+    _launch_queries(given, prepared, lse, results.q, sizes, batch, strides, options, needed)
     upstream = gradients.Upstream(dattention, lse, delta)
     strides = strides._replace(out=_strides(dattention))
-    _launch_gradients(given, upstream, results, sizes, batch, head, strides, options, needed)
+    _launch_others(given, upstream, results, sizes, batch, strides, options, needed)
     return results.q, results.k, results.v, results.bias, dgate if needed.gate else results.gate
 
 
-def _launch_gradients(
+def _launch_queries(
+    given: Operands,
+    prepared: gradients.Prepared,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    sizes: Sizes,
+    batch: int,
+    strides: Strides,
+    options: Options,
+    needed: Needed,
+) -> None:
+    """dq, and what the other gradients are computed from."""
+    out, dout = prepared.out, prepared.dout
+    tiles, warps, stages = blocks(out.shape[-1], out.dtype, "queries")
+    grid = (triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)
+    if not needed.q:
+        launch = gradients.prepare[grid]  # pyright: ignore[reportIndexIssue]
+        launch(given, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
+        return
+    launch = gradients.queries_backward[grid]  # pyright: ignore[reportIndexIssue]
+    launch(
+        given, prepared, lse, dq, sizes, strides, _strides(dout), _strides(dq), options.scale,
+        FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(out.dtype),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _launch_others(
     given: Operands,
     upstream: gradients.Upstream,
     results: Gradients,
     sizes: Sizes,
     batch: int,
-    head: int,
     strides: Strides,
     options: Options,
     needed: Needed,
 ) -> None:
-    dtype = upstream.dout.dtype
+    """Gradients of keys, values and the bias."""
+    head, dtype = upstream.dout.shape[-1], upstream.dout.dtype
     fixed = {"FLAGS": options.flags(), "PRECISION": dot_precision(dtype)}
-    dq, dk, dv, dbias = results.q, results.k, results.v, results.bias
-    if needed.q:
-        tiles, warps, stages = blocks(head, dtype, "queries")
-        launch = gradients.queries_backward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
-        launch(
-            given, upstream, dq, sizes, strides, _strides(dq), options.scale,
-            BLOCKS=tiles, num_warps=warps, num_stages=stages, **fixed,
-        )  # fmt: skip
+    dk, dv, dbias = results.k, results.v, results.bias
     if needed.k or needed.v:
         tiles, warps, stages = blocks(head, dtype, "keys", _busy(given, options))
         heads = sizes.heads // sizes.group

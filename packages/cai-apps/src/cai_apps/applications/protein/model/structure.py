@@ -108,14 +108,12 @@ class Angles(nn.Module):
         super().__init__()
         self.now = linear(c_s, width)
         self.start = linear(c_s, width)
-        self.blocks = nn.ModuleList(AngleBlock(width) for _ in range(blocks))
+        self.blocks = nn.Sequential(*(AngleBlock(width) for _ in range(blocks)))
         self.out = linear(width, 14)
 
     def forward(self, s: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """s as it is and as it was, [B, R, c_s] -> [B, R, 7, 2] as they come, and of length 1."""
-        a = self.now(F.relu(s)) + self.start(F.relu(start))
-        for block in self.blocks:
-            a = block(a)
+        a = self.blocks(self.now(F.relu(s)) + self.start(F.relu(start)))
         raw = self.out(F.relu(a)).unflatten(-1, (7, 2))
         return raw, raw / raw.square().sum(-1, keepdim=True).clamp(min=1e-8).sqrt()
 
