@@ -69,6 +69,8 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[Case, list[str]]]:
     for _, module in modules([name for name in options.only.split(",") if name]):
         seen: set[str] = set()
         for case in module.cases(options.tiny):
+            if options.ops and case.op not in options.ops.split(","):
+                continue
             fresh = case.op not in seen
             seen.add(case.op)
             if options.quick and not fresh:
@@ -208,6 +210,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="files of this folder, by comma")
+    parser.add_argument("--ops", default="", help="names of operations, by comma")
     parser.add_argument("--forms", default="ours,eager,compile,liger")
     parser.add_argument("--compile", choices=("all", "first", "none"), help="which shapes are compiled")
     parser.add_argument("--seconds", type=float, default=0, help="start no case after so many")
