@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_checks import DEVICE, DTYPES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cai_kernels import KernelError, pair_bias_attention
+from cai_kernels.backend import choose, planning_for
 from cai_kernels.testing import assert_no_less_exact, results
 
 # backward computes probabilities again as 2^(score - lse), both of them rounded and the lse brought to base e and back:
@@ -187,3 +189,16 @@ def test_sizes_of_proteins_on_the_gpu(case, dtype):
     inputs, mask, dout = tensors(case, dtype)
     ours = lambda q, k, v, b, g: pair_bias_attention(q, k, v, b, mask, g, backend="triton")  # noqa: E731
     assert_no_less_exact(ours, eager(mask), inputs, [dout], floor=ROUNDINGS)
+
+
+def test_a_plan_for_a_gpu_sees_what_the_kernel_keeps():
+    (q, k, v, bias, gate), mask, _ = tensors((1, 2, 2, 37, 20), torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t)
+    with planning_for(torch.device("cuda")), FakeTensorMode() as fake:
+        given = [fake.from_tensor(t.cpu()).requires_grad_() for t in (q, k, v, bias)]
+        with hooks:
+            out = pair_bias_attention(*given, fake.from_tensor(mask.cpu()), fake.from_tensor(gate.cpu()))
+    assert out.shape == q.shape
+    assert kept and not any(t.shape == (2, 2, 37, 37) for t in kept if t is not given[3])
+    assert out.grad_fn is not None and choose("auto", torch.device("cpu")) == "reference"

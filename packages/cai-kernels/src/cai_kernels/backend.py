@@ -43,6 +43,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _on_paper() -> bool:
+    """Whether a plan for a GPU is being made. Dynamo does not know context variables, nor does a plan need it."""
+    return _INSTALLED and _planned.get() == "cuda"
+
+
 def why_not_triton(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None when they can."""
     if not _INSTALLED:
@@ -65,7 +70,7 @@ def choose(backend: Backend, device: torch.device) -> Literal["triton", "referen
     if backend == "reference":
         return "reference"
     if backend == "auto":
-        if device.type == "cpu" and not torch.compiler.is_compiling() and _planned.get() == "cuda" and _INSTALLED:
+        if device.type == "cpu" and not torch.compiler.is_dynamo_compiling() and _on_paper():
             return "triton"
         if device.type != "cuda":
             return "reference"

@@ -5,8 +5,10 @@ All weights are random: as training starts, the last layers of updates are zero,
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,6 +123,15 @@ def trained(weights: str, layout: str):
     return found, norms, full(masters), full(session.average.values())
 
 
+def compiled_step(weights: str) -> float:
+    """The loss of a step whose layers and methods are each one graph, or torch raises."""
+    config = config_of(Path(weights), "1-compiled")
+    whole = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    with mock.patch.object(torch, "compile", lambda function, **options: whole(function)):
+        session = apply(config, workload(config), device=torch.device("cpu"))
+        return float(session.step(Batches(pieces(config), BATCH, 1, 0, 1, 0).at(0), total=BATCH))
+
+
 def twin(weights: Path, clip: float | None, stage: str):
     """The plain loop: a backward a sample, torch's clipping, a sum, torch's AdamW; also whether any was clipped."""
     config = config_of(weights, "1")
@@ -232,3 +243,8 @@ def test_names_of_parameters_are_those_of_openfold(weights):
     assert len({canonical_name(name, param) for name, param in model.named_parameters()}) == len(
         torch.load(weights, weights_only=True)
     )
+
+
+def test_what_is_compiled_is_one_graph(weights, twins):
+    (found,) = run_ranks(1, compiled_step, str(weights), timeout=TIMEOUT)
+    assert found == pytest.approx(twins[CLIP, "initial"][0][0], abs=1e-9)
