@@ -1,10 +1,10 @@
-"""`cai train` itself, as shipped, for some steps: tokens (images, chains) a second and GPU, peak memory, and the gaps of a trace.
+"""`cai train` as shipped, for some steps: what it counts a second and GPU, peak memory, and the gaps of a trace.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/shipped.py --out row.jsonl train llama-8b
 
-Steps are those of metrics.jsonl; after them each rank traces some more and writes a row, and the run is stopped. A gap
-is time in which no kernel and no copy runs on the rank's GPU. Works on any version of cai whose metrics have
-`step_seconds`, with all ranks on one host.
+It counts tokens, images or chains. Steps are those of metrics.jsonl; after them each rank traces some more and writes
+a row, and the run is stopped. A gap is time in which no kernel and no copy runs on the rank's GPU. Works on any version
+of cai whose metrics have `step_seconds`, with all ranks on one host.
 """
 
 from __future__ import annotations

@@ -153,7 +153,9 @@ def theirs(config: Any, form: str, device: torch.device) -> Step:
     found = peer.config_of(sizes, checkpoints=form != "openfold-nockpt")
     model = peer.model(found, None, sizes).to(device).train()
     if form == "openfold-compiled":
-        fuse_attention._sfdp_init = lambda *_: None  # Inductor would put SDPA of four dims for attention of five
+        fuse_attention._sfdp_init = lambda *_: (
+            None
+        )  # Inductor would put SDPA of four dims for attention of five
         for block in (*model.extra_msa_stack.blocks, *model.evoformer.blocks):
             block.compile()
     loss_of = peer.openfold("utils.loss").AlphaFoldLoss(found.loss)

@@ -200,5 +200,5 @@ def test_a_plan_for_a_gpu_sees_what_the_kernel_keeps():
         with hooks:
             out = pair_bias_attention(*given, fake.from_tensor(mask.cpu()), fake.from_tensor(gate.cpu()))
     assert out.shape == q.shape
-    assert kept and not any(t.shape == (2, 2, 37, 37) for t in kept if t is not given[3])
+    assert kept and not any(t.shape[-2:] == (37, 37) for t in kept if t.shape != bias.shape)
     assert out.grad_fn is not None and choose("auto", torch.device("cpu")) == "reference"

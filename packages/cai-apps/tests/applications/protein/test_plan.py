@@ -24,5 +24,7 @@ def test_a_plan_for_a_gpu_counts_no_scores_of_attention():
         sum(saved_bytes(config, PROTEIN.workload(config), torch.device(kind)).kept.values())
         for kind in ("cuda", "cpu")
     )
-    scores = 2 * blocks * heads * residues**3 * config.train.microbatch_size * 2  # of two triangle attentions, bf16
+    scores = (
+        2 * blocks * heads * residues**3 * config.train.microbatch_size * 2
+    )  # of two triangle attentions, bf16
     assert on_gpu < on_cpu - scores

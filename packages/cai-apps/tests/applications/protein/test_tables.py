@@ -8,7 +8,7 @@ import sys
 import pytest
 
 WITHIN = {
-    "plan": "from torch._subclasses.fake_tensor import FakeTensorMode\nwith FakeTensorMode(allow_non_fake_inputs=True):",
+    "plan": "from torch._subclasses.fake_tensor import FakeTensorMode as Fake\nwith Fake(allow_non_fake_inputs=True):",
     "sketch": "with torch.device('meta'):",
     "inference": "with torch.inference_mode():",
 }
@@ -27,5 +27,7 @@ for made in (tables(), bounds(), tables(dtype=torch.float32), bounds(dtype=torch
 
 @pytest.mark.parametrize("within", WITHIN)
 def test_tables_are_ordinary(within):
-    run = subprocess.run([sys.executable, "-c", FIRST.format(within=WITHIN[within])], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST.format(within=WITHIN[within])], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr

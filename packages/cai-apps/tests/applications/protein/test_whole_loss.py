@@ -94,7 +94,5 @@ def test_a_small_model_learns_a_helix():
         optimizer.step()
         optimizer.zero_grad()
     assert seen[-1] < 0.5 * seen[0]
-    met = lddt(
-        found.folded.atoms[:, :, ALPHA].double(), truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
-    )
+    met = lddt(found.folded.atoms[:, :, ALPHA].double(), truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA])
     assert float(met.mean()) > 0.3

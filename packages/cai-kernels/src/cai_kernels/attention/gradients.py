@@ -79,9 +79,7 @@ def prepare(operands, prepared, sizes, strides, dout_strides, BLOCKS: tl.constex
     head = tl.program_id(1) % sizes.heads
     start, queries = span(operands.query_starts, batch, sizes.queries)
     row = tl.program_id(0) * BLOCKS.queries + tl.arange(0, BLOCKS.queries)
-    prepared_rows(
-        operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS
-    )
+    prepared_rows(operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS)
 
 
 @triton.jit

@@ -95,7 +95,9 @@ def blocks(head: int, dtype: torch.dtype, kind: str, busy: bool = False) -> tupl
     if dtype == torch.float32:
         queries, keys = (16, 16) if wide > 128 else (32, 16) if wide > 64 and kind == "forward" else (32, 32)
         return Blocks(queries, keys, wide, head), 8 if wide == 128 else 4, 1
-    if wide <= 32:  # of all tiles up to 128 x 64, at 256 and 512 keys with a pair bias and without (H200, Triton 3.6)
+    if (
+        wide <= 32
+    ):  # of all tiles up to 128 x 64, at 256 and 512 keys with a pair bias and without (H200, Triton 3.6)
         queries, keys = {"keys": (32, 64), "bias": (64, 32), "queries": (128, 32)}.get(kind, (128, 32))
         return Blocks(queries, keys, wide, head), 4, 2 if kind == "forward" and busy else 3
     if kind == "forward":

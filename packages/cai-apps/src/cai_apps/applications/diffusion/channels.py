@@ -2,8 +2,8 @@
 
 Each compiled layer hands on what eager code would. torch's group norm puts channels first, so every layer would turn
 its result and the next one turn it back; so would convolutions in backward, with what forward has kept for them. Here
-layers hand on channels last, and convolutions are given nothing else. Weights stay stored as they are: an operator turns
-them as it uses them, and their gradients back.
+layers hand on channels last, and convolutions are given nothing else. Weights stay stored as they are: an operator
+turns them as it uses them, and their gradients back.
 """
 
 from __future__ import annotations

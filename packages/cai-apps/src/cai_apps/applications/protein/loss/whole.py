@@ -98,7 +98,9 @@ def total(each: dict[str, Tensor], weights: dict[str, float] | None = None) -> T
 def _backbones(blocks: Sequence[Placed], true: Frames, known: Tensor, clamped: Tensor) -> Tensor:
     """FAPE of the backbone after each block of the structure module, their mean, [B]; all of them at once."""
     count = len(blocks)
-    rotation, origin = (torch.cat([getattr(each.frames, name) for each in blocks]) for name in ("rotation", "origin"))
+    rotation, origin = (
+        torch.cat([getattr(each.frames, name) for each in blocks]) for name in ("rotation", "origin")
+    )
     again = Frames(true.rotation.repeat(count, 1, 1, 1), true.origin.repeat(count, 1, 1))
     each = points.backbone(Frames(rotation, origin), again, known.repeat(count, 1), clamped.repeat(count))
     return each.unflatten(0, (count, -1)).mean(0)

@@ -150,14 +150,16 @@ class StructureModule(nn.Module):
         for _ in range(self.rounds):
             s, quaternion, origin, rotation, raw, angles = self.block(s, z, start, quaternion, origin, mask)
             found.append(Placed(Frames(rotation, origin).scaled(ANGSTROMS), angles, raw))
-            quaternion = quaternion.detach()  # line 20 of Algorithm 20: a turn learns from its own block alone
+            quaternion = (
+                quaternion.detach()
+            )  # line 20 of Algorithm 20: a turn learns from its own block alone
         groups = groups_of(found[-1].frames, found[-1].angles, residue)
         return Folded(s, found, groups, atoms_of(groups, residue))
 
     def block(
         self, s: Tensor, z: Tensor, start: Tensor, quaternion: Tensor, origin: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """A round: s, quaternion and origin as they become, the rotation, and the angles as they came and of length 1."""
+        """A round: s, quaternion, origin as they become, the rotation, angles as they came and of length 1."""
         frames = Frames(rotation_of(quaternion), origin)
         s = s + self.attention(s, z, frames, mask)
         s = self.transition(self.norm_attention(F.dropout(s, self.dropout, self.training)))
