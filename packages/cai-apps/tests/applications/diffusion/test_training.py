@@ -10,6 +10,7 @@ import functools
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,6 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "2": {"shard": 2, "zero": 3},
     "4": {"shard": 4, "zero": 2},
+    "2-compiled": {"shard": 2, "zero": 3, "train.compile": "on"},
     "tensor2": {"tensor": 2},
     "tensor2-data2": {"shard": 2, "zero": 3, "tensor": 2},
     "tensor4": {"tensor": 4},
@@ -62,8 +64,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor2-host": {"shard": 2, "zero": 3, "tensor": 2, "memory.residency": "host"},
 }
 """Ranks that share data and a ZeRO stage, tensor-parallel ranks (over four, two heads do not go round), and more."""
+GRAPHS = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+"""Graphs that are divided as they are for a GPU; their operators compute as ever, in float64."""
 RUNS = [(recipe, layout) for layout in ("1", "2", "tensor2") for recipe in RECIPES] + [
     ("dit-tiny", "4"),
+    ("sd-v1-tiny", "2-compiled"),
     ("sd3-tiny", "tensor2-data2"),
     ("dit-tiny", "tensor2-data2"),
     ("dit-tiny", "tensor2-selective"),
@@ -98,7 +103,8 @@ def trained(recipe: str, cache: str, layout: str, directory: str):
     """What every rank returns: losses, first gradients, weights and averages; it exports into `directory`."""
     config = config_of(recipe, cache, **LAYOUTS[layout])
     design = load_design(config.model.name)
-    session = apply(config, workload(config, design, torch.device("cpu")), device=torch.device("cpu"))
+    with mock.patch.object(torch, "compile", GRAPHS):
+        session = apply(config, workload(config, design, torch.device("cpu")), device=torch.device("cpu"))
     data = group(session.mesh, ("dp_replicate", "dp_shard"))
     rank = 0 if data is None else dist.get_rank(data)
     batches = Batches(images_of(config), BATCH, 2, rank, config.parallel.shard, config.train.seed)
