@@ -101,9 +101,9 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
     device = device_of(config)
     saved = saved or saved_bytes(config, workload, device)
     stages = tuple(_stage(config, workload, stage, saved) for stage in range(config.parallel.pipeline.size))
-    trained, frozen = elements(on_meta(workload))
-    spec = mesh_spec(config)
-    needs = offload_needs(config, on_meta(workload), stages[0].activations) if ranks == 1 else None
+    whole, spec = on_meta(workload), mesh_spec(config)
+    trained, frozen = elements(whole)
+    needs = offload_needs(config, whole, stages[0].activations) if ranks == 1 else None
     axes = {axis: spec.sizes()[axis] for axis in AXES}
     return Plan(config, device.type, ranks, trained + frozen, frozen, axes, stages, needs)
 

@@ -25,6 +25,8 @@ def linear(width: int, out: int, *, bias: bool = True, initial: Initial = "lecun
 @torch.no_grad()
 def initialize(layer: nn.Linear, initial: Initial) -> None:
     """Fill a layer, in place."""
+    if layer.weight.is_meta:
+        return
     if layer.bias is not None:
         layer.bias.fill_(1.0 if initial == "gate" else 0.0)
     if initial == "glorot":
