@@ -208,17 +208,25 @@ class _Watch:
         return watched
 
     def _divided(self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The results of a block's forward and backward graphs; blocks of one kind are traced once."""
+        """The results of a block's forward and backward graphs; blocks of one kind are traced once.
+
+        One that runs without gradients, as rounds before the last do, keeps nothing.
+        """
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*block.parameters(), *given)]
-        kind = (type(block), tuple(shapes))
+        learns = torch.is_grad_enabled()
+        kind = (type(block), learns, tuple(shapes))
         if kind in self._kinds:
             like, output = self._kinds[kind]
-            for counted in (self.kept, self.products, self.attention):
+            for counted in (self.kept, self.products, self.attention) if learns else ():
                 counted[self._block] = counted[like]
             return tree_map_only(
                 Tensor, lambda t: torch.empty_like(t).requires_grad_(t.requires_grad), output
             )
+        if not learns:
+            output = forward(*args, **kwargs)
+            self._kinds[kind] = (self._block, output)
+            return output
         output, graph = divide(block, forward, args, kwargs)
         for tensor in graph.inputs:
             self._pack(tensor)
@@ -241,7 +249,7 @@ class _Watch:
         """An operator has run outside graphs."""
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta"]
         if self._block != REST:
-            size = made[0].untyped_storage().nbytes() if made else 0
+            size = made[0].untyped_storage().nbytes() if made and torch.is_grad_enabled() else 0
             self.products[self._block] += is_product(operator) * size
             self.attention[self._block] += is_attention(operator) * size
             return

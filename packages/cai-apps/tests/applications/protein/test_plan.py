@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from cai_apps import recipes
@@ -9,17 +12,31 @@ from cai_apps.applications.protein.task import PROTEIN
 from cai_apps.planner.activations import saved_bytes
 
 
+def config_of(**more: Any) -> Any:
+    changes = {"parallel.shard": 1, "parallel.zero": 1, "memory.recompute": "none", **more}
+    return PROTEIN.resolve(recipes.load("alphafold-tiny", changes), 1)
+
+
+@pytest.mark.parametrize("compiled", ["on", "off"])
+def test_rounds_without_gradients_keep_nothing(compiled):
+    one, two = (
+        saved_bytes(config, PROTEIN.workload(config), torch.device("cpu"))
+        for config in (
+            config_of(**{"objective.rounds": rounds, "data.residues": 16, "train.compile": compiled})
+            for rounds in (1, 2)
+        )
+    )
+    assert one.products == two.products
+    assert one.attention == two.attention
+    assert one.inputs == two.inputs
+    assert sum(two.kept.values()) == pytest.approx(sum(one.kept.values()), rel=0.01)
+
+
 def test_a_plan_for_a_gpu_counts_no_scores_of_attention():
     residues, blocks, heads = 64, 3, 4  # blocks with the one for extra sequences
-    changes = {
-        "data.residues": residues,
-        "parallel.shard": 1,
-        "parallel.zero": 1,
-        "precision.compute": "bf16",
-        "train.compile": "on",
-        "memory.recompute": "none",
-    }
-    config = PROTEIN.resolve(recipes.load("alphafold-tiny", changes), 1)
+    config = config_of(
+        **{"data.residues": residues, "precision.compute": "bf16", "train.compile": "on", "objective.rounds": 1}
+    )
     on_gpu, on_cpu = (
         sum(saved_bytes(config, PROTEIN.workload(config), torch.device(kind)).kept.values())
         for kind in ("cuda", "cpu")
