@@ -35,7 +35,12 @@ def test_rounds_without_gradients_keep_nothing(compiled):
 def test_a_plan_for_a_gpu_counts_no_scores_of_attention():
     residues, blocks, heads = 64, 3, 4  # blocks with the one for extra sequences
     config = config_of(
-        **{"data.residues": residues, "precision.compute": "bf16", "train.compile": "on", "objective.rounds": 1}
+        **{
+            "data.residues": residues,
+            "precision.compute": "bf16",
+            "train.compile": "on",
+            "objective.rounds": 1,
+        }
     )
     on_gpu, on_cpu = (
         sum(saved_bytes(config, PROTEIN.workload(config), torch.device(kind)).kept.values())

@@ -74,7 +74,7 @@ def prepared_rows(
 
 @triton.jit
 def prepare(operands, prepared, sizes, strides, dout_strides, BLOCKS: tl.constexpr):
-    """`prepared_rows` of one tile of queries of one head, where no gradient of q is asked for."""
+    """`prepared_rows` of one tile of queries of one head."""
     batch = (tl.program_id(1) // sizes.heads).to(tl.int64)
     head = tl.program_id(1) % sizes.heads
     start, queries = span(operands.query_starts, batch, sizes.queries)
@@ -83,19 +83,17 @@ def prepare(operands, prepared, sizes, strides, dout_strides, BLOCKS: tl.constex
 
 
 @triton.jit
-def saved_lse(lse_ptr, sizes, batch, head, start, row, queries):
-    """lse of rows in base 2; inf where a row sees nothing, which makes its probabilities zero."""
-    at = batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
-    lse = tl.load(lse_ptr + at, mask=row < queries, other=float("-inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def saved_rows(upstream, sizes, batch, head, start, row, queries, READY: tl.constexpr):
+    """(lse in base 2, delta) of rows; lse is inf where a row sees nothing, which makes its probabilities zero.
 
-
-@triton.jit
-def saved_rows(upstream, sizes, batch, head, start, row, queries):
-    """(lse in base 2, delta) of rows."""
+    READY: delta is there; else zeros stand for it.
+    """
     at = batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
-    delta = tl.load(upstream.delta + at, mask=row < queries, other=0.0)
-    return saved_lse(upstream.lse, sizes, batch, head, start, row, queries), delta
+    lse = tl.load(upstream.lse + at, mask=row < queries, other=float("-inf"))
+    delta = tl.zeros_like(lse)
+    if READY:
+        delta = tl.load(upstream.delta + at, mask=row < queries, other=0.0)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
 
 
 @triton.jit
@@ -111,10 +109,10 @@ def dscores(score, bent, lse, dp, delta, FLAGS: tl.constexpr):
 
 @triton.jit
 def queries_backward(
-    operands, prepared, lse_ptr, dq_ptr, sizes, strides, dout_strides, dq_strides, scale,
+    operands, prepared, upstream, dq_ptr, sizes, strides, dout_strides, dq_strides, scale,
     FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries of one head, and its `prepared_rows`, which the kernels after it read."""
+    """dq of one tile of queries of one head; unless `prepared` is None, its `prepared_rows` too, for what follows."""
     QUERIES: tl.constexpr = BLOCKS.queries
     KEYS: tl.constexpr = BLOCKS.keys
     WIDE: tl.constexpr = BLOCKS.wide
@@ -129,10 +127,14 @@ def queries_backward(
         q = load_rows(
             at_head(operands.q, batch, head, start, strides.q), row, queries, strides.q[2], WIDE, HEAD
         )
-        dout, delta = prepared_rows(
-            operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS
-        )
-        lse = saved_lse(lse_ptr, sizes, batch, head, start, row, queries)
+        lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, prepared is None)
+        if prepared is None:
+            dout_base = at_head(upstream.dout, batch, head, start, strides.out)
+            dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
+        else:
+            dout, delta = prepared_rows(
+                operands, prepared, sizes, strides, dout_strides, batch, head, start, row, queries, BLOCKS
+            )
         k_base = at_head(operands.k, batch, head // sizes.group, key_start, strides.k)
         v_base = at_head(operands.v, batch, head // sizes.group, key_start, strides.v)
         dq = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
@@ -194,7 +196,7 @@ def keys_backward(
                 row = at + tl.arange(0, QUERIES)
                 q = load_rows(q_base, row, queries, strides.q[2], WIDE, HEAD)
                 dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
-                lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries)
+                lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, True)
                 product = dot(k, tl.trans(q), tl.zeros((KEYS, QUERIES), dtype=tl.float32), PRECISION)
                 score, bent = logits(
                     product,
@@ -248,7 +250,7 @@ def bias_backward(
         k = load_rows(k_base, column, keys, strides.k[2], WIDE, HEAD)
         v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
         dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
-        lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries)
+        lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, True)
         product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
         score, bent = logits(
             product,

@@ -245,36 +245,43 @@ def _attention_triton_backward(
     delta = torch.empty_like(lse)
     prepared = gradients.Prepared(out, dout, dlse, delta, dattention, dgate)
     strides = Strides(*(_strides(t) for t in (given.q, given.k, given.v, given.gate, out)))
-    _launch_queries(given, prepared, lse, results.q, sizes, batch, strides, options, needed)
     upstream = gradients.Upstream(dattention, lse, delta)
-    strides = strides._replace(out=_strides(dattention))
-    _launch_others(given, upstream, results, sizes, batch, strides, options, needed)
+    fused = needed.q and _fuses(out)
+    if not fused:
+        tiles, warps, _ = blocks(out.shape[-1], out.dtype, "queries")
+        launch = gradients.prepare[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
+        launch(given, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
+    elsewhere = strides._replace(out=_strides(dattention))
+    if needed.q:
+        _launch_queries(
+            given, prepared if fused else None, upstream, results.q, sizes, batch,
+            strides if fused else elsewhere, _strides(dout), options,
+        )  # fmt: skip
+    _launch_others(given, upstream, results, sizes, batch, elsewhere, options, needed)
     return results.q, results.k, results.v, results.bias, dgate if needed.gate else results.gate
+
+
+def _fuses(out: torch.Tensor) -> bool:
+    """Whether what backward prepares is computed with dq: for narrow heads, where registers suffice for both."""
+    return out.shape[-1] <= 32 and out.dtype != torch.float32
 
 
 def _launch_queries(
     given: Operands,
-    prepared: gradients.Prepared,
-    lse: torch.Tensor,
+    prepared: gradients.Prepared | None,
+    upstream: gradients.Upstream,
     dq: torch.Tensor,
     sizes: Sizes,
     batch: int,
     strides: Strides,
+    dout_strides: tuple[int, int, int],
     options: Options,
-    needed: Needed,
 ) -> None:
-    """dq, and what the other gradients are computed from."""
-    out, dout = prepared.out, prepared.dout
-    tiles, warps, stages = blocks(out.shape[-1], out.dtype, "queries")
-    grid = (triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)
-    if not needed.q:
-        launch = gradients.prepare[grid]  # pyright: ignore[reportIndexIssue]
-        launch(given, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
-        return
-    launch = gradients.queries_backward[grid]  # pyright: ignore[reportIndexIssue]
+    tiles, warps, stages = blocks(dq.shape[-1], dq.dtype, "queries")
+    launch = gradients.queries_backward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
     launch(
-        given, prepared, lse, dq, sizes, strides, _strides(dout), _strides(dq), options.scale,
-        FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(out.dtype),
+        given, prepared, upstream, dq, sizes, strides, dout_strides, _strides(dq), options.scale,
+        FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(dq.dtype),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
