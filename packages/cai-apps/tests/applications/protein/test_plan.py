@@ -30,23 +30,3 @@ def test_rounds_without_gradients_keep_nothing(compiled):
     assert one.attention == two.attention
     assert one.inputs == two.inputs
     assert sum(two.kept.values()) == pytest.approx(sum(one.kept.values()), rel=0.01)
-
-
-def test_a_plan_for_a_gpu_counts_no_scores_of_attention():
-    residues, blocks, heads = 64, 3, 4  # blocks with the one for extra sequences
-    config = config_of(
-        **{
-            "data.residues": residues,
-            "precision.compute": "bf16",
-            "train.compile": "on",
-            "objective.rounds": 1,
-        }
-    )
-    on_gpu, on_cpu = (
-        sum(saved_bytes(config, PROTEIN.workload(config), torch.device(kind)).kept.values())
-        for kind in ("cuda", "cpu")
-    )
-    scores = (
-        2 * blocks * heads * residues**3 * config.train.microbatch_size * 2
-    )  # of two triangle attentions, bf16
-    assert on_gpu < on_cpu - scores
