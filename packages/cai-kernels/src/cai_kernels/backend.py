@@ -44,7 +44,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def _on_paper() -> bool:
-    """Whether a plan for a GPU is being made. Dynamo does not know context variables, nor does a plan need it."""
+    """Whether a plan for a GPU is being made. Not to be asked under Dynamo, which cannot trace context variables."""
     return _INSTALLED and _planned.get() == "cuda"
 
 

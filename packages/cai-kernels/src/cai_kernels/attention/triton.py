@@ -262,7 +262,7 @@ def _attention_triton_backward(
 
 
 def _fuses(out: torch.Tensor) -> bool:
-    """Whether what backward prepares is computed with dq: for narrow heads, where registers suffice for both."""
+    """Whether the kernel of dq does what `prepare` does, too: for narrow heads; wide ones would spill registers."""
     return out.shape[-1] <= 32 and out.dtype != torch.float32
 
 

@@ -62,7 +62,7 @@ def _gradients(
 class _Convolution(torch.autograd.Function):
     """A convolution whose weight is turned in forward and again in backward.
 
-    Inductor would keep what it turned, and all turned weights together are a second model.
+    Done in the graph, Inductor would keep every turned weight until backward: a second copy of them all.
     """
 
     @staticmethod

@@ -97,9 +97,10 @@ class Tables:
 
 @contextlib.contextmanager
 def ordinary() -> Iterator[None]:
-    """Tensors made inside are ordinary ones on the CPU, also where a plan is traced or weights are only sketched.
+    """Tensors made inside are ordinary ones on the CPU, whatever modes of torch are on around it.
 
-    For what is made once and kept: a plan's tensors have no values, and those of inference take no part in training.
+    For tables that are made once and kept: made inside a plan or on the meta device they would have no values, made
+    under inference mode they could not be used in training.
     """
     with unset_fake_temporarily(), torch.inference_mode(False), torch.device("cpu"):
         yield

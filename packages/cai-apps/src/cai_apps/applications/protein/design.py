@@ -81,7 +81,7 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def compiled_methods(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The block of the structure module, which is run again and again: hundreds of operators on little data."""
+    """The block of the structure module: hundreds of operators on little data, several times a round."""
     assert isinstance(model, AlphaFold)
     return [(model.structure, "block")]
 

@@ -33,7 +33,7 @@ def features_of(batch: dict[str, Tensor]) -> list[Features]:
     templates = _filled(Templates, batch, TEMPLATES) if any(k.startswith(TEMPLATES) for k in batch) else None
     names = [field.name for field in fields(Features) if field.name != "templates"]
     whole = Features(**{name: batch[name] for name in names}, templates=templates)
-    # a compiled layer is for inputs of the same strides: those of a slice tell how many rounds there are
+    # a slice's strides depend on the number of rounds, and torch compiles anew for other strides
     drawn = [[each.contiguous() for each in getattr(whole, name).unbind(1)] for name in DRAWN]
     return [replace(whole, **dict(zip(DRAWN, each, strict=True))) for each in zip(*drawn, strict=True)]
 

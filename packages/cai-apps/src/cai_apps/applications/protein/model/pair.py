@@ -12,8 +12,8 @@ from cai_apps.applications.protein.model.layers import linear
 class _Product(torch.autograd.Function):
     """left [B, i, k, C], right [B, j, k, C] -> their product over k for each channel, [B, i, j, C].
 
-    Products are of [B, C] matrices, forward and backward, which compiled kernels write where they are made: a product
-    of channels that lie side by side would copy each operand, and the gradient once for each of the two.
+    Forward and backward multiply [B, C] contiguous matrices. A compiled kernel writes its result in that order at no
+    cost. Multiplied as they are, with channels last, each operand would be copied before each product.
     """
 
     @staticmethod
