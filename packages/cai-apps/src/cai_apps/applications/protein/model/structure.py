@@ -144,7 +144,7 @@ class StructureModule(nn.Module):
         start, z = self.norm(s), self.norm_pair(z)
         s = self.first(start)
         origin = s.new_zeros(*s.shape[:2], 3, dtype=torch.promote_types(s.dtype, torch.float32))
-        origin.requires_grad_(s.requires_grad)  # as in later blocks, or torch would compile the first one apart
+        origin.requires_grad_(s.requires_grad)  # as in later blocks: else the first is compiled apart
         quaternion = torch.cat([torch.ones_like(origin[..., :1]), origin.detach()], -1)
         found = []
         for _ in range(self.rounds):
