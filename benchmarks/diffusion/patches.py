@@ -4,8 +4,9 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/diffusion/patches.py \
         --preset sd3-tiny --size 64 --steps 2 --out patches.json
 
-A pipeline of the preset's shape is written with random weights. `one` is the whole picture on each GPU by itself,
-`exact` and `stale` are `cai generate --patches`. `denoising_seconds` is of the denoiser's steps, `drawing_seconds` also
+A pipeline of the preset's shape is written with random weights. `one` is the whole picture on each GPU by itself.
+`branches` is what `cai generate --patches exact` does on an even number of ranks: half of them predict without the
+prompt. `exact` and `stale` make strips of both predictions. `denoising_seconds` is of the denoiser's steps, `drawing_seconds` also
 of the autoencoder, which every rank runs on the whole picture. `difference` is of latents from those of `one`, in their
 norms.
 """
@@ -30,7 +31,7 @@ from torch import Tensor
 from cai_apps.applications.diffusion.design import load_design
 from cai_apps.applications.diffusion.sample import Options, Sampler
 
-FORMS = ("one", "exact", "stale")
+FORMS = ("one", "branches", "exact", "stale")
 
 
 def arguments() -> argparse.Namespace:
@@ -86,7 +87,8 @@ def main() -> None:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         sampler = Sampler(home, device=device, dtype=dtype)
         if form != "one":
-            sampler.split(dist.group.WORLD, mode=form, warmup=options.warmup)
+            mode = "stale" if form == "stale" else "exact"
+            sampler.split(dist.group.WORLD, mode=mode, warmup=options.warmup, branches=form == "branches")
         row, latents = measure(sampler, drawing, options.repeats)
         plain = latents if form == "one" else plain
         if plain is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from cai_apps import recipes
 from cai_apps.applications.diffusion.design import load_design
 from cai_apps.applications.diffusion.patches import split_denoiser
+from cai_apps.applications.diffusion.patches.branches import open_branches
 from cai_apps.applications.diffusion.patches.exchange import Clock, Exchange
 from cai_apps.applications.diffusion.patches.layers import teach
 from cai_apps.applications.diffusion.patches.strips import (
@@ -210,16 +211,30 @@ def test_what_is_refused():
     run_ranks(2, refused)
 
 
-def drawn(export):
-    """Latents of two prompts, alone and in strips."""
+def drawn(export, branches):
+    """Latents of two prompts, alone and together."""
     sampler = Sampler(export, device="cpu", dtype=torch.float64)
-    options = Options(steps=3)
-    alone = sampler.latents(["a red circle", "a blue square"], options)
-    sampler.split(dist.group.WORLD)
-    return alone, sampler.latents(["a red circle", "a blue square"], options)
+    prompts, options = ["a red circle", "a blue square"], Options(steps=3)
+    alone = sampler.latents(prompts, options)
+    sampler.split(dist.group.WORLD, branches=branches)
+    if branches:
+        with pytest.raises(ConfigError, match="one prediction"):
+            sampler.latents(prompts, Options(steps=3, guidance=1))
+    return alone, sampler.latents(prompts, options)
 
 
-def test_a_sampler_draws_in_strips_with_guidance(tmp_path):
+def test_branches_of_an_odd_number_of_ranks():
+    run_ranks(3, odd)
+
+
+def odd():
+    with pytest.raises(ConfigError, match="two halves"):
+        open_branches(dist.group.WORLD)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("trained")
     changes = {
         "train.steps": 2,
         "train.global_batch": 4,
@@ -231,7 +246,11 @@ def test_a_sampler_draws_in_strips_with_guidance(tmp_path):
         "log.directory": str(tmp_path / "runs"),
         "sampling.prompts": [],
     }
-    export = train(DIFFUSION, recipes.load("sd-v1-tiny", changes), label="patches").export
-    for alone, strips in run_ranks(2, drawn, export):
-        assert alone.shape == strips.shape
-        torch.testing.assert_close(strips, alone, rtol=1e-5, atol=1e-5)
+    return train(DIFFUSION, recipes.load("sd-v1-tiny", changes), label="patches").export
+
+
+@pytest.mark.parametrize(("ranks", "branches"), [(2, False), (2, True), (4, True)])
+def test_a_sampler_draws_together_with_guidance(trained, ranks, branches):
+    for alone, together in run_ranks(ranks, drawn, trained, branches):
+        assert alone.shape == together.shape
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)

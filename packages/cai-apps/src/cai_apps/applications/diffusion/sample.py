@@ -27,6 +27,7 @@ from cai_apps.applications.diffusion.loading import (
     settle_text,
 )
 from cai_apps.applications.diffusion.patches import Mode, PatchDenoiser, split_denoiser
+from cai_apps.applications.diffusion.patches.branches import Branches, open_branches
 from cai_apps.applications.diffusion.patches.strips import Strips
 from cai_apps.applications.diffusion.process import open_scheduler
 from cai_apps.applications.diffusion.sizes import Size, sides
@@ -99,6 +100,7 @@ class Sampler:
         self._directory, self.device, self._dtype = directory, torch.device(device), dtype
         self._home, self._memory = denoiser_home(self.design, directory, raw=raw), memory
         self._patches: PatchDenoiser | None = None
+        self._branches: Branches | None = None
         self._texts: dict[int, HostModel] = {}
         self.seconds = 0.0
 
@@ -134,11 +136,26 @@ class Sampler:
         found = replace(found, decoding=self._memory.vae)
         return found, nullcontext() if found.model is None else HostModel(found.model, self.device)
 
-    def split(self, group: dist.ProcessGroup, *, mode: Mode = "exact", warmup: int = 4) -> None:
-        """Make each picture on all ranks of a group, in strips; all of them then draw the same prompts.
+    def split(
+        self, group: dist.ProcessGroup, *, mode: Mode = "exact", warmup: int = 4, branches: bool = False
+    ) -> None:
+        """Make each picture on all ranks of a group; all of them then draw the same prompts.
 
-        Args: those of `split_denoiser`, and its errors.
+        Args:
+            branches: half of the ranks predict without the prompt, half with it; each half makes strips of the
+                picture. Two ranks then exchange a prediction a step, and nothing in between. For guidance alone.
+                False: all ranks make strips of both predictions.
+
+        The others and their errors are those of `split_denoiser`.
+
+        Raises:
+            ConfigError: branches of an odd number of ranks.
         """
+        if branches:
+            self._branches = open_branches(group)
+            group = self._branches.half
+            if dist.get_world_size(group) == 1:
+                return
         if self.design.scheduler.get("thresholding"):
             raise ConfigError(
                 "this scheduler cannot work on strips",
@@ -147,11 +164,11 @@ class Sampler:
             )
         self._patches = split_denoiser(self._denoiser.model, group, mode=mode, warmup=warmup)
 
-    def check(self, prompts: Sequence[str], options: Options, *, ranks: int = 1) -> None:
+    def check(self, prompts: Sequence[str], options: Options, *, strips: int = 1) -> None:
         """Refuse what cannot be drawn, before weights are read.
 
         Args:
-            ranks: that make each picture together.
+            strips: in which ranks make each picture.
 
         Raises:
             ConfigError: the size, the scheduler, a label or `Memory` does not fit the model.
@@ -166,9 +183,9 @@ class Sampler:
                 got=f"--vae {self._memory.vae}",
                 fix="leave it out",
             )
-        if ranks > 1:
+        if strips > 1:
             multiple = self.design.family.multiple(self.design.denoiser)
-            Strips(ranks, 0).check(height // self.design.factor, multiple)
+            Strips(strips, 0).check(height // self.design.factor, multiple)
 
     def pictures(self, prompts: Sequence[str], options: Options, *, first: int = 0) -> np.ndarray:
         """uint8 [prompts, height, width, 3].
@@ -217,8 +234,10 @@ class Sampler:
         told: Callable[[int], None],
     ) -> list[Tensor]:
         """Of each batch, on the host."""
-        ranks = 1 if self._patches is None else self._patches.strips.count
-        self.check(prompts, options, ranks=ranks)
+        strips = 1 if self._patches is None else self._patches.strips.count
+        self.check(prompts, options, strips=strips)
+        if self._branches is not None and options.guidance == 1:
+            raise ConfigError("without guidance there is one prediction", got="guidance 1", fix="branches=False")
         parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         given, found, drawn = self._conditions(parts, options.guidance), [], 0
         with self._denoiser, torch.inference_mode():
@@ -284,7 +303,10 @@ class Sampler:
         return noise.to(self.device)
 
     def _guided(self, x: Tensor, at: Tensor, given: dict[str, Tensor], guidance: float) -> Tensor:
-        twice = torch.cat([x, x]) if guidance != 1 else x
+        branches = self._branches
+        if branches is not None:
+            given = branches.own(given)
+        twice = torch.cat([x, x]) if guidance != 1 and branches is None else x
         times = at.to(self.device).expand(len(twice))
         taken = self.design.family.takes(twice.to(self._dtype), times, given)
         if self._patches is None:
@@ -295,7 +317,7 @@ class Sampler:
             said = said.chunk(2, 1)[0]
         if guidance == 1:
             return said
-        free, told = said.chunk(2)
+        free, told = said.chunk(2) if branches is None else branches.both(said)
         return free + guidance * (told - free)
 
     def _now(self) -> float:

@@ -48,8 +48,9 @@ class Arguments:
     raw: bool = False
     """Use the last weights, where averaged ones are there too."""
     patches: Literal["none", "exact", "stale"] = "none"
-    """Under a launcher: how its ranks make each picture together, in strips (arXiv:2402.19481). exact: as one device;
-    stale: after patches_warmup steps with what neighbours had a step before."""
+    """Under a launcher: how its ranks make each picture together (arXiv:2402.19481). An even number of ranks with
+    guidance: half of them predict without the prompt, half with it. Each half, or all of them, make strips of the
+    picture; exact: as one device; stale: after patches_warmup steps with what neighbours had a step before."""
     patches_warmup: int = 4
     """Exact steps before stale ones."""
     weights: Literal["plain", "int8", "fp8"] = "plain"
@@ -97,7 +98,7 @@ def _ranks(options: Arguments) -> Iterator[torch.device | None]:
     """
     if launched() != (options.patches != "none"):
         raise ConfigError(
-            "several ranks make a picture in strips, one process makes it whole",
+            "several ranks make a picture together, one process makes it alone",
             got=f"--patches {options.patches} {'under a launcher' if launched() else 'in one process'}",
             fix="cai run --nproc-per-node 2 -m cai_apps generate DIR --patches exact --prompt ...",
         )
@@ -130,10 +131,13 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
     size = None if options.size is None else parse_size(options.size)
     drawing = Options(size, options.steps, options.guidance, options.scheduler, options.seed)
     prompts = [prompt for prompt in options.prompt for _ in range(options.images)]
-    sampler.check(prompts, drawing, ranks=1 if device is None else dist.get_world_size())
+    ranks = 1 if device is None else dist.get_world_size()
+    branches = options.guidance != 1 and ranks % 2 == 0
+    sampler.check(prompts, drawing, strips=ranks // 2 if branches else ranks)
     if options.patches != "none":
         assert dist.group.WORLD is not None
-        sampler.split(dist.group.WORLD, mode=options.patches, warmup=options.patches_warmup)
+        how = {"mode": options.patches, "warmup": options.patches_warmup}
+        sampler.split(dist.group.WORLD, **how, branches=branches)
     shows = device is None or dist.get_rank() == 0
     with counted(len(prompts), "pictures", shown=shows and len(prompts) > options.batch) as told:
         pictures = sampler.in_batches(prompts, drawing, batch=options.batch, told=told)
