@@ -110,9 +110,9 @@ def dscores(score, bent, lse, dp, delta, FLAGS: tl.constexpr):
 @triton.jit
 def queries_backward(
     operands, prepared, upstream, dq_ptr, sizes, strides, dout_strides, dq_strides, scale,
-    FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries of one head; unless `prepared` is None, its `prepared_rows` too, for what follows."""
+    """dq of one tile of queries of one head; where FUSED, its `prepared_rows` too, for what follows."""
     QUERIES: tl.constexpr = BLOCKS.queries
     KEYS: tl.constexpr = BLOCKS.keys
     WIDE: tl.constexpr = BLOCKS.wide
@@ -127,8 +127,8 @@ def queries_backward(
         q = load_rows(
             at_head(operands.q, batch, head, start, strides.q), row, queries, strides.q[2], WIDE, HEAD
         )
-        lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, prepared is None)
-        if prepared is None:
+        lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, not FUSED)
+        if not FUSED:
             dout_base = at_head(upstream.dout, batch, head, start, strides.out)
             dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
         else:

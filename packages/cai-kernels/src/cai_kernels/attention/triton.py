@@ -254,8 +254,8 @@ def _attention_triton_backward(
     elsewhere = strides._replace(out=_strides(dattention))
     if needed.q:
         _launch_queries(
-            given, prepared if fused else None, upstream, results.q, sizes, batch,
-            strides if fused else elsewhere, _strides(dout), options,
+            given, prepared, upstream, results.q, sizes, batch,
+            strides if fused else elsewhere, _strides(dout), options, fused=fused,
         )  # fmt: skip
     _launch_others(given, upstream, results, sizes, batch, elsewhere, options, needed)
     return results.q, results.k, results.v, results.bias, dgate if needed.gate else results.gate
@@ -268,7 +268,7 @@ def _fuses(out: torch.Tensor) -> bool:
 
 def _launch_queries(
     given: Operands,
-    prepared: gradients.Prepared | None,
+    prepared: gradients.Prepared,
     upstream: gradients.Upstream,
     dq: torch.Tensor,
     sizes: Sizes,
@@ -276,12 +276,14 @@ def _launch_queries(
     strides: Strides,
     dout_strides: tuple[int, int, int],
     options: Options,
+    *,
+    fused: bool,
 ) -> None:
     tiles, warps, stages = blocks(dq.shape[-1], dq.dtype, "queries")
     launch = gradients.queries_backward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
     launch(
         given, prepared, upstream, dq, sizes, strides, dout_strides, _strides(dq), options.scale,
-        FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(dq.dtype),
+        FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(dq.dtype), FUSED=fused,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
