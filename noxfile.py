@@ -145,6 +145,17 @@ def compat(session: nox.Session, package: str) -> None:
     _prove(session, f"compat({package})", [package], wheels, house.tests_of(package))
 
 
+OLDEST_TRITON = "triton==3.6.*"  # as cai-kernels[triton] admits
+
+
+@nox.session(reuse_venv=True)
+def oldest(session: nox.Session) -> None:
+    """Kernels compile for a Hopper GPU with the oldest Triton, too."""
+    house.install_everything(session, *house.test_requirements("cai-kernels"))
+    session.install(OLDEST_TRITON)
+    session.run("pytest", f"{house.tests_of('cai-kernels')}/test_hopper.py", env=TEST_ENVIRONMENT)
+
+
 @nox.session(reuse_venv=True)
 def matrix(session: nox.Session) -> None:
     """Whole products of options; resumable, results in docs/proof/matrix.json; `-- --force` repeats."""

@@ -11,15 +11,18 @@ import torch.distributed as dist
 from cai_apps.compose.average import AVERAGE
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.directory import RunDirectory
+from cai_apps.run.finite import not_finite
 from cai_apps.run.position import Position
 from cai_mesh import checkpoint
-from cai_mesh.errors import CheckpointError
+from cai_mesh.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
 
 AUTO, NEVER = "auto", "never"
 POSITION = "train"
+SHOWN = 4
+"""Names in an error."""
 
 
 def check(config: RunConfig, run: RunDirectory) -> None:
@@ -61,11 +64,24 @@ class Saver:
         self._last: checkpoint.Saving | None = None
 
     def save(self, position: Position) -> None:
-        """Save the session and the position it has reached. Collective."""
+        """Save the session and the position it has reached. Collective.
+
+        Raises:
+            DataError: a weight, a moment or an average is not finite. Nothing is written then, for a run could not go
+                on from it.
+        """
         self.wait()
+        state = self._session.state()
+        if broken := not_finite(state):
+            raise DataError(
+                f"what step {position.step} has left is not finite, and is not saved",
+                got=_some(broken),
+                cause="often a learning rate that is too high",
+                fix="lower optimizer.lr or lengthen lr_schedule.warmup_steps, and go on from the checkpoint before",
+            )
         self._last = checkpoint.save(
             self._run.checkpoints,
-            {**self._session.state(), POSITION: asdict(position)},
+            {**state, POSITION: asdict(position)},
             step=position.step,
             keep_last=self._options.keep_last,
             async_=self._options.background,
@@ -87,13 +103,64 @@ def is_due(config: RunConfig, position: Position) -> bool:
 def resume(session: Session, run: RunDirectory) -> Position:
     """Loads what `checkpoint.resume` names into the session; the position to go on from. Collective.
 
+    With "auto" the newest checkpoint is taken whose files verify and whose values are finite.
+
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or of another model, or is further than the run goes.
+        CheckpointError: the checkpoint is missing, damaged, not finite or of another model, or is further than the run
+            goes; or there are some, and none of them is whole and finite.
     """
-    source = _source(session.config, run)
-    if source is None:
+    wanted = session.config.checkpoint.resume
+    if wanted == NEVER:
         return Position()
-    values = _load(session, source)
+    if wanted != AUTO:
+        source = Path(wanted).expanduser()
+        position, broken = _load(session, source)
+        if broken:
+            raise CheckpointError(f"{source} is not finite", got=_some(broken), fix="resume from an older one")
+        return _resumed(position, source)
+    return _newest(session, run)
+
+
+def _newest(session: Session, run: RunDirectory) -> Position:
+    passed: list[str] = []
+    source, damaged = checkpoint.newest_good(run.checkpoints)
+    while source is not None:
+        passed += damaged
+        position, broken = _load(session, source)
+        if not broken:
+            _say_passed(passed)
+            return _resumed(position, source)
+        passed.append(f"{source}: not finite: {_some(broken)}")
+        source, damaged = checkpoint.newest_good(run.checkpoints, before=source)
+    passed += damaged
+    if passed:
+        raise CheckpointError(
+            f"no checkpoint in {run.checkpoints} can be gone on from",
+            got="\n             ".join(passed),
+            fix='name a good one with checkpoint.resume, or start anew with another log.directory',
+        )
+    return Position()
+
+
+def _say_passed(passed: list[str]) -> None:
+    if passed and dist.get_rank() == 0:
+        print("passing over damaged checkpoints:", *passed, sep="\n  ", flush=True)
+
+
+def _resumed(position: Position, source: Path) -> Position:
+    if dist.get_rank() == 0:
+        print(f"resumed from {source}", flush=True)
+    return position
+
+
+def _load(session: Session, source: Path) -> tuple[Position, list[str]]:
+    """Fills the session; the position it has then, and what is not finite. An average that the checkpoint lacks begins
+    with its weights."""
+    state = session.state()
+    averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
+    lacks = session.average is not None and not averaged
+    asked = {name: value for name, value in state.items() if not (lacks and name.startswith(AVERAGE))}
+    values = checkpoint.load(source, asked)
     position = Position(**values[POSITION])
     if position.step > session.config.train.steps:
         raise CheckpointError(
@@ -102,32 +169,15 @@ def resume(session: Session, run: RunDirectory) -> Position:
             expected=f"at most train.steps = {session.config.train.steps}",
             fix='raise train.steps or set checkpoint.resume to "never"',
         )
-    session.loaded(values, position.step)
-    if dist.get_rank() == 0:
-        print(f"resumed from {source}", flush=True)
-    return position
+    if lacks:
+        assert session.average is not None
+        session.average.restart()
+    broken = not_finite(state)
+    if not broken:
+        session.loaded(values, position.step)
+    return position, broken
 
 
-def _load(session: Session, source: Path) -> dict:
-    """Fills the session; an average that the checkpoint lacks begins with its weights."""
-    state = session.state()
-    averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
-    if session.average is None or averaged:
-        return checkpoint.load(source, state)
-    values = checkpoint.load(
-        source, {name: value for name, value in state.items() if not name.startswith(AVERAGE)}
-    )
-    session.average.restart()
-    return values
-
-
-def _source(config: RunConfig, run: RunDirectory) -> Path | None:
-    wanted = config.checkpoint.resume
-    if wanted == NEVER:
-        return None
-    if wanted != AUTO:
-        return Path(wanted).expanduser()
-    found, damaged = checkpoint.newest_good(run.checkpoints)
-    if damaged and dist.get_rank() == 0:
-        print("passing over damaged checkpoints:", *damaged, sep="\n  ", flush=True)
-    return found
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

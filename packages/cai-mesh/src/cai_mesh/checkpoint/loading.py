@@ -37,10 +37,18 @@ SHOWN = 8
 """Mismatches listed in an error."""
 
 
-def newest_good(directory: str | os.PathLike) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint below `directory` whose files all verify, and what is wrong with newer ones. Collective."""
+def newest_good(
+    directory: str | os.PathLike, *, before: Path | None = None
+) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint below `directory` whose files all verify, and what is wrong with newer ones. Collective.
+
+    Args:
+        before: a checkpoint there; only older ones are looked at.
+    """
     skipped: list[str] = []
     found = agreed(lambda: commit.steps(directory), control_group(), doing=f"look into {directory}")[0]
+    if before is not None:
+        found = found[: found.index(before)]
     for checkpoint in reversed(found):
         wrong = _problems(checkpoint)
         if not wrong:
