@@ -6,9 +6,9 @@
 
 A pipeline of the preset's shape is written with random weights. `one` is the whole picture on each GPU by itself.
 `branches` is what `cai generate --patches exact` does on an even number of ranks: half of them predict without the
-prompt. `exact` and `stale` make strips of both predictions. `denoising_seconds` is of the denoiser's steps, `drawing_seconds` also
-of the autoencoder, which every rank runs on the whole picture. `difference` is of latents from those of `one`, in their
-norms.
+prompt. `exact` and `stale` make strips of both predictions. `denoising_seconds` is of the denoiser's steps,
+`drawing_seconds` also of the autoencoder, which every rank runs on the whole picture. `difference` is of latents from
+those of `one`, in their norms.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 
 from cai_apps import recipes
 from cai_apps.applications.language.task import LANGUAGE
+from cai_apps.run.directory import RunDirectory
 from cai_apps.run.job import make_job
 from cai_apps.run.worker import do_job
 from cai_mesh.testing import run_ranks
@@ -124,7 +125,7 @@ def losses(case: Case, folder: Path) -> list[float]:
     file.write_text(CONFIG.format(**case._asdict(), **places))
     ranks = case.replicate * case.shard * case.tensor * case.pipeline
     config = LANGUAGE.resolve(recipes.load(str(file)), ranks)
-    job = make_job(LANGUAGE, config, "matrix", "cpu")
+    job = make_job(LANGUAGE, config, RunDirectory.of(config, "matrix"), "cpu")
     run_ranks(ranks, do_job, job, torch.device("cpu"), timeout=280)
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]

@@ -46,7 +46,9 @@ def save_poisoned(case, directory, value):
     assert name in str(raised.value)
 
 
-@pytest.mark.parametrize(("layout", "value"), [*((name, float("nan")) for name in LAYOUTS), ("one", float("inf"))])
+@pytest.mark.parametrize(
+    ("layout", "value"), [*((name, float("nan")) for name in LAYOUTS), ("one", float("inf"))]
+)
 def test_is_not_saved(layout, value, tmp_path):
     case = LAYOUTS[layout]
     run_ranks(case.world, save_poisoned, case, tmp_path, value, timeout=240)

@@ -7,7 +7,7 @@ application imports the rooms (compose, run, data, planner, report), never anoth
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ class Application:
     Args:
         name: its key in `TABLE`, and the value of `application` in a config.
         config: the dataclass of its TOML file.
-        train: (config, label) -> the run's directory.
+        train: (config, label, keys given for this very start) -> the run's directory.
         plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need, as text.
         report: what the page of a run shows.
         commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
@@ -44,7 +44,7 @@ class Application:
 
     name: str
     config: type
-    train: Callable[[Any, str], RunDirectory]
+    train: Callable[[Any, str, Collection[str]], RunDirectory]
     plan: Callable[[Any, int | None, str, int | None], str]
     report: Callable[[], Page]
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -32,6 +32,12 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any,
     return fill(default, rest, command=command, description=description), Path(recipe or "run").stem
 
 
+def given(arguments: list[str]) -> frozenset[str]:
+    """Dotted keys of the flags."""
+    flags = (argument for argument in arguments if argument.startswith("--"))
+    return frozenset(flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in flags)
+
+
 TRUTH = {"true": "True", "false": "False"}
 """As TOML writes them, to as tyro reads them."""
 

@@ -13,5 +13,5 @@ DESCRIPTION = (
 
 def run(arguments: list[str]) -> int:
     config, label = config_arguments.parse(arguments, command="train", description=DESCRIPTION)
-    applications.of(config).train(config, label)
+    applications.of(config).train(config, label, config_arguments.given(arguments))
     return 0

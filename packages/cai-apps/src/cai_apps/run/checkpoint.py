@@ -50,6 +50,11 @@ def check(config: RunConfig, run: RunDirectory) -> None:
         )
 
 
+def goes_on(config: RunConfig, run: RunDirectory) -> bool:
+    """Whether a run will look for checkpoints of its own directory, and there are some."""
+    return config.checkpoint.resume == AUTO and bool(checkpoint.steps(run.checkpoints))
+
+
 class Saver:
     """Writes checkpoints/step-N of a run; with `checkpoint.background` while training goes on.
 
@@ -116,7 +121,9 @@ def resume(session: Session, run: RunDirectory) -> Position:
         source = Path(wanted).expanduser()
         position, broken = _load(session, source)
         if broken:
-            raise CheckpointError(f"{source} is not finite", got=_some(broken), fix="resume from an older one")
+            raise CheckpointError(
+                f"{source} is not finite", got=_some(broken), fix="resume from an older one"
+            )
         return _resumed(position, source)
     return _newest(session, run)
 
@@ -137,7 +144,7 @@ def _newest(session: Session, run: RunDirectory) -> Position:
         raise CheckpointError(
             f"no checkpoint in {run.checkpoints} can be gone on from",
             got="\n             ".join(passed),
-            fix='name a good one with checkpoint.resume, or start anew with another log.directory',
+            fix="name a good one with checkpoint.resume, or start anew with another log.directory",
         )
     return Position()
 

@@ -1,6 +1,7 @@
 """The files of a run.
 
-RUN_DIR/config.toml      the config with everything worked out
+RUN_DIR/config.toml      the config with everything worked out, of the last start that got to train
+        run.lock         while a run writes here
         metrics.jsonl    one record per step
         checkpoints/ plots/ export/ crash/
         and what the application puts there
@@ -9,6 +10,9 @@ RUN_DIR/config.toml      the config with everything worked out
 from __future__ import annotations
 
 import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,11 +32,44 @@ class RunDirectory:
         path = Path(config.log.directory or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S}")
         return cls(path.expanduser().absolute())
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out of the directory. It is made where it is not there, and removed again if it stays empty.
+
+        Raises:
+            CheckpointError: another run is going on there; it names the process.
+            ConfigError: nothing can be written there.
+        """
+        from cai_mesh.checkpoint import Lock
+
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self.path / "run.lock", uuid.uuid4().hex, doing="training there")
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can be written into the run directory {self.path}",
+                cause=error.strerror or str(error),
+                fix="choose another log.directory",
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+            with suppress(OSError):
+                self.path.rmdir()
+
     def create(self, config: Logged) -> None:
-        """Makes the directory and writes the config there."""
+        """Makes what the directory lacks. A config that is there stays; `record` replaces it."""
         for directory in (self.checkpoints, self.plots, self.crash):
             directory.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(config_file.to_toml(config), encoding="utf-8")
+        if not self.config_file.exists():
+            self.record(config)
+
+    def record(self, config: Logged) -> None:
+        """Writes the config, whole or not at all."""
+        scratch = self.config_file.with_name(".config.toml.unfinished")
+        scratch.write_text(config_file.to_toml(config), encoding="utf-8")
+        scratch.replace(self.config_file)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

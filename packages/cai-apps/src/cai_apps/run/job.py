@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cai_apps.run import checkpoint
+from cai_apps.run import changes, checkpoint
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.task import Job, Task
 
@@ -18,34 +18,50 @@ PREPARE_TIMEOUT = timedelta(hours=12)
 """How long ranks wait for one of them to prepare data."""
 
 
-def make_job(task: Task, config: Any, label: str, device: str) -> Job:
-    """Prepares the data and makes the run directory."""
-    prepared = task.prepare(config)
-    job = Job(task, config, RunDirectory.of(config, label).path, prepared, device)
+def make_job(
+    task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None = None
+) -> Job:
+    """Prepares the data and makes what the run directory lacks; it is held meanwhile.
+
+    Args:
+        meant: as for `cai_apps.run.changes.check`, whose errors it has, too.
+    """
+    _check(config, run, meant)
+    job = Job(task, config, run.path, task.prepare(config), device)
     _make_directory(job)
     return job
 
 
-def join_job(task: Task, config: Any, label: str, device: str) -> Job:
+def join_job(
+    task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None = None
+) -> Job:
     """What every rank of a launcher does instead of `make_job`. Collective; torch.distributed is initialized.
 
     The first rank of each machine prepares the data while the others wait; rank 0 makes the run directory.
     """
     patient = dist.new_group(backend="gloo", timeout=PREPARE_TIMEOUT)
-    path = [Path()]
+    if dist.get_rank() == 0:
+        _check(config, run, meant)
     if local_rank() == 0:
         prepared = task.prepare(config)
         if dist.get_rank() == 0:
-            path = [RunDirectory.of(config, label).path]
-            _make_directory(Job(task, config, path[0], prepared, device))
+            _make_directory(Job(task, config, run.path, prepared, device))
     dist.barrier(patient)
-    dist.broadcast_object_list(path, group=patient)
     dist.destroy_process_group(patient)
-    return Job(task, config, path[0], task.prepare(config), device)
+    return Job(task, config, run.path, task.prepare(config), device)
+
+
+def _check(config: Any, run: RunDirectory, meant: Collection[str] | None) -> None:
+    """Refuse checkpoints that would be mixed, and changes of a run that goes on, unless they are meant."""
+    checkpoint.check(config, run)
+    if checkpoint.goes_on(config, run) and run.config_file.is_file():
+        found = changes.changes(run.config_file, config)
+        changes.check(found, run.path, meant)
+        if found:
+            print("the run goes on, changed:", *changes.lines(found), sep="\n  ", flush=True)
 
 
 def _make_directory(job: Job) -> None:
-    checkpoint.check(job.config, job.run)
     job.run.create(job.config)
     job.task.fill(job)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +24,25 @@ from cai_apps.run.worker import do_job, run_rank
 from cai_mesh.errors import CaiError
 
 
-def train(task: Task, config: Any, *, label: str = "run") -> RunDirectory:
+def train(
+    task: Task, config: Any, *, label: str = "run", meant: Collection[str] | None = None
+) -> RunDirectory:
     """Trains as `config` says and returns the run's directory.
+
+    Args:
+        meant: keys that were given for this very start, as on a command line. Where the run directory has checkpoints
+            to go on from, another key that changes what is learned must be as it was. None: all of `config` is meant.
 
     Under a launcher (RANK is set) this process is one of its ranks; otherwise the ranks are started here.
 
     Raises:
         CaiError: anything the user can fix; before any rank starts where it can be known by then.
     """
-    return _train_as_rank(task, config, label) if launched() else _train_here(task, config, label)
+    train_it = _train_as_rank if launched() else _train_here
+    return train_it(task, config, label, meant)
 
 
-def _train_here(task: Task, config: Any, label: str) -> RunDirectory:
+def _train_here(task: Task, config: Any, label: str, meant: Collection[str] | None) -> RunDirectory:
     ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
     device, ranks = launch.choose_device(config.train.device, ranks)
     if device == "cpu" and (found := launch.gpus(config.train.device)):
@@ -45,14 +52,16 @@ def _train_here(task: Task, config: Any, label: str) -> RunDirectory:
     config = task.resolve(config, ranks)
     check_machine(config, device)
     config = settle(task, config, ranks, device)
-    job = make_job(task, config, label, device)
-    _announce(job, ranks)
-    launch.launch(run_rank, job, ranks=ranks, device=device)
-    job.task.finish(job)
-    return job.run
+    run = RunDirectory.of(config, label)
+    with run.held():
+        job = make_job(task, config, run, device, meant)
+        _announce(job, ranks)
+        launch.launch(run_rank, job, ranks=ranks, device=device)
+        job.task.finish(job)
+    return run
 
 
-def _train_as_rank(task: Task, config: Any, label: str) -> RunDirectory:
+def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] | None) -> RunDirectory:
     """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
     with _said_by_first_rank():
         device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -62,15 +71,24 @@ def _train_as_rank(task: Task, config: Any, label: str) -> RunDirectory:
         settled = settle(task, config, ranks, device)
     place = start_rank(device)
     config = settled if settled is config else agree(settled)
-    job = join_job(task, config, label, device)
     first = os.environ["RANK"] == "0"
-    if first:
-        _announce(job, int(os.environ["WORLD_SIZE"]))
-    do_job(job, place)
-    if first:
-        job.task.finish(job)
+    run = _same_directory(RunDirectory.of(config, label))
+    with run.held() if first else nullcontext():
+        job = join_job(task, config, run, device, meant)
+        if first:
+            _announce(job, int(os.environ["WORLD_SIZE"]))
+        do_job(job, place)
+        if first:
+            job.task.finish(job)
     torch.distributed.destroy_process_group()
-    return job.run
+    return run
+
+
+def _same_directory(run: RunDirectory) -> RunDirectory:
+    """That of rank 0: its name may have the time in it. Collective."""
+    path = [run.path]
+    dist.broadcast_object_list(path)
+    return RunDirectory(path[0])
 
 
 def settle(task: Task, config: Any, ranks: int, device: str) -> Any:

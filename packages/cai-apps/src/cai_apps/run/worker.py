@@ -49,6 +49,8 @@ def train(job: Job, device: torch.device) -> None:
     session = apply(job.config, work.workload, device=device)
     training, validation = batches(job.config, work, session.mesh)
     position = checkpoint.resume(session, job.run)
+    if dist.get_rank() == 0:
+        job.run.record(job.config)
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     watch = Watch(session.weights.offloaded, job.run)

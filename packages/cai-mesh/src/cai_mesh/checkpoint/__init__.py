@@ -8,11 +8,13 @@ file ends with the id of its save, and `save.lock` keeps other jobs out meanwhil
 from cai_mesh.checkpoint.commit import latest, steps
 from cai_mesh.checkpoint.hf import load_hf, save_hf
 from cai_mesh.checkpoint.loading import Contents, contents, load, newest_good
+from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import Manifest, verify
 from cai_mesh.checkpoint.saving import Saving, save
 
 __all__ = [
     "Contents",
+    "Lock",
     "Manifest",
     "Saving",
     "contents",

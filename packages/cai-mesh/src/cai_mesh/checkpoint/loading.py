@@ -37,9 +37,7 @@ SHOWN = 8
 """Mismatches listed in an error."""
 
 
-def newest_good(
-    directory: str | os.PathLike, *, before: Path | None = None
-) -> tuple[Path | None, list[str]]:
+def newest_good(directory: str | os.PathLike, *, before: Path | None = None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint below `directory` whose files all verify, and what is wrong with newer ones. Collective.
 
     Args:

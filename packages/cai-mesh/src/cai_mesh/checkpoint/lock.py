@@ -130,14 +130,15 @@ class Lock:
 
     Args:
         path: the lock, beside what it protects. Its directory must exist.
-        save: id of the save.
+        save: id of the save, or of what else is done under the lock.
+        doing: what a holder does, in an error.
 
     Raises `CheckpointError` that names the holder when another process that lives holds it. Waits for at most
     `PATIENCE` seconds, and only for one on another machine that gives no sign of life; takes over from the dead.
     """
 
-    def __init__(self, path: Path, save: str):
-        self.path, self._file = path, path / save
+    def __init__(self, path: Path, save: str, *, doing: str = "saving"):
+        self.path, self.doing, self._file = path, doing, path / save
         self._ended = threading.Event()
         prepared = path.with_name(f"{path.name}.{save}")
         prepared.mkdir()
@@ -226,21 +227,21 @@ class _Watch:
                     continue
                 dead = beat == first
             if not dead:
-                raise _is_held(lock.path, holder)
+                raise _is_held(lock, holder)
             with contextlib.suppress(FileNotFoundError):
                 file.unlink()
         if self._seen:
             time.sleep(BEAT / 10)
 
 
-def _is_held(path: Path, holder: Holder | None) -> CheckpointError:
+def _is_held(lock: Lock, holder: Holder | None) -> CheckpointError:
     return CheckpointError(
-        f"another job is saving: it holds {path}",
+        f"another job is {lock.doing}: it holds {lock.path}",
         got=holder or "a job that did not say who it is, and gives signs of life",
         expected="one job at a time",
         cause="two jobs were given the same directory, or the one before this one has not ended yet",
-        fix="save into another directory, or end that job and save again (nothing need be deleted: what a dead process "
-        "holds is taken over)",
+        fix="take another directory, or end that job and try again (nothing need be deleted: what a dead process holds "
+        "is taken over)",
     )
 
 

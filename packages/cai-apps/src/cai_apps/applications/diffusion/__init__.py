@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,12 @@ def _there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _train(config: Config, label: str) -> RunDirectory:
+def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     _need(config)
     from cai_apps.applications.diffusion.task import DIFFUSION
     from cai_apps.run.train import train
 
-    return train(DIFFUSION, config, label=label)
+    return train(DIFFUSION, config, label=label, meant=given)
 
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
@@ -12,11 +13,11 @@ if TYPE_CHECKING:
     from cai_apps.run.directory import RunDirectory
 
 
-def _train(config: Config, label: str) -> RunDirectory:
+def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     from cai_apps.applications.language.task import LANGUAGE
     from cai_apps.run.train import train
 
-    return train(LANGUAGE, config, label=label)
+    return train(LANGUAGE, config, label=label, meant=given)
 
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,12 @@ def need_gemmi() -> None:
         raise ConfigError("reading structures needs gemmi", fix="pip install 'cai-apps[protein]'")
 
 
-def _train(config: Config, label: str) -> RunDirectory:
+def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     need_gemmi()
     from cai_apps.applications.protein.task import PROTEIN
     from cai_apps.run.train import train
 
-    return train(PROTEIN, config, label=label)
+    return train(PROTEIN, config, label=label, meant=given)
 
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:

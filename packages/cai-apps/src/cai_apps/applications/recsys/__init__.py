@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from cai_apps.run.directory import RunDirectory
 
 
-def _train(config: RecsysConfig, label: str) -> RunDirectory:
+def _train(config: RecsysConfig, label: str, given: Collection[str]) -> RunDirectory:
     from cai_apps.applications.recsys.train import train
 
     return train(config, label=label)

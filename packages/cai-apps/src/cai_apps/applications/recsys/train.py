@@ -45,6 +45,7 @@ def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
     model = build(config, device)
     run = RunDirectory.of(config, label)
     run.create(config)
+    run.record(config)
     tables = list(model.tables)
     rows = config.tables.rows * config.tables.count
     print(f"DLRM: {len(tables)} tables, {rows:,} rows of {config.tables.dim}, on {device}", flush=True)

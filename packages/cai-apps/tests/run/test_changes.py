@@ -1,0 +1,136 @@
+"""A run goes on with the config it began with, unless somebody means a change; a refused start changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cai_apps import applications, recipes
+from cai_apps.run import changes
+from cai_apps.run.directory import RunDirectory
+from cai_mesh.errors import CheckpointError, ConfigError
+
+SMALL = {
+    "train.steps": 2,
+    "train.global_batch": 4,
+    "train.microbatch_size": 2,
+    "train.validate_every": 0,
+    "data.limit_bytes": 50_000,
+    "data.sequence_length": 16,
+    "log.sample_tokens": 0,
+    "parallel.shard": 1,
+    "parallel.tensor.size": 1,
+    "parallel.pipeline.size": 1,
+}
+
+
+def start(run: Path, values: dict, recipe: str = "llama-tiny") -> subprocess.CompletedProcess[str]:
+    flags = [f"--{key}={value}" for key, value in (values | {"log.directory": run}).items()]
+    command = [sys.executable, "-m", "cai_apps", "train", recipe, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps with a rate of its own."""
+    place = tmp_path_factory.mktemp("run") / "run"
+    values = SMALL | {"data.cache": place.parent / "cache", "optimizer.lr": 0.002}
+    done = start(place, values)
+    assert done.returncode == 0, done.stderr
+    return place, values
+
+
+def test_what_nobody_means_is_refused_and_changes_nothing(run):
+    place, values = run
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    forgotten = {key: value for key, value in values.items() if key != "optimizer.lr"}
+    done = start(place, forgotten | {"train.steps": 3})
+    assert done.returncode == 2
+    assert "optimizer.lr: 0.002 -> " in done.stderr and "train.steps" not in done.stderr
+    assert f"cai train {place}/config.toml" in done.stderr
+    another = start(place, {"parallel.shard": 1}, recipe="gpt2-tiny")
+    assert another.returncode == 2 and "model." in another.stderr
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_meant_is_shown_and_kept(run):
+    place, values = run
+    done = start(place, values | {"train.steps": 3, "optimizer.lr": 0.001, "parallel.zero": 0})
+    assert done.returncode == 0, done.stderr
+    told = done.stdout[done.stdout.index("the run goes on, changed:\n") :].splitlines()[1:5]
+    assert told == [
+        "  lr_schedule.decay_steps: 2 -> 3",
+        "  optimizer.lr: 0.002 -> 0.001",
+        "  parallel.zero: 1 -> 0",
+        "  train.steps: 2 -> 3",
+    ]
+    assert "resumed from" in done.stdout
+    again = subprocess.run(
+        [sys.executable, "-m", "cai_apps", "train", str(place / "config.toml")],
+        capture_output=True,
+        timeout=120,
+    )
+    assert again.returncode == 0 and b"changed" not in again.stdout
+
+
+@pytest.mark.parametrize("recipe", ["llama-tiny", "gpt2-tiny", "sd-v1-tiny", "sd3-tiny", "alphafold-tiny"])
+def test_another_layout_is_no_change_of_what_is_learned(recipe, tmp_path):
+    config = recipes.load(recipe, {"train.device": "cpu"})
+    task = task_of(config)
+    one, two = (task.resolve(laid_out(config, ranks), ranks) for ranks in (1, 2))
+    directory = RunDirectory(tmp_path)
+    directory.record(one)
+    found = changes.changes(directory.config_file, two)
+    assert found
+    changes.check(found, tmp_path, frozenset())
+
+
+def laid_out(config, ranks):
+    parallel = config.parallel
+    tensor, pipeline = replace(parallel.tensor, size=1), replace(parallel.pipeline, size=1)
+    return replace(config, parallel=replace(parallel, shard=ranks, tensor=tensor, pipeline=pipeline))
+
+
+def task_of(config):
+    if applications.of(config).name == "language":
+        from cai_apps.applications.language.task import LANGUAGE as task
+    elif applications.of(config).name == "diffusion":
+        from cai_apps.applications.diffusion.task import DIFFUSION as task
+    else:
+        from cai_apps.applications.protein.task import PROTEIN as task
+    return task
+
+
+def test_keys_that_an_older_version_did_not_write_count_as_their_defaults(tmp_path):
+    config = recipes.load("llama-tiny", {"optimizer.lr": 0.5})
+    directory = RunDirectory(tmp_path)
+    directory.record(config)
+    text = directory.config_file.read_text()
+    directory.config_file.write_text(text.replace("lr = 0.5\n", ""))
+    assert changes.changes(directory.config_file, config) == {"optimizer.lr": (0.0003, 0.5)}
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    holder = "from cai_apps.run.directory import RunDirectory; import sys; from pathlib import Path\n"
+    holder += "with RunDirectory(Path(sys.argv[1])).held(): print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        expected = pytest.raises(CheckpointError, match=rf"(?s)is training there.*process {other.pid}")
+        with expected, RunDirectory(tmp_path / "run").held():
+            pass
+        other.kill()
+    with RunDirectory(tmp_path / "run").held():  # what the dead held is taken over
+        pass
+    assert not (tmp_path / "run").exists()  # nothing was put there
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    expected = pytest.raises(ConfigError, match="nothing can be written")
+    with expected, RunDirectory(tmp_path / "file" / "run").held():
+        pass
