@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cai_mesh.layout.boxed import BoxedTensor
+from cai_mesh.layout import BoxedTensor
 
 
 def not_finite(state: Mapping[str, Any]) -> list[str]:
