@@ -148,7 +148,7 @@ def test_a_holder_gives_signs_of_life_until_it_lets_go(tmp_path, quick):
 def test_a_save_that_lost_its_lock_commits_nothing(tmp_path):
     checkpoint.save(tmp_path, constant(1), step=1)
     draft = commit.Draft(tmp_path, 2, ID)
-    draft.begin()
+    draft.begin(0)
     shutil.rmtree(tmp_path / commit.LOCK)
     theirs = hold(tmp_path, far())
     with pytest.raises(CheckpointError, match="not this save's any more"):
@@ -255,6 +255,20 @@ def test_a_full_disk_at_any_file_is_told_and_leaves_nothing(room, tmp_path):
     assert names(tmp_path) == ["step-1"]
     assert held(tmp_path / "step-1") == 1
     checkpoint.save(tmp_path, constant(2), step=2)
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, constant(1), step=1)
+    bytes_of_it = 4 * 64 * 4
+    for free, fits in ((commit.BESIDE + bytes_of_it - 1, False), (commit.BESIDE + bytes_of_it, True)):
+        usage = shutil._ntuple_diskusage(2**40, 2**40 - free, free)
+        monkeypatch.setattr(commit.shutil, "disk_usage", lambda _, usage=usage: usage)
+        if fits:
+            checkpoint.save(tmp_path, constant(2), step=2)
+        else:
+            with pytest.raises(CheckpointError, match=r"(?s)no room for a checkpoint.*1\.0 MiB free"):
+                checkpoint.save(tmp_path, constant(2), step=2)
+            assert names(tmp_path) == ["step-1"]
 
 
 def test_a_directory_that_cannot_be_written_is_told(tmp_path, monkeypatch):

@@ -134,3 +134,14 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     expected = pytest.raises(ConfigError, match="nothing can be written")
     with expected, RunDirectory(tmp_path / "file" / "run").held():
         pass
+
+
+def test_a_crash_that_cannot_be_written_is_kept_elsewhere(tmp_path, capsys):
+    directory = RunDirectory(tmp_path / "run")
+    directory.crash.parent.mkdir()
+    directory.crash.write_text("a file where the directory should be")
+    directory.record_crash(3, ValueError("the cause"))
+    told = capsys.readouterr().err
+    elsewhere = Path(told.split()[-1])
+    assert "rank 3" in told and "ValueError: the cause" in elsewhere.read_text()
+    elsewhere.unlink()

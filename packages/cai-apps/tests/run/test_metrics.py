@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,27 @@ def test_broken_line_in_the_middle(tmp_path):
 def test_no_file(tmp_path):
     with pytest.raises(DataError, match="no metrics"):
         metrics.read(tmp_path / "m.jsonl")
+
+
+def test_a_start_that_is_killed_keeps_the_records(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    first = MetricsFile(path)
+    first.write(record(1))
+    first.close()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsFile(path, from_step=1)
+    assert [each["step"] for each in metrics.read(path)] == [1]
+
+
+def test_a_full_disk_is_told(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.close()
+    with Path("/dev/full").open("a") as file._file:
+        with pytest.raises(DataError, match=r"(?s)cannot be written.*step 3.*No space left on device"):
+            file.write(record(3))
+        file.close()

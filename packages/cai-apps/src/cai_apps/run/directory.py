@@ -9,6 +9,8 @@ RUN_DIR/config.toml      the config with everything worked out, of the last star
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -110,6 +112,14 @@ class RunDirectory:
         return self.path / "export"
 
     def record_crash(self, rank: int, error: BaseException) -> None:
-        """Writes the traceback of a rank to crash/rank-<rank>.txt."""
+        """Writes the traceback of a rank to crash/rank-<rank>.txt; where that cannot be written, into a temporary file,
+        and says so."""
         text = "".join(traceback.format_exception(error))
-        (self.crash / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
+        try:
+            (self.crash / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
+        except OSError as full:
+            prefix = f"cai-crash-rank-{rank}-"
+            with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".txt", delete=False) as elsewhere:
+                elsewhere.write(text)
+            told = f"{self.crash} cannot be written ({full.strerror})"
+            print(f"{told}: the traceback of rank {rank} is in {elsewhere.name}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,17 +107,27 @@ class MetricsFile:
     def __init__(self, path: Path, *, from_step: int = 0):
         """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones."""
         kept = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        for record in kept:
-            self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        scratch = path.with_name(f".{path.name}.unfinished")
+        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        scratch.replace(path)  # what was kept is there at every moment
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(metrics.record()) + "\n")
-        self._file.flush()
+        """Raises `DataError` where the disk takes no more."""
+        try:
+            self._file.write(json.dumps(metrics.record()) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self._path} cannot be written",
+                got=f"step {metrics.step}",
+                cause=error.strerror or str(error),
+                fix="make room; the run goes on from its newest checkpoint",
+            ) from None
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # a line that a full disk did not take has been told
+            self._file.close()
 
 
 def read(path: Path) -> list[dict]:

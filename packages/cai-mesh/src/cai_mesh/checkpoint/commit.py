@@ -15,6 +15,8 @@ from cai_mesh.checkpoint.manifest import MANIFEST, STEP, Manifest, fsync, proble
 from cai_mesh.errors import CheckpointError
 
 LOCK = "save.lock"
+BESIDE = 2**20
+"""Bytes that are kept free for what stands beside the tensors of a checkpoint."""
 _LEFT = re.compile(r"step-\d+(?:\.([0-9a-f]{32}))?\.(tmp|deleting)")
 
 
@@ -34,11 +36,11 @@ class Draft:
         self.temporary = directory / f"step-{step}.{save}.tmp"
         self._lock: Lock | None = None
 
-    def begin(self) -> None:
+    def begin(self, nbytes: int) -> None:
         """Take the directory's lock, remove what killed saves have left, and make the temporary directory.
 
-        A damaged checkpoint of the step is moved aside, not deleted. Raises `CheckpointError` when a good one exists
-        or another job holds the lock.
+        A damaged checkpoint of the step is moved aside, not deleted. Raises `CheckpointError` when a good one exists,
+        another job holds the lock, or the disk has no room for `nbytes`.
         """
         directory = self.final.parent
         directory.mkdir(parents=True, exist_ok=True)
@@ -48,6 +50,7 @@ class Draft:
             if not problems(self.final):
                 raise _exists(self.final)
             _set_aside(self.final)
+        _check_room(directory, nbytes)
         self.temporary.mkdir()
 
     def commit(self, files: Mapping[str, tuple[int, str]], keep_last: int | None) -> Path:
@@ -82,6 +85,18 @@ class Draft:
             shutil.rmtree(self.temporary, ignore_errors=True)
             self._lock.release()
             self._lock = None
+
+
+def _check_room(directory: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < nbytes + BESIDE:
+        raise CheckpointError(
+            f"the disk has no room for a checkpoint in {directory}",
+            got=f"{free / 2**20:,.1f} MiB free",
+            expected=f"{(nbytes + BESIDE) / 2**20:,.1f} MiB; with a limit on how many are kept, the old one goes after "
+            "the new one is there",
+            fix="make room or save elsewhere; earlier checkpoints are untouched",
+        )
 
 
 def _exists(final: Path) -> CheckpointError:

@@ -122,7 +122,8 @@ def save(
     if async_:
         together(lambda: planner.set_up_planner(_staged(boxes, plans[rank])), control)
     try:
-        agreed(lambda: draft.begin() if rank == 0 else None, control)
+        nbytes = sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+        agreed(lambda: draft.begin(nbytes) if rank == 0 else None, control)
     except BaseException:
         draft.close()
         raise
