@@ -164,6 +164,7 @@ def matrix(session: nox.Session) -> None:
     session.run(
         "pytest",
         "tests/matrix",
+        "tests/faults",
         "tests/pairs",
         "packages/cai-zero/tests",
         "packages/cai-apps/tests",

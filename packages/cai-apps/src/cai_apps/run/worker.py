@@ -19,6 +19,7 @@ from cai_apps.run.position import Position
 from cai_apps.run.progress import open_progress
 from cai_apps.run.task import Job, Work
 from cai_apps.run.watch import Watch
+from cai_apps.run.watchdog import Watchdog
 from cai_mesh.comm import DATA_AXES, degree, index
 
 
@@ -54,20 +55,24 @@ def train(job: Job, device: torch.device) -> None:
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     watch = Watch(session.weights.offloaded, job.run)
+    watchdog = Watchdog(job.run, position.step)
 
     def on_step(metrics: Metrics, position: Position) -> None:
+        watchdog.after_step(position.step, metrics.step_seconds)
         metrics = watch.after_step(metrics)
         if recorder:
             recorder.record(metrics)
-        if checkpoint.is_due(job.config, position):
-            saver.save(position)
-        if work.after_step is not None:
-            work.after_step(session, position.step)
+        with watchdog.paused():
+            if checkpoint.is_due(job.config, position):
+                saver.save(position)
+            if work.after_step is not None:
+                work.after_step(session, position.step)
 
     try:
         Loop(session, work, training, validation, device, on_step).run(position)
         saver.wait()
     finally:
+        watchdog.close()
         if recorder:
             recorder.close()
     if dist.get_rank() == 0:

@@ -1,0 +1,155 @@
+"""Ends a run in which no step ends any more, and says which rank the others wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from cai_apps.run.blame import OWN, Seen, blame, look
+from cai_apps.run.directory import RunDirectory
+from cai_mesh.errors import ConfigError
+
+VARIABLE = "CAI_HANG_SECONDS"
+"""Environment: seconds without a step after which a run is ended, in place of what is measured; 0: never."""
+TIMES, FLOOR, FIRST, PAUSE = 20.0, 300.0, 1800.0, 3600.0
+"""A step may take so many times the median of those before, but so many seconds in any case; and seconds for the first
+one, and for what is no step."""
+TICK, PATIENCE = 1.0, 15.0
+"""Seconds between two looks, and for which the other ranks are asked."""
+ASKED = "cai/hang/asked"
+
+
+class RunHung(Exception):
+    """No step has ended for too long."""
+
+
+class Watchdog:
+    """Watches the steps of this rank from a thread, until it is closed.
+
+    Time counts while the process runs: what is stopped and goes on (SIGSTOP, SIGCONT) has lost nothing. Where steps
+    stay out, each rank says through the store where it is, also one whose own time is not up. Then the tracebacks of
+    all threads are in crash/, and the process ends with `RunHung`, which the launcher reports.
+
+    Args:
+        run: its directory, for crash/.
+        step: steps that are done.
+
+    Raises:
+        ConfigError: the environment's limit is no number.
+    """
+
+    def __init__(self, run: RunDirectory, step: int):
+        self._run, self._step = run, step
+        self._fixed = limit_of(os.environ)
+        self._seconds: deque[float] = deque(maxlen=50)
+        self._idle, self._paused, self._ended = 0.0, 0, threading.Event()
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        if self._ranks > 1 and self._fixed != 0:
+            self._store = dist.PrefixStore("cai/hang", dist.distributed_c10d._get_default_store())
+            threading.Thread(target=self._watch, name=f"{OWN}watchdog", daemon=True).start()
+
+    def after_step(self, step: int, seconds: float) -> None:
+        """A step has ended, which took so many seconds."""
+        self._step, self._idle = step, 0.0
+        self._seconds.append(seconds)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is no step and takes as long as it takes: a checkpoint, pictures, an export."""
+        self._paused, self._idle = self._paused + 1, 0.0
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self._idle = 0.0
+
+    def close(self) -> None:
+        self._ended.set()
+
+    @property
+    def limit(self) -> float:
+        """Seconds that what is under way may take."""
+        measured = max(FLOOR, TIMES * statistics.median(self._seconds)) if self._seconds else FIRST
+        found = measured if self._fixed is None else self._fixed
+        return max(found, PAUSE) if self._paused else found
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(TICK):
+            now = time.monotonic()
+            self._idle += min(now - before, 2 * TICK)
+            before = now
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the store has gone with rank 0: the launcher ends this one
+                if self._idle > self.limit or self._store.check([ASKED]):
+                    self._end()
+
+    def _end(self) -> None:
+        idle = self._idle
+        self._store.set(str(self._rank), look(self._step).dump())
+        self._store.set(ASKED, "1")
+        text = f"no step has ended for {idle:.0f} s\n{blame(self._reports())}"
+        if self._ended.is_set():  # it went on meanwhile
+            return
+        error = RunHung(text)
+        with contextlib.suppress(OSError):
+            self._run.record_crash(self._rank, error)
+            with (self._run.crash / f"rank-{self._rank}.txt").open("a", encoding="utf-8") as file:
+                file.write("\n" + _stacks())
+        _tell(error)
+        time.sleep(2 * TICK)  # the launcher ends the others with the first: they write theirs meanwhile
+        os._exit(1)
+
+    def _reports(self) -> list[Seen | None]:
+        """Of all ranks; None of those that do not answer in time."""
+        until = time.monotonic() + PATIENCE
+        found: list[Seen | None] = []
+        for rank in range(self._ranks):
+            while not (there := self._store.check([str(rank)])) and time.monotonic() < until:
+                time.sleep(TICK / 4)
+            found.append(Seen.load(self._store.get(str(rank))) if there else None)
+        return found
+
+
+def limit_of(environment: dict[str, str] | os._Environ[str]) -> float | None:
+    """The limit that an environment sets; None: that of the measured steps."""
+    given = environment.get(VARIABLE)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{VARIABLE} is no number of seconds", got=given, expected="0 (never) or more")
+    return seconds
+
+
+def _stacks() -> str:
+    """Where every thread is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def _tell(error: RunHung) -> None:
+    """To the launcher, as a rank does whose function raises it; where there is none, to whoever reads along."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    with contextlib.suppress(Exception):
+        get_error_handler().record_exception(error)

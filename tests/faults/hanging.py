@@ -1,0 +1,40 @@
+"""A rank of a launcher that stops making steps: `hanging.py DIRECTORY HOW`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cai_apps.run.directory import RunDirectory
+from cai_apps.run.watchdog import Watchdog
+
+
+def main() -> None:
+    directory, how = Path(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    rank, x = dist.get_rank(), torch.ones(4)
+    pair = dist.new_group([0, 1])
+    run = RunDirectory(directory)
+    run.crash.mkdir(parents=True, exist_ok=True)
+    watchdog = Watchdog(run, 0)
+    for step in range(1, 4):
+        dist.all_reduce(x)
+        watchdog.after_step(step, 0.1)
+    if how == "sleeps" and rank == 1:
+        time.sleep(600)
+    if how == "differs" and rank == 1:
+        dist.broadcast(x, src=0)
+    if rank < 2:
+        dist.all_reduce(x, group=pair)  # rank 2 waits for rank 0 below, which waits for rank 1 here
+    dist.all_reduce(x)
+    if how == "differs":
+        dist.all_reduce(x)
+    watchdog.close()
+
+
+if __name__ == "__main__":
+    main()
