@@ -237,7 +237,9 @@ class Sampler:
         strips = 1 if self._patches is None else self._patches.strips.count
         self.check(prompts, options, strips=strips)
         if self._branches is not None and options.guidance == 1:
-            raise ConfigError("without guidance there is one prediction", got="guidance 1", fix="branches=False")
+            raise ConfigError(
+                "without guidance there is one prediction", got="guidance 1", fix="branches=False"
+            )
         parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         given, found, drawn = self._conditions(parts, options.guidance), [], 0
         with self._denoiser, torch.inference_mode():
