@@ -6,11 +6,15 @@ import argparse
 import logging
 import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from cai_apps.run.words import DOING, RUN
 from cai_mesh import errors
 from cai_mesh.errors import CaiError
 
@@ -26,6 +30,15 @@ PRELOADED = [
 
 FAILURE, USER_ERROR = 1, 2
 """Exit codes."""
+
+STOPPED = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: 128 + signal.SIGINT}
+"""Exit codes of a run that a signal stopped."""
+
+SAVE_SECONDS = 3600
+"""How long ranks that were asked to stop have for the step they are in and a checkpoint."""
+
+LAUNCHER = "CAI_LAUNCHER"
+"""Environment variable of a rank started by `launch`: the process that started it."""
 
 GRACE_SECONDS = 1.0
 """How long a failed rank stays before it exits. A rank that only lost a peer so leaves after that peer, and
@@ -78,6 +91,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
     Raises:
         CaiError: a rank raised one; the first in time is raised here again.
         RankFailure: a rank failed otherwise; its message has the rank and its traceback.
+        SystemExit: a signal, which goes on to the ranks, stopped them.
     """
     if ranks == 1:
         function(*arguments)
@@ -98,9 +112,12 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
         start_method="forkserver",
         max_restarts=0,
         monitor_interval=0.1,
+        shutdown_timeout=SAVE_SECONDS,
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
-    with _failures_named():
-        elastic_launch(config, _as_rank)(function, *arguments)
+    pids = multiprocessing.get_context("forkserver").RawArray("i", ranks)
+    with _signals_to(pids) as asked, _failures_named(asked):
+        elastic_launch(config, _as_rank)(os.getpid(), pids, function, *arguments)
 
 
 def run_launcher(options: argparse.Namespace) -> None:
@@ -108,26 +125,64 @@ def run_launcher(options: argparse.Namespace) -> None:
 
     Raises:
         RankFailure: a rank failed; names it and, where it left one, has its traceback.
+        SystemExit: a signal, which the agent passes on to the ranks, stopped them.
     """
     from torch.distributed.run import run
 
-    with _failures_named():
+    if options.shutdown_timeout is None:
+        options.shutdown_timeout = SAVE_SECONDS
+    with _failures_named([]):
         run(options)
 
 
+def launcher_pid() -> int | None:
+    """The process that started this rank and without which it should end; None: there is none."""
+    if LAUNCHER in os.environ:
+        return int(os.environ[LAUNCHER])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
 @contextmanager
-def _failures_named() -> Iterator[None]:
+def _signals_to(pids: Any) -> Iterator[list[int]]:
+    """Passes SIGTERM and SIGINT on to the processes of `pids`; yields the list of those that came."""
+    asked: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                if pid:
+                    os.kill(pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in STOPPED}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _failures_named(asked: list[int]) -> Iterator[None]:
+    """Turns what the agent raises into what this module raises; `asked` are the signals that the ranks were sent."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in ("torch.distributed.elastic", "torch.distributed.run", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they print tracebacks of their own
     try:
         yield
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
     except ChildFailedError as failed:
-        raise _first_failure(failed) from None
+        raise _first_failure(failed, asked) from None
 
 
-def _as_rank(function: Callable[..., Any], *arguments: Any) -> None:
+def _as_rank(launcher: int, pids: Any, function: Callable[..., Any], *arguments: Any) -> None:
+    os.environ[LAUNCHER] = str(launcher)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until training begins there is nothing to lose
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    pids[int(os.environ["LOCAL_RANK"])] = os.getpid()
     try:
         function(*arguments)
     except CaiError:
@@ -137,15 +192,38 @@ def _as_rank(function: Callable[..., Any], *arguments: Any) -> None:
         raise
 
 
-def _first_failure(failed: Any) -> Exception:
-    rank, failure = failed.get_first_failure()
+def _first_failure(failed: Any, asked: list[int]) -> BaseException:
+    rank, failure = next(iter(failed.failures.items()))  # in the order in which the agent saw them
     details = (failure.error_file_data or {}).get("message")
     if not isinstance(details, dict):
-        return RankFailure(f"rank {rank} ended with exit code {failure.exitcode} and left no traceback")
+        if failure.exitcode in STOPPED.values():
+            return SystemExit(failure.exitcode)
+        if asked:
+            doing = (failure.error_file_data or {}).get(DOING, "the start, before a step")
+            print(f"stopped by {signal.Signals(asked[0]).name} in {doing}", flush=True)
+            return SystemExit(STOPPED[asked[0]])
+        return RankFailure(_without_traceback(rank, failure))
     kind, _, text = details["message"].partition(": ")
     error = getattr(errors, kind, None)
     if isinstance(error, type) and issubclass(error, CaiError):
         return error(text)
-    return RankFailure(
-        f"rank {rank} failed: {details['message']}\n{details['extraInfo']['py_callstack'].rstrip()}"
-    )
+    stack = details["extraInfo"]["py_callstack"].rstrip()
+    where = "" if stack == "NoneType: None" else f"\n{stack}"  # what was not raised has no traceback
+    return RankFailure(f"rank {rank} failed: {details['message']}{where}")
+
+
+def _without_traceback(rank: int, failure: Any) -> str:
+    """What is known of a rank that left no traceback; written to its file in crash/ too."""
+    code, data = failure.exitcode, failure.error_file_data or {}
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    if DOING in data:
+        how += f" in {data[DOING]}"
+    text = f"rank {rank} {how} and left no traceback"
+    if code == -signal.SIGKILL:
+        text += "\n  cause:    often the machine ran out of memory; the kernel's log (dmesg) tells"
+    if RUN in data:
+        with suppress(OSError):
+            (Path(data[RUN]) / "crash" / f"rank-{rank}.txt").write_text(text + "\n", encoding="utf-8")
+    return text

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches, Microbatches, Prefetch
 from cai_apps.run.metrics import Metrics, Speed, peak_flops
-from cai_apps.run.peak import peak_memory
+from cai_apps.run.peak import greatest_of_ranks
 from cai_apps.run.position import Position
 from cai_apps.run.schedule import learning_rate
 from cai_apps.run.task import Work
@@ -82,12 +82,16 @@ class Loop:
     device: torch.device
     on_step: Callable[[Metrics, Position], None]
     """Called on every rank after every step."""
+    asked: Callable[[], int] = int
+    """The signal that asked this rank to stop; 0: none did. Ranks agree on it in every step."""
+    stopped: int = 0
+    """The signal that ended the run after a step; 0: none did."""
     _since: float = field(default_factory=time.perf_counter)
     _left_out: int = 0
     """Steps in a row that were left out for an overflow in float16."""
 
     def run(self, position: Position) -> Position:
-        """Trains from `position`; returns where it ended.
+        """Trains from `position`; returns where it ended, which `stopped` explains if it is not the last step.
 
         Raises:
             DataError: a loss or a gradient is not finite, or a global batch has nothing to compare with.
@@ -96,7 +100,7 @@ class Loop:
         speed = Speed(self.work.unit, self.work.flops, self.session.mesh.size(), peak_flops(self.device))
         self._since = time.perf_counter()
         try:
-            while position.step < self._steps:
+            while position.step < self._steps and not self.stopped:
                 position, metrics = self._step(position, prefetch, speed)
                 if self._validates(position.step):
                     metrics = replace(metrics, validation_loss=self._validate())
@@ -120,11 +124,13 @@ class Loop:
         on_host, batch = prefetch.take(position.samples, last=position.step + 1 == self._steps)
         total = self._total(on_host)
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
-        read = reading([losses, norms, total, peak_memory(self.device)], self.device)
+        agreed = greatest_of_ranks(self.device, self.asked())
+        read = reading([losses, norms, total, *agreed], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, targets, memory = read()
+        loss, norm, targets, memory, stopped = read()
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
+        self.stopped = int(stopped)
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
         endless = self._left_out > (MOST_LEFT_OUT if session.skips else 0)
         if not math.isfinite(loss) or endless:

@@ -1,4 +1,4 @@
-"""The memory that ranks have needed so far."""
+"""What all ranks agree on after a step: the memory they have needed, and whether one was asked to stop."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 
 
-def peak_memory(device: torch.device) -> torch.Tensor:
-    """Peak bytes of the rank that needed most: allocated on its GPU, or resident on the host. Collective.
+def greatest_of_ranks(device: torch.device, asked: int) -> torch.Tensor:
+    """The peak bytes of the rank that needed most and the greatest `asked`. Collective.
 
-    A scalar float64 on the device; nobody waits for it. Allocations count as soon as the host has made them.
+    Two float64 on the device; nobody waits for them. Bytes are those allocated on a GPU, which count as
+    soon as the host has asked for them, or resident on the host.
     """
     if device.type == "cuda":
-        own = torch.tensor(torch.cuda.max_memory_allocated(device), dtype=torch.float64).pin_memory()
+        peak = torch.cuda.max_memory_allocated(device)
+        own = torch.tensor([peak, asked], dtype=torch.float64).pin_memory()
     else:
-        own = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, dtype=torch.float64)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        own = torch.tensor([peak, asked], dtype=torch.float64)
     value = own.to(device, non_blocking=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)

@@ -17,11 +17,14 @@ from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import launched, mesh_spec
 from cai_apps.planner.fit import RECOMPUTE, Planner
 from cai_apps.run import launch
+from cai_apps.run.checkpoint import AUTO
 from cai_apps.run.directory import RunDirectory
+from cai_apps.run.guard import Guard
 from cai_apps.run.job import join_job, make_job, start_rank
 from cai_apps.run.task import Job, Task
 from cai_apps.run.worker import do_job, run_rank
-from cai_mesh.errors import CaiError
+from cai_mesh import checkpoint
+from cai_mesh.errors import CaiError, ConfigError
 
 
 def train(
@@ -64,20 +67,22 @@ def _train_here(task: Task, config: Any, label: str, meant: Collection[str] | No
 def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] | None) -> RunDirectory:
     """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
     with _said_by_first_rank():
+        config = restarted(config)
         device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         ranks = int(os.environ["WORLD_SIZE"])
         config = task.resolve(config, ranks)
         check_machine(config, device)
         settled = settle(task, config, ranks, device)
+    guard = Guard(RunDirectory.of(config, label) if config.log.directory else None)
     place = start_rank(device)
     config = settled if settled is config else agree(settled)
     first = os.environ["RANK"] == "0"
-    run = _same_directory(RunDirectory.of(config, label))
+    run = guard.run = _same_directory(RunDirectory.of(config, label))
     with run.held() if first else nullcontext():
         job = join_job(task, config, run, device, meant)
         if first:
             _announce(job, int(os.environ["WORLD_SIZE"]))
-        do_job(job, place)
+        do_job(job, place, guard)
         if first:
             job.task.finish(job)
     torch.distributed.destroy_process_group()
@@ -102,6 +107,31 @@ def settle(task: Task, config: Any, ranks: int, device: str) -> Any:
     if os.environ.get("RANK", "0") == "0":
         print(f"recompute {choice.config.memory.recompute}: {choice.reason}", flush=True)
     return choice.config
+
+
+def restarted(config: Any) -> Any:
+    """The config of a rank that its launcher may start again; when it has, it goes on from the run's checkpoints.
+
+    Raises:
+        ConfigError: the launcher may start ranks again, which would not know the directory of those before them.
+    """
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return config
+    if config.log.directory is None:
+        raise ConfigError(
+            "a run with --max-restarts needs a directory",
+            cause="ranks that are started again go on from the checkpoints there",
+            fix="set log.directory",
+        )
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if count == "0":
+        return config
+    held = checkpoint.steps(RunDirectory.of(config, "").checkpoints)
+    if os.environ["RANK"] == "0":
+        where = "from the newest checkpoint" if held else "from the beginning, as there is no checkpoint"
+        limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        print(f"ranks were started again ({count} of at most {limit} times): going on {where}", flush=True)
+    return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO)) if held else config
 
 
 def agree(config: Any) -> Any:

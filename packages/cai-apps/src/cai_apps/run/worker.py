@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import signal
+import sys
+import time
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,7 +17,9 @@ from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
 from cai_apps.run import checkpoint
+from cai_apps.run.guard import Guard
 from cai_apps.run.job import start_rank
+from cai_apps.run.launch import STOPPED
 from cai_apps.run.loop import Loop
 from cai_apps.run.metrics import Metrics, MetricsFile
 from cai_apps.run.position import Position
@@ -20,14 +27,16 @@ from cai_apps.run.progress import open_progress
 from cai_apps.run.task import Job, Work
 from cai_apps.run.watch import Watch
 from cai_apps.run.watchdog import Watchdog
+from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
 
 
 def run_rank(job: Job) -> None:
     """A rank started here: joins the others, does the job and leaves."""
+    guard = Guard(job.run)
     device = start_rank(job.device)
     try:
-        do_job(job, device)
+        do_job(job, device, guard)
     finally:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
@@ -35,16 +44,25 @@ def run_rank(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def do_job(job: Job, device: torch.device) -> None:
-    """Trains and exports. A failure leaves its traceback in crash/ and is raised again."""
+def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
+    """Trains and exports. A failure leaves its traceback in crash/ and is raised again.
+
+    Raises:
+        SystemExit: a signal stopped the run; with 128 and its number.
+    """
+    guard = guard or Guard(job.run)
     try:
-        train(job, device)
+        train(job, device, guard)
+    except SystemExit:
+        raise
     except BaseException as error:
         job.run.record_crash(dist.get_rank(), error)
         raise
+    finally:
+        guard.close()
 
 
-def train(job: Job, device: torch.device) -> None:
+def train(job: Job, device: torch.device, guard: Guard) -> None:
     """The whole of a rank's work: session, resume, loop with checkpoints, export."""
     work = job.task.work(job)
     session = apply(job.config, work.workload, device=device)
@@ -52,6 +70,9 @@ def train(job: Job, device: torch.device) -> None:
     position = checkpoint.resume(session, job.run)
     if dist.get_rank() == 0:
         job.run.record(job.config)
+    words = LastWords(job.run)
+    words.say(f"step {position.step + 1}")
+    guard.watch_ranks(lambda: words.doing)
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     watch = Watch(session.weights.offloaded, job.run)
@@ -67,18 +88,45 @@ def train(job: Job, device: torch.device) -> None:
                 saver.save(position)
             if work.after_step is not None:
                 work.after_step(session, position.step)
+        now = time.strftime("%H:%M:%S")
+        words.say(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
 
+    loop = Loop(session, work, training, validation, device, on_step, lambda: guard.asked)
+    guard.take_signals()
     try:
-        Loop(session, work, training, validation, device, on_step).run(position)
+        position = loop.run(position)
+        if loop.stopped and not checkpoint.is_due(job.config, position):
+            saver.save(position)
         saver.wait()
     finally:
         watchdog.close()
         if recorder:
             recorder.close()
+        if not loop.stopped:
+            guard.leave_signals()
+    if loop.stopped:
+        leave(job, position, loop.stopped, guard)
+    words.say("the export")
     if dist.get_rank() == 0:
         shutil.rmtree(job.run.export, ignore_errors=True)  # of a shorter run in the same directory
     dist.barrier()
     job.task.export(session, job)
+    dist.barrier()
+    guard.close()
+
+
+def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
+    """Ends a rank of a run that a signal stopped, and whose checkpoint is written. Collective."""
+    if dist.get_rank() == 0:
+        resume = "" if job.config.checkpoint.resume == checkpoint.AUTO else " --checkpoint.resume auto"
+        print(
+            f"stopped by {signal.Signals(stopped).name} after step {position.step} of {job.config.train.steps};"
+            f" go on with --log.directory {shlex.quote(str(job.directory))}{resume}",
+            flush=True,
+        )
+    dist.barrier()
+    guard.close()
+    sys.exit(STOPPED[stopped])
 
 
 def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, Batches | None]:

@@ -1,0 +1,88 @@
+"""SIGTERM and SIGINT: all ranks stop after the same step, with a checkpoint, and the run goes on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from runs import alive, command, output, ranks, same, started, steps, until
+
+CASES = {
+    "one rank": ("cai train", 1, signal.SIGTERM, "launcher"),
+    "launcher": ("cai train", 2, signal.SIGTERM, "launcher"),
+    "rank 1": ("cai train", 2, signal.SIGINT, "rank"),
+    "terminal": ("cai train", 2, signal.SIGINT, "all"),
+    "cai run": ("cai run", 2, signal.SIGTERM, "launcher"),
+    "torchrun": ("torchrun", 2, signal.SIGTERM, "launcher"),
+}
+
+
+def send(process, number, whom):
+    if whom == "all":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(ranks(process)[1] if whom == "rank" else process.pid, number)
+
+
+IN_THE_SUITE = {"one rank", "terminal", "cai run"}
+"""Each of the others is a run of its own too, and asked for with `-m matrix`."""
+
+
+def cases():
+    return [pytest.param(case, marks=() if case in IN_THE_SUITE else pytest.mark.matrix) for case in CASES]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_run_stops_after_a_step_with_a_checkpoint(case, tmp_path):
+    launcher, size, number, whom = CASES[case]
+    run = tmp_path / "run"
+    with started(command(launcher, run, parallel__shard=size), run) as process:
+        until(lambda: steps(run) >= 2 or process.poll() is not None)
+        send(process, number, whom)
+        code = process.wait(timeout=40)
+    said = re.findall(r"^stopped by (\w+) after step (\d+) of 100000; go on with (.*)$", output(run), re.M)
+    assert [(name, flags) for name, _, flags in said] == [(number.name, f"--log.directory {run}")], output(
+        run
+    )
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{said[0][1]}"]
+    assert steps(run) == int(said[0][1])
+    assert not list((run / "crash").iterdir())
+    if launcher != "torchrun":  # which ends with its own traceback and 1
+        assert code == 128 + number
+        assert "Traceback" not in output(run)
+
+
+def test_what_was_stopped_goes_on_to_the_same_weights(tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    with started(command("cai train", whole, train__steps=60), whole) as process:
+        assert process.wait(timeout=90) == 0, output(whole)
+    with started(command("cai train", run, train__steps=60), run) as process:
+        until(lambda: steps(run) >= 2)
+        process.terminate()
+        assert process.wait(timeout=40) == 143, output(run)
+    assert steps(run) < 60
+    with started(command("cai train", run, train__steps=60), run) as process:
+        assert process.wait(timeout=90) == 0, output(run)
+    assert "resumed from" in output(run)
+    assert steps(run) == 60
+    assert same(run, whole)
+
+
+def test_second_interrupt_ends_at_once(tmp_path):
+    """A rank that does not answer keeps the step from its end; the second SIGINT does not wait for it."""
+    run = tmp_path / "run"
+    with started(command("cai train", run), run) as process:
+        until(lambda: steps(run) >= 2)
+        pids = ranks(process)
+        os.kill(pids[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(2)
+        assert alive(pids) == pids
+        process.send_signal(signal.SIGINT)
+        until(lambda: pids[0] not in alive(pids), 3)
+        os.kill(pids[1], signal.SIGCONT)
+        assert process.wait(timeout=20) == 130, output(run)
+        until(lambda: not alive(pids), 3)
