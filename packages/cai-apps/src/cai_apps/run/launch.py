@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cai_apps.run import loopback
 from cai_mesh import errors
 from cai_mesh.errors import CaiError
 
@@ -87,14 +88,15 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    loopback.use_loopback()
     multiprocessing.set_forkserver_preload(PRELOADED)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="cai",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=loopback.register(),
+        rdzv_endpoint="127.0.0.1:0",
         start_method="forkserver",
         max_restarts=0,
         monitor_interval=0.1,
@@ -111,6 +113,7 @@ def run_launcher(options: argparse.Namespace) -> None:
     """
     from torch.distributed.run import run
 
+    loopback.confine(options)
     with _failures_named():
         run(options)
 
