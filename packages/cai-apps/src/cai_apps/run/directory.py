@@ -16,6 +16,7 @@ from pathlib import Path
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Logged
 from cai_mesh.errors import ConfigError
+from cai_mesh.paths import DIRECTORY, folder, refuse_links, write_text
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,16 @@ class RunDirectory:
         return cls(path.expanduser().absolute())
 
     def create(self, config: Logged) -> None:
-        """Makes the directory and writes the config there."""
+        """Makes the directory and writes the config there.
+
+        Raises:
+            ConfigError: a symbolic link lies in the directory; nothing is written through one.
+        """
+        self.path.mkdir(mode=DIRECTORY, parents=True, exist_ok=True)
+        refuse_links(self.path, shallow=self.checkpoints)
         for directory in (self.checkpoints, self.plots, self.crash):
-            directory.mkdir(parents=True, exist_ok=True)
-        self.config_file.write_text(config_file.to_toml(config), encoding="utf-8")
+            folder(directory)
+        write_text(self.config_file, config_file.to_toml(config))
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -75,4 +82,4 @@ class RunDirectory:
     def record_crash(self, rank: int, error: BaseException) -> None:
         """Writes the traceback of a rank to crash/rank-<rank>.txt."""
         text = "".join(traceback.format_exception(error))
-        (self.crash / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
+        write_text(self.crash / f"rank-{rank}.txt", text)

@@ -13,6 +13,7 @@ import torch
 
 from cai_apps.run.position import Position, Unit
 from cai_mesh.errors import DataError
+from cai_mesh.paths import appended, write_text
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,8 @@ class MetricsFile:
     def __init__(self, path: Path, *, from_step: int = 0):
         """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones."""
         kept = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        for record in kept:
-            self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = appended(path)
 
     def write(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(metrics.record()) + "\n")
