@@ -62,7 +62,9 @@ ROOMS = {
     "rng": {"layout"},
     "gradients": {"errors", "operators", "protocols", "comm", "layout"},
     "storage": {"errors", "protocols", "comm", "layout", "gradients"},
-    "checkpoint": {"errors", "protocols", "comm", "layout"},
+    "headers": {"errors", "paths"},
+    "paths": {"errors"},
+    "checkpoint": {"errors", "headers", "paths", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
 SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}

@@ -51,4 +51,4 @@ def test_the_report_draws_what_is_in_plots(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "metrics", SimpleNamespace(read=lambda _: []))
     shown = page.Page((), lambda _: [])
     text = page.write_report(run, tmp_path / "report.html", shown).read_text()
-    assert "<h2>step.timeline</h2><svg" in text
+    assert "<h2>step.timeline</h2><img" in text

@@ -188,7 +188,7 @@ def test_generate_and_report(story):
     assert done.stdout.startswith("import")
     assert cai("report", story.run).returncode == 0
     page = (story.run / "report.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<img") == 5
 
 
 def test_checkpoint_of_another_architecture(story, tmp_path):

@@ -19,6 +19,7 @@ import torch
 
 from cai_gemini.simulate import Lanes
 from cai_gemini.states import Ledger
+from cai_mesh.paths import write_text
 
 LANES = ("compute", "to_device", "to_host", "host", "disk")
 Span = tuple[float, float, str]
@@ -47,7 +48,7 @@ class Timeline:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        write_text(Path(path), json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Timeline:

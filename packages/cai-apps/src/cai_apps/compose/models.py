@@ -42,7 +42,7 @@ def load_model_config(name: str) -> PretrainedConfig:
             f"model.name is a directory without a config.json: {name}", expected="an HF model directory"
         )
     try:
-        return AutoConfig.from_pretrained(directory if directory.is_dir() else name)
+        return AutoConfig.from_pretrained(directory if directory.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no model {name!r}",
@@ -108,7 +108,7 @@ def causal_model(config: PretrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if any(param.is_meta for param in model.parameters()):
         for module in model.modules():
             for name, param in module._parameters.items():

@@ -2,19 +2,18 @@
 
     <cache>/<key>/tokenizer/      an HF tokenizer directory, when it was trained here
     <cache>/<key>/tokens.bin      the documents joined by the end-of-sequence token, uint16 or uint32
-    <cache>/<key>/dataset.json    dtype and number of tokens, written last
+    <cache>/<key>/dataset.json    dtype and number of tokens
+    <cache>/<key>/files.json      sizes and digests of all these, written last
 
 The key is a digest of everything the files depend on, so a finished directory is never out of date. It is
-written under a temporary name and renamed; of two writers one wins and both have the same result.
+written under a temporary name and renamed; of two writers one wins and both have the same result. Every opening
+compares the files with their digests; what is damaged is made anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cai_apps.data import sources
+from cai_apps.data.sealed import open_or_make
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import load_tokenizer, train_tokenizer
 from cai_mesh.errors import DataError
@@ -31,7 +31,7 @@ from cai_mesh.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 1
+FORMAT = 2
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -55,18 +55,13 @@ def prepare(data: Data, vocab_size: int) -> Prepared:
     """Trains or loads the tokenizer and tokenizes the source, unless the cache already holds the result.
 
     Raises:
+        ConfigError: the cache is another user's, or others may write there.
         DataError: the source is missing, empty or broken, or the tokenizer has ids the model has no row for.
         ConfigError: the tokenizer cannot be trained or loaded.
     """
-    directory = Path(data.cache).expanduser() / _key(data, vocab_size)
-    if not (directory / "dataset.json").is_file():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
-        try:
-            _write(scratch, data, vocab_size)
-            _publish(scratch, directory)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    directory = open_or_make(
+        data.cache, _key(data, vocab_size), lambda scratch: _write(scratch, data, vocab_size)
+    )
     described = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
     tokenizer = str(directory / "tokenizer") if data.tokenizer == "train" else data.tokenizer
     return Prepared(directory, tokenizer, **described)
@@ -96,8 +91,6 @@ def _write(directory: Path, data: Data, vocab_size: int) -> None:
             check_ids(ids, vocab_size)
             file.write(ids.astype(dtype).tobytes())
             count += len(ids)
-        file.flush()
-        os.fsync(file.fileno())
     if count == 0:
         raise DataError(f"the dataset is empty: {data.source}", got="no token", expected="some text")
     description: dict[str, Any] = {"tokens": count, "dtype": dtype, "end_of_text": tokenizer.eos_token_id}
@@ -125,11 +118,3 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
             cause="the tokenizer was made for another model",
             fix='use the model\'s own tokenizer, or data.tokenizer = "train"',
         )
-
-
-def _publish(scratch: Path, directory: Path) -> None:
-    try:
-        scratch.rename(directory)
-    except OSError:
-        if not (directory / "dataset.json").is_file():
-            raise

@@ -63,7 +63,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            Path(name).expanduser() if Path(name).expanduser().exists() else name
+            Path(name).expanduser() if Path(name).expanduser().exists() else name, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ConfigError(

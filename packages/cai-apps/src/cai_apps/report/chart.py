@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.directory import RunDirectory
+from cai_mesh.paths import write_text
 from cai_pipeline import draw, program, simulate
 
 
@@ -16,5 +17,5 @@ def draw_pipeline(run: RunDirectory, config: RunConfig) -> Path | None:
         return None
     timeline = simulate(program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1))
     path = run.plots / "pipeline.svg"
-    path.write_text(draw.svg(timeline), encoding="utf-8")
+    write_text(path, draw.svg(timeline))
     return path

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from cai_apps.report.embed import POLICY, picture
 from cai_apps.report.plots import Curve, curve_svg
 from cai_apps.report.timeline import timeline_svg
 from cai_apps.run import metrics
 from cai_apps.run.directory import RunDirectory
 from cai_gemini import Timeline
+from cai_mesh.paths import write_text
 
 PAGE = Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>$title</title>
+<html lang="en"><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="$policy"><title>$title</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 1em }
-svg { width: 100%; height: auto } pre { background: #f6f6f4; padding: 1em; overflow: auto }
+img:not([width]) { width: 100%; height: auto } pre { background: #f6f6f4; padding: 1em; overflow: auto }
 td, th { padding: .2em 1.2em .2em 0; text-align: left }
 </style>
 <h1>$title</h1>
@@ -61,23 +64,24 @@ def write_report(run: RunDirectory, output: Path, shown: Page) -> Path:
         DataError: the run has no metrics yet.
     """
     records = metrics.read(run.metrics)
-    charts = [f"<h2>{html.escape(file.stem)}</h2>{_inline(file)}" for file in sorted(run.plots.glob("*.svg"))]
+    charts = [
+        f"<h2>{html.escape(file.stem)}</h2>{picture(file.read_bytes(), 'svg')}"
+        for file in sorted(run.plots.glob("*.svg"))
+    ]
     charts += [
         f"<h2>{html.escape(file.stem)}</h2>{timeline_svg(Timeline.load(file))}"
         for file in sorted(run.plots.glob("*.timeline.json"))
     ]
     page = PAGE.substitute(
+        policy=html.escape(POLICY),
         title=html.escape(run.path.name),
-        summary="".join(f"<tr><th>{name}<td>{html.escape(value)}" for name, value in shown.summary(records)),
+        summary="".join(
+            f"<tr><th>{html.escape(name)}<td>{html.escape(value)}" for name, value in shown.summary(records)
+        ),
         curves="".join(curve_svg(records, curve) for curve in shown.curves),
         more=shown.more(run),
         charts="".join(charts),
         config=html.escape(run.config_file.read_text(encoding="utf-8")),
     )
-    output.write_text(page, encoding="utf-8")
+    write_text(output, page)
     return output
-
-
-def _inline(file: Path) -> str:
-    text = file.read_text(encoding="utf-8")
-    return text[text.index("<svg") :]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cai_apps.report.embed import svg_of
 from cai_apps.run import metrics
 from cai_apps.run.directory import RunDirectory
+from cai_mesh.paths import replaced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,14 +43,13 @@ def draw(records: list[dict], curve: Curve) -> Figure:
 
 
 def curve_svg(records: list[dict], curve: Curve) -> str:
-    """The `<svg>` element of a curve."""
-    text = io.StringIO()
-    draw(records, curve).savefig(text, format="svg")
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    """The picture of a curve, as HTML."""
+    return svg_of(draw(records, curve), alt=curve.title)
 
 
 def draw_loss(run: RunDirectory) -> Path:
     """Draws training and validation loss to plots/loss.png."""
     path = run.plots / "loss.png"
-    draw(metrics.read(run.metrics), LOSS).savefig(path, dpi=120)
+    with replaced(path) as file:
+        draw(metrics.read(run.metrics), LOSS).savefig(file, dpi=120, format="png")
     return path

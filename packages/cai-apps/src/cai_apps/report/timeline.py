@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
+from cai_apps.report.embed import svg_of
 from cai_gemini import Timeline
 
 if TYPE_CHECKING:
@@ -63,7 +63,5 @@ def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """The `<svg>` element of `draw_timeline`."""
-    text = io.StringIO()
-    draw_timeline(timeline).savefig(text, format="svg")
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    """The picture of `draw_timeline`, as HTML."""
+    return svg_of(draw_timeline(timeline))

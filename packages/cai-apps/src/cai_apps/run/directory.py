@@ -22,6 +22,7 @@ from pathlib import Path
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Logged
 from cai_mesh.errors import ConfigError
+from cai_mesh.paths import DIRECTORY, folder, refuse_links, write_text
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RunDirectory:
         from cai_mesh.checkpoint import Lock
 
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=DIRECTORY, parents=True, exist_ok=True)
             lock = Lock(self.path / "run.lock", uuid.uuid4().hex, doing="training there")
         except OSError as error:
             raise ConfigError(
@@ -61,17 +62,21 @@ class RunDirectory:
                 self.path.rmdir()
 
     def create(self, config: Logged) -> None:
-        """Makes what the directory lacks. A config that is there stays; `record` replaces it."""
+        """Makes what the directory lacks. A config that is there stays; `record` replaces it.
+
+        Raises:
+            ConfigError: a symbolic link lies in the directory; nothing is written through one.
+        """
+        self.path.mkdir(mode=DIRECTORY, parents=True, exist_ok=True)
+        refuse_links(self.path, shallow=self.checkpoints)
         for directory in (self.checkpoints, self.plots, self.crash):
-            directory.mkdir(parents=True, exist_ok=True)
+            folder(directory)
         if not self.config_file.exists():
             self.record(config)
 
     def record(self, config: Logged) -> None:
         """Writes the config, whole or not at all."""
-        scratch = self.config_file.with_name(".config.toml.unfinished")
-        scratch.write_text(config_file.to_toml(config), encoding="utf-8")
-        scratch.replace(self.config_file)
+        write_text(self.config_file, config_file.to_toml(config))
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -116,7 +121,7 @@ class RunDirectory:
         and says so."""
         text = "".join(traceback.format_exception(error))
         try:
-            (self.crash / f"rank-{rank}.txt").write_text(text, encoding="utf-8")
+            write_text(self.crash / f"rank-{rank}.txt", text)
         except OSError as full:
             prefix = f"cai-crash-rank-{rank}-"
             with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".txt", delete=False) as elsewhere:

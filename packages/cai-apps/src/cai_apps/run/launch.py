@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from cai_apps.run import loopback
 from cai_apps.run.words import DOING, RUN
 from cai_mesh import errors
 from cai_mesh.errors import CaiError
@@ -101,14 +102,15 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    loopback.use_loopback()
     multiprocessing.set_forkserver_preload(PRELOADED)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="cai",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=loopback.register(),
+        rdzv_endpoint="127.0.0.1:0",
         start_method="forkserver",
         max_restarts=0,
         monitor_interval=0.1,
@@ -129,6 +131,7 @@ def run_launcher(options: argparse.Namespace) -> None:
     """
     from torch.distributed.run import run
 
+    loopback.confine(options)
     if options.shutdown_timeout is None:
         options.shutdown_timeout = SAVE_SECONDS
     with _failures_named([]):

@@ -14,6 +14,7 @@ import torch
 
 from cai_apps.run.position import Position, Unit
 from cai_mesh.errors import DataError
+from cai_mesh.paths import appended, write_text
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,13 @@ class MetricsFile:
     """Appends records to a file, each on a line of its own and flushed."""
 
     def __init__(self, path: Path, *, from_step: int = 0):
-        """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones."""
+        """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones.
+
+        What is kept is there at every moment.
+        """
         kept = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
-        scratch = path.with_name(f".{path.name}.unfinished")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        scratch.replace(path)  # what was kept is there at every moment
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._path, self._file = path, appended(path)
 
     def write(self, metrics: Metrics) -> None:
         """Raises `DataError` where the disk takes no more."""

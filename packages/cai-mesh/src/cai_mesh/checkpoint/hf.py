@@ -28,6 +28,7 @@ from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import fsync
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
+from cai_mesh.headers import check_header, weight_map
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.record import canonical_name
 
@@ -71,8 +72,6 @@ def load_hf(
     A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
     with a table of the parameters that are missing or of another shape, before anything is written.
     """
-    from safetensors import safe_open
-
     directory = Path(directory)
     where = _index(directory)
     held = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
@@ -82,7 +81,7 @@ def load_hf(
     wanted |= {name: boxed for name, boxed in buffers.items() if _find(name, where, prefix)}
     found = {name: _find(name, where, prefix) for name in wanted}
     files = {
-        file: safe_open(directory / file, framework="pt")
+        file: _open(directory / file, {k for k in found.values() if k and where[k] == file})
         for file in sorted({where[k] for k in found.values() if k})
     }
     rows = []
@@ -116,17 +115,26 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _index(directory: Path) -> dict[str, str]:
     """Tensor name to file name."""
-    from safetensors import safe_open
-
     for stem in STEMS:
         if (directory / _index_file(stem)).is_file():
-            return json.loads((directory / _index_file(stem)).read_text())["weight_map"]
+            return weight_map(directory / _index_file(stem))
         if (directory / f"{stem}.safetensors").is_file():
-            with safe_open(directory / f"{stem}.safetensors", framework="pt") as file:
-                return dict.fromkeys(file.keys(), f"{stem}.safetensors")
+            return dict.fromkeys(check_header(directory / f"{stem}.safetensors"), f"{stem}.safetensors")
     raise CheckpointError(
         f"{directory} holds no safetensors", expected=f"model.safetensors or {_index_file('model')}"
     )
+
+
+def _open(file: Path, keys: set[str]) -> Any:
+    """A file of safetensors that holds these tensors, opened once its header has been checked."""
+    from safetensors import SafetensorError, safe_open
+
+    if missing := sorted(keys - check_header(file).keys()):
+        raise CheckpointError(f"{file} lacks tensors that its index says are there", got=missing[:SHOWN])
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read", cause=str(error)) from None
 
 
 def _index_file(stem: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cai_mesh.errors import CheckpointError
+from cai_mesh.paths import inside
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -66,6 +67,9 @@ class Manifest:
                 f"{path} is of step {body['step']}, not of the step its directory is named for"
             )
         files = {name: (size, sha) for name, (size, sha) in body["files"].items()}
+        for name in files:
+            if inside(directory, name, said_by=path).parent != directory:
+                raise CheckpointError(f"{path} names a file in another directory: {name!r}")
         return Manifest(body["step"], body["save"], body["job"], files)
 
     def bytes_of(self, directory: Path, name: str) -> bytes:

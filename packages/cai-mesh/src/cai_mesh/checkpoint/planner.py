@@ -31,10 +31,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from cai_mesh.checkpoint.manifest import METADATA, Manifest
+from cai_mesh.checkpoint.manifest import MANIFEST, METADATA, Manifest
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
+from cai_mesh.paths import inside
 
 Boxes = Mapping[str, BoxedTensor]
 
@@ -209,4 +210,7 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:
         raise CheckpointError(f"{path} is damaged", cause=f"{type(error).__name__}: {error}") from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} does not hold checkpoint metadata", got=type(metadata).__name__)
+    for name in sorted({str(info.relative_path) for info in (metadata.storage_data or {}).values()}):
+        if inside(checkpoint, name, said_by=path).name not in manifest.files:
+            raise CheckpointError(f"{path} names a file that {MANIFEST} does not have: {name!r}")
     return metadata

@@ -130,7 +130,11 @@ class ZeroTrainer(Trainer):
         first = not dist.is_initialized() or dist.get_rank() == 0
         # at least float32: master weights may have more bits than what computes
         wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        state = type(self.model).from_pretrained(directory, dtype=wide).state_dict() if first else {}
+        state = (
+            type(self.model).from_pretrained(directory, dtype=wide, trust_remote_code=False).state_dict()
+            if first
+            else {}
+        )
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
         weights = getattr(optimizer, "weights", None)
         load_full_state_dict(self.model, state, weights=None if weights is None else weights())

@@ -149,7 +149,7 @@ def load_text(
     if directory is not None:
         kind: Any = type(_meta(config))
         home = directory / TEXTS[number]
-        model = kind.from_pretrained(home, dtype=dtype, variant=variant_of(home))
+        model = kind.from_pretrained(home, dtype=dtype, variant=variant_of(home), trust_remote_code=False)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1 + number)

@@ -7,7 +7,6 @@ RUN_DIR/pictures/before/last/0.png      of the first prompt, by the pretrained w
 
 from __future__ import annotations
 
-import base64
 import html
 import shutil
 from pathlib import Path
@@ -21,7 +20,9 @@ from cai_apps.applications.diffusion.design import RAW, Design
 from cai_apps.applications.diffusion.encoders import encoder_directory
 from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.sample import open_sampler, options
+from cai_apps.report.embed import picture
 from cai_apps.run.directory import RunDirectory
+from cai_mesh.paths import folder, replaced
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
@@ -87,9 +88,10 @@ def _draw(job: Job, directory: Path, home: Path, *, raw: bool = False) -> None:
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     sampler = open_sampler(directory, raw=raw, device=device)
     found = sampler.in_batches(config.sampling.prompts, options(config), batch=AT_ONCE)
-    home.mkdir(parents=True, exist_ok=True)
-    for number, picture in enumerate(found):
-        Image.fromarray(picture).save(home / f"{number}.png")
+    folder(home)
+    for number, drawn in enumerate(found):
+        with replaced(home / f"{number}.png") as file:
+            Image.fromarray(drawn).save(file, format="PNG")
 
 
 def show(run: RunDirectory) -> str:
@@ -128,5 +130,4 @@ def _table(config: Config, home: Path, steps: list[str], kind: str) -> str:
 def _cell(file: Path) -> str:
     if not file.is_file():
         return ""
-    held = base64.b64encode(file.read_bytes()).decode("ascii")
-    return f'<img alt="" width="128" src="data:image/png;base64,{held}">'
+    return picture(file.read_bytes(), "png", width=128)

@@ -16,6 +16,7 @@ from cai_apps.applications.diffusion.quantized import Kind, quantize_layers
 from cai_apps.compose.blocks import blocks_of
 from cai_gemini import HostModel
 from cai_mesh.errors import ConfigError
+from cai_mesh.headers import check_weights
 
 Decoding = Literal["auto", "whole", "sliced", "tiled"]
 WAYS: tuple[Decoding, ...] = get_args(Decoding)
@@ -104,7 +105,9 @@ def variant_of(folder: Path) -> str | None:
 
     Raises:
         ConfigError: there are none, or several variants and none without a name.
+        CheckpointError: an index names files outside the folder, or the header of a file is not sound.
     """
+    check_weights(folder)
     found = {match["variant"] for file in folder.iterdir() if (match := WEIGHTS.match(file.name))}
     if None in found:
         return None

@@ -25,6 +25,7 @@ from cai_apps.data.batches import Samples
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.position import Unit
 from cai_apps.run.task import Work
+from cai_mesh.paths import write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
@@ -62,10 +63,10 @@ class DiffusionTask:
         for found in Path(tokenizer).glob("tokenizer*") if tokenizer is not None else ():
             shutil.copytree(found, job.run.path / found.name, dirs_exist_ok=True)
         if job.prepared.labels:
-            (job.run.path / LABELS).write_text("\n".join(job.prepared.labels), encoding="utf-8")
+            write_text(job.run.path / LABELS, "\n".join(job.prepared.labels))
         share = share_of(job.config, load_design(job.config.model.name))
         if share is not None:
-            (job.run.path / TENSOR).write_text(share.to_json(), encoding="utf-8")
+            write_text(job.run.path / TENSOR, share.to_json())
         draw_before(job, load_design(job.config.model.name))
 
     def work(self, job: Job) -> Work:

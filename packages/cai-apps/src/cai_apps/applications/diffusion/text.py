@@ -146,7 +146,9 @@ def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list
         if is_t5(text):
             if not home.is_dir():
                 raise ConfigError("a T5 without its tokenizer", expected=str(home))
-            found.append(AutoTokenizer.from_pretrained(home))
+            found.append(AutoTokenizer.from_pretrained(home, trust_remote_code=False))
         else:
-            found.append(CLIPTokenizer.from_pretrained(home) if home.is_dir() else found[0])
+            found.append(
+                CLIPTokenizer.from_pretrained(home, trust_remote_code=False) if home.is_dir() else found[0]
+            )
     return found

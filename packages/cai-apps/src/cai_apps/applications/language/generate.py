@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_mesh.errors import ConfigError
+from cai_mesh.headers import check_weights
 
 
 def generate(
@@ -15,6 +16,7 @@ def generate(
 
     Raises:
         ConfigError: `directory` is not an HF model directory with a tokenizer.
+        CheckpointError: an index names files outside it, or the header of a file is not sound.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -23,7 +25,8 @@ def generate(
         raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
     tokenizer = load_tokenizer(directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(directory).to(device).eval()
+    check_weights(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False).to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     torch.manual_seed(seed)

@@ -21,6 +21,7 @@ from cai_apps.applications.protein.loss.points import lddt
 from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features
 from cai_apps.compose.broken import watched
 from cai_mesh.errors import DataError
+from cai_mesh.paths import write_text
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Prediction:
             "ptm": round(self.tm or 0.0, 4),
             "plddt": np.round(self.plddt, 2).tolist(),
         }
-        beside.write_text(json.dumps([found]), encoding="utf-8")
+        write_text(beside, json.dumps([found]))
         return [path, beside]
 
 

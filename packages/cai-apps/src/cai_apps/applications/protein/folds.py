@@ -22,6 +22,7 @@ from cai_apps.applications.protein.data.structures import write_chain
 from cai_apps.applications.protein.export import export, load_export
 from cai_apps.applications.protein.fold import Options, fold, likeness
 from cai_apps.compose.sharding import DTYPES
+from cai_mesh.paths import folder, write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
@@ -66,7 +67,7 @@ def _fold_all(job: Job, weights: Path, step: int) -> dict[str, dict[str, float]]
     model = load_export(weights).to(device, DTYPES[config.precision.compute])
     home, truth = job.run.path / FOLDS / str(step), job.run.path / FOLDS / TRUTH
     for directory in (home, truth):
-        directory.mkdir(parents=True, exist_ok=True)
+        folder(directory)
     data, objective = config.data, config.objective
     options = Options(
         objective.rounds,
@@ -85,5 +86,5 @@ def _fold_all(job: Job, weights: Path, step: int) -> dict[str, dict[str, float]]
         scores[name] = {"lddt": likeness(found.chain, chain), "plddt": float(found.plddt.mean())}
         if found.tm is not None:
             scores[name]["tm"] = found.tm
-    (home / SCORES).write_text(json.dumps(scores, indent=1), encoding="utf-8")
+    write_text(home / SCORES, json.dumps(scores, indent=1))
     return scores

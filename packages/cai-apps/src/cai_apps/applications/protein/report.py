@@ -6,7 +6,6 @@ A chain has its trace beside the known one, coloured by confidence, the confiden
 from __future__ import annotations
 
 import html
-import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cai_apps.applications.protein.folds import FOLDS, SCORES, TRUTH
+from cai_apps.report.embed import svg_of
 from cai_apps.run.directory import RunDirectory
+from cai_mesh.paths import inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,8 +38,9 @@ def show(run: RunDirectory) -> str:
     scores = {int(path.name): json.loads((path / SCORES).read_text(encoding="utf-8")) for path in steps}
     parts = [_table(scores)]
     for name in scores[int(steps[-1].name)]:
-        figure = draw_chain(steps[-1] / f"{name}.cif", home / TRUTH / f"{name}.cif")
-        parts.append(f"<h2>{html.escape(name)} after step {steps[-1].name}</h2>{_svg(figure)}")
+        found = inside(steps[-1], f"{name}.cif", said_by=steps[-1] / SCORES)
+        figure = draw_chain(found, home / TRUTH / f"{name}.cif")
+        parts.append(f"<h2>{html.escape(name)} after step {steps[-1].name}</h2>{svg_of(figure)}")
     return "".join(parts)
 
 
@@ -108,9 +110,3 @@ def laid_upon(points: np.ndarray, others: np.ndarray, known: np.ndarray) -> np.n
     left, _, right = np.linalg.svd((points[known] - center).T @ (others[known] - other))
     sign = np.diag([1.0, 1.0, np.sign(np.linalg.det(left @ right))])
     return (points - center) @ (left @ sign @ right) + other
-
-
-def _svg(figure: Figure) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
-    return text.getvalue()[text.getvalue().index("<svg") :]

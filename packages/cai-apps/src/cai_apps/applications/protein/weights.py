@@ -19,6 +19,7 @@ from cai_apps.applications.protein import names
 from cai_apps.applications.protein.arrays import places, read
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_mesh.errors import DataError
+from cai_mesh.headers import check_header
 
 PREFIXES = ("module.", "model.")
 """What names begin with in files of training runs."""
@@ -147,6 +148,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     """Tensors by OpenFold's names, whatever wraps them."""
     try:
         if path.suffix == ".safetensors":
+            check_header(path, error=DataError)
             held: Any = load_file(path)
         else:
             held = torch.load(path, map_location="cpu", weights_only=True)

@@ -18,6 +18,7 @@ from cai_apps.run.directory import RunDirectory
 from cai_gemini import CachedEmbedding, RowwiseAdagrad, lookahead
 from cai_mesh import checkpoint
 from cai_mesh.errors import ConfigError
+from cai_mesh.paths import appended, write_text
 
 
 def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
@@ -49,7 +50,8 @@ def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
     tables = list(model.tables)
     rows = config.tables.rows * config.tables.count
     print(f"DLRM: {len(tables)} tables, {rows:,} rows of {config.tables.dim}, on {device}", flush=True)
-    with run.metrics.open("w", encoding="utf-8") as file:
+    write_text(run.metrics, "")
+    with appended(run.metrics) as file:
         for record in steps(model, data, config, device):
             file.write(json.dumps(record) + "\n")
             file.flush()

@@ -2,10 +2,12 @@
 
     <cache>/<key>/NAME.bin          one tensor: samples (or captions) along its first dimension
     <cache>/<key>/tokenizer/        that of the captions, where it was trained here
-    <cache>/<key>/dataset.json      shapes and dtypes, written last
+    <cache>/<key>/dataset.json      shapes and dtypes
+    <cache>/<key>/files.json        sizes and digests of all these, written last
 
 The key is a digest of everything the files depend on: images, captions, size, encoders and their weights. So a finished
-directory is never out of date. It is written under a temporary name and renamed.
+directory is never out of date. It is written under a temporary name and renamed, and compared with its digests when it
+is opened; a damaged one is made anew.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -38,9 +38,11 @@ from cai_apps.applications.diffusion.encoders import (
 )
 from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize, train_tokenizer
 from cai_apps.compose.sharding import DTYPES
+from cai_apps.data.sealed import open_or_make
 from cai_mesh.errors import DataError
+from cai_mesh.paths import inside
 
-FORMAT = 3
+FORMAT = 4
 AT_ONCE = 16
 """Images or captions that are encoded together."""
 EMPTY = 0
@@ -68,7 +70,7 @@ class Prepared:
     def open(self, name: str) -> Tensor:
         """A tensor, mapped into memory: rows are read when they are taken. Do not write to it."""
         shape, dtype = self.tensors[name]
-        file = str(self.directory / f"{name}.bin")
+        file = str(inside(self.directory, f"{name}.bin", error=DataError))
         return torch.from_file(file, shared=False, size=math.prod(shape), dtype=getattr(torch, dtype)).view(
             shape
         )
@@ -85,15 +87,10 @@ def prepare(config: Config) -> Prepared:
         source = with_class(source, config, design, encoder_directory(config, design))
     if source.size < 2:
         raise DataError(f"too few images in {config.data.source}", got=source.size, expected="at least 2")
-    directory = Path(config.data.cache).expanduser() / _key(config, design, source)
-    if not _is_whole(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
-        try:
-            _Writer(config, design, source, scratch).write()
-            _publish(scratch, directory)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    key = _key(config, design, source)
+    directory = open_or_make(
+        config.data.cache, key, lambda scratch: _Writer(config, design, source, scratch).write()
+    )
     told = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
     tensors = {name: (tuple(shape), dtype) for name, (shape, dtype) in told["tensors"].items()}
     text = None
@@ -232,26 +229,3 @@ class _Writer:
                 files[name].write(raw.numpy().tobytes())
         for file in files.values():
             file.close()
-
-
-def _is_whole(directory: Path) -> bool:
-    """Whether a directory was finished, and every file in it has kept its length."""
-    told = directory / "dataset.json"
-    if not told.is_file():
-        return False
-    for name, (shape, dtype) in json.loads(told.read_text(encoding="utf-8"))["tensors"].items():
-        file = directory / f"{name}.bin"
-        if not file.is_file() or file.stat().st_size != math.prod(shape) * getattr(torch, dtype).itemsize:
-            return False
-    return True
-
-
-def _publish(scratch: Path, directory: Path) -> None:
-    """Under its name; one that is there is kept if it is whole, as when another process was faster."""
-    if directory.exists() and not _is_whole(directory):
-        shutil.rmtree(directory)
-    try:
-        scratch.rename(directory)
-    except OSError:
-        if not _is_whole(directory):
-            raise

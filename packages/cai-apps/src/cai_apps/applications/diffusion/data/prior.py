@@ -20,6 +20,7 @@ from cai_apps.applications.diffusion.data.sources import Folder, Source, source_
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.sample import open_sampler, options
 from cai_mesh.errors import DataError
+from cai_mesh.paths import private_folder, replaced
 
 AT_ONCE = 8
 """Pictures that are drawn together."""
@@ -109,8 +110,8 @@ def draw_class(config: Config, design: Design, base: Path) -> Path:
     from PIL import Image
 
     prior = config.prior
-    home = Path(config.data.cache).expanduser() / f"class-{_key(config, design, base)}"
-    home.mkdir(parents=True, exist_ok=True)
+    home = private_folder(Path(config.data.cache), "data.cache") / f"class-{_key(config, design, base)}"
+    private_folder(home, "a directory of data.cache")
     missing = [n for n in range(prior.images) if not _file(home, n).is_file()]
     if not missing:
         return home
@@ -121,9 +122,8 @@ def draw_class(config: Config, design: Design, base: Path) -> Path:
         print(f"drawing {prior.prompt!r}: {first} of {prior.images}", flush=True)
         found = sampler.pictures([prior.prompt] * count, options(config), first=first)
         for number, picture in enumerate(found, first):
-            scratch = home / f"{number}.unfinished"
-            Image.fromarray(picture).save(scratch, format="PNG")
-            scratch.rename(_file(home, number))
+            with replaced(_file(home, number)) as file:
+                Image.fromarray(picture).save(file, format="PNG")
     return home
 
 

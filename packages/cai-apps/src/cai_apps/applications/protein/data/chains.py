@@ -8,7 +8,6 @@ The key is a digest of the files that a chain was read from, so a kept one is ne
 from __future__ import annotations
 
 import hashlib
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from cai_apps.applications.protein.data.sequences import Alignment, read_a3m, re
 from cai_apps.applications.protein.data.structures import Chain, read_chain
 from cai_apps.applications.protein.data.templates import Template
 from cai_mesh.errors import ConfigError, DataError, did_you_mean
+from cai_mesh.paths import private_folder, replaced
 
 FORMAT = 2
 """Of what is kept; another one makes all of it anew."""
@@ -115,7 +115,8 @@ def prepare(data: Data) -> Prepared:
 
     Raises `DataError` for damaged files, and where no chain is left to train on.
     """
-    cache = Path(data.cache).expanduser() / "chains"
+    cache = private_folder(Path(data.cache), "data.cache") / "chains"
+    private_folder(cache, "a directory of data.cache")
     held: dict[str, Path] = {}
     directory = directory_of(data.source)
     related = Path(data.template_structures).expanduser() if data.template_structures else directory
@@ -175,26 +176,36 @@ def _kept(each: Files, cache: Path, related: Path | None) -> Path:
     if related is not None:
         digest.update(repr((hits, sorted(path.name for path in related.iterdir()))).encode())
     path = cache / digest.hexdigest()[:20] / f"{each.name}.npz"
-    if zipfile.is_zipfile(path):  # not one that was cut off
-        return path
+    if path.is_file():
+        if _is_whole(path):
+            return path
+        print(f"the cache {path} is damaged and is made anew", flush=True)
     alignment = ALIGNMENTS[each.alignment.suffix](each.alignment)
     chain = read_chain(each.structure, each.chain)
     check_pair(alignment, chain)
     held = [] if related is None else choose(chain.residue, hits, related, released(each.structure)).templates
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{each.name}.{os.getpid()}.npz")
-    np.savez_compressed(
-        unfinished,
-        names=np.array(alignment.names),
-        residues=alignment.residues,
-        deletions=alignment.deletions,
-        templates=np.array(len(held)),
+    private_folder(path.parent, "a directory of data.cache")
+    arrays = {
+        "names": np.array(alignment.names),
+        "residues": alignment.residues,
+        "deletions": alignment.deletions,
+        "templates": np.array(len(held)),
         **_arrays(chain, ""),
         **{name: a for i, t in enumerate(held) for name, a in _arrays(t.chain, f"{i}.").items()},
         **{f"{i}.place": t.place for i, t in enumerate(held)},
-    )
-    os.replace(unfinished, path)
+    }
+    with replaced(path) as file:
+        np.savez_compressed(file, **arrays)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether every array of a file has the checksum it was written with."""
+    try:
+        with zipfile.ZipFile(path) as held:
+            return held.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError):
+        return False
 
 
 def _arrays(chain: Chain, prefix: str) -> dict[str, np.ndarray]:

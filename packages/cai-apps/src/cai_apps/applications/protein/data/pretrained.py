@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -14,6 +12,8 @@ from cai_apps.applications.protein.config import Config
 from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_apps.applications.protein.weights import openfold_names, read_weights
+from cai_apps.data.sealed import open_or_make
+from cai_mesh.paths import private_folder
 
 FILE = "model.safetensors"
 
@@ -24,26 +24,28 @@ def weights_directory(config: Config) -> Path:
     with file.open("rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
     key = f"{content} {config.model.name} {config.data.templates > 0} {config.model.errors}"
-    return Path(config.data.cache).expanduser() / "weights" / hashlib.sha256(key.encode()).hexdigest()[:20]
+    return _home(config) / hashlib.sha256(key.encode()).hexdigest()[:20]
+
+
+def _home(config: Config) -> Path:
+    return Path(config.data.cache).expanduser() / "weights"
 
 
 def prepare_weights(config: Config) -> None:
-    """Write the file, unless it is there or weights are random.
+    """Write the file, unless it is there and as it was written, or weights are random.
 
-    Raises `DataError` for a file that is none, or of another model.
+    Raises `DataError` for a file that is none, or of another model, and `ConfigError` where the cache is not this
+    user's own.
     """
-    if config.model.weights == "random" or (weights_directory(config) / FILE).is_file():
-        return
-    directory = weights_directory(config)
+    if config.model.weights != "random":
+        private_folder(Path(config.data.cache), "data.cache")
+        open_or_make(str(_home(config)), weights_directory(config).name, lambda home: _write(config, home))
+
+
+def _write(config: Config, directory: Path) -> None:
     with torch.device("meta"):
         model = AlphaFold(sizes_for(config))
     model = model.to_empty(device="cpu")
     read_weights(model, Path(config.model.weights).expanduser())
     names = openfold_names(model)
-    unfinished = directory.with_name(f"{directory.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    save_file({names[name]: param.detach() for name, param in model.named_parameters()}, unfinished / FILE)
-    try:
-        os.rename(unfinished, directory)
-    except OSError:  # another job has written it meanwhile
-        shutil.rmtree(unfinished)
+    save_file({names[name]: param.detach() for name, param in model.named_parameters()}, directory / FILE)

@@ -10,6 +10,7 @@ import numpy as np
 
 from cai_apps.applications.protein.chemistry import LETTERS, PLACES, UNKNOWN, residues
 from cai_mesh.errors import ConfigError, DataError
+from cai_mesh.paths import write_text
 
 SAME = {"MSE": "MET"}
 """Residues that are another with an atom exchanged: selenium is the sulfur's place."""
@@ -154,4 +155,4 @@ def write_chain(path: Path, chain: Chain, confidence: np.ndarray | None = None) 
     entity.entity_type, entity.polymer_type = gemmi.EntityType.Polymer, gemmi.PolymerType.PeptideL
     entity.full_sequence, entity.subchains = [names[number] for number in chain.residue], ["A"]
     structure.entities.append(entity)
-    structure.make_mmcif_document().write_file(str(path))
+    write_text(path, structure.make_mmcif_document().as_string())

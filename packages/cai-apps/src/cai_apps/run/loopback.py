@@ -1,0 +1,122 @@
+"""Ranks of one machine meet on 127.0.0.1: nothing of such a run listens where another machine can reach it.
+
+torch's own store listens on every interface, and asks nobody who they are. Here the agent's store is given a socket
+that is bound to loopback already; the ranks are its clients. gloo and NCCL are told to take the interface `lo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from cai_mesh.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+BACKEND, ADDRESS, WAITING = "cai_loopback", "127.0.0.1", 512
+INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where the transports of collectives listen. What the environment already says is kept."""
+
+
+def register() -> str:
+    """Makes the rendezvous known to torch's launcher; returns the name it has there."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(BACKEND, _handler)
+    return BACKEND
+
+
+def use_loopback() -> None:
+    """Tells this process, and those it starts, to exchange data over `lo`."""
+    for name, interface in INTERFACES.items():
+        os.environ.setdefault(name, interface)
+
+
+def confine(options: argparse.Namespace) -> None:
+    """Changes options of torch.distributed.run that start one machine's ranks, so that these meet on loopback.
+
+    Options that name several machines, an address or a rendezvous of their own stay as they are.
+    """
+    asked = options.rdzv_endpoint or options.rdzv_backend not in ("static", "c10d")
+    elsewhere = options.master_addr not in (None, "", ADDRESS, "localhost")
+    if str(options.nnodes) not in ("1", "1:1") or ((asked or elsewhere) and not options.standalone):
+        return
+    options.standalone = False
+    options.rdzv_backend, options.rdzv_endpoint = register(), f"{ADDRESS}:{options.master_port or 0}"
+    use_loopback()
+
+
+def listen(port: int = 0) -> socket.socket:
+    """A socket that listens on loopback; port 0 takes a free one.
+
+    Raises:
+        MeshError: the port is taken.
+    """
+    found = socket.socket()
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((ADDRESS, port))
+        found.listen(WAITING)
+    except OSError as error:
+        found.close()
+        raise MeshError(
+            f"port {port} of {ADDRESS} cannot be used", cause=error.strerror, fix="leave --master-port out"
+        ) from None
+    return found
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
+
+    listener = listen(int(parameters.endpoint.rpartition(":")[2] or 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        ADDRESS,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=parameters.get_as_int("timeout", 600) or 600),
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+    class Loopback(RendezvousHandler):
+        """The rendezvous of one agent, which is complete at once."""
+
+        def get_backend(self) -> str:
+            return BACKEND
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            kept = PrefixStore(parameters.run_id, store)
+            return RendezvousInfo(kept, 0, 1, RendezvousStoreInfo(ADDRESS, port))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            """Nobody else could join."""
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return Loopback()

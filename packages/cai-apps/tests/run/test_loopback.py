@@ -1,0 +1,131 @@
+"""What listens while ranks of one machine run, as the kernel tells it."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cai_apps.cli.run import parse
+from cai_apps.run import loopback
+from cai_mesh.errors import MeshError
+
+WORK = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+
+
+def family():
+    parent, found = {}, set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                pass
+    for pid in parent:
+        above = pid
+        while above in parent and above != int(os.environ["ROOT_PID"]):
+            above = parent[above]
+        if above in parent:
+            found.add(pid)
+    return found
+
+
+def listening():
+    inodes = set()
+    for pid in family():
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes.add(os.readlink(link))
+            except OSError:
+                pass
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                yield fields[1].split(":")[0]
+
+
+def work():
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("LISTENING", *sorted(listening()), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+LAUNCHED = """
+import os
+os.environ.setdefault("ROOT_PID", str(os.getpid()))  # ranks import this file too
+from work import work
+from cai_apps.run.launch import launch
+if __name__ == "__main__":
+    launch(work, ranks=2, device="cpu")
+"""
+RUN = """
+import os, sys
+os.environ.setdefault("ROOT_PID", str(os.getpid()))  # ranks import this file too
+from cai_apps.cli import main
+sys.exit(main(["run", "--nproc-per-node", "2", *sys.argv[1:], "script.py"]))
+"""
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def addresses(directory, script: str, *arguments: str) -> list[str]:
+    (directory / "work.py").write_text(WORK)
+    (directory / "script.py").write_text("from work import work\nwork()\n")
+    (directory / "start.py").write_text(script)
+    command = [sys.executable, "start.py", *arguments]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("LISTENING")]
+    return line.split()[1:]
+
+
+@pytest.mark.parametrize("script, arguments", [(LAUNCHED, []), (RUN, [])], ids=["launch", "run"])
+def test_two_ranks_listen_on_loopback_only(tmp_path, script, arguments):
+    found = addresses(tmp_path, script, *arguments)
+    assert len(found) >= 3  # the store, and a socket of each rank
+    assert set(found) <= LOOPBACK
+
+
+@pytest.mark.parametrize("arguments", [[], ["--standalone"], ["--nnodes", "1:1"], ["--master-port", "4711"]])
+def test_runs_of_one_machine_are_confined(arguments, monkeypatch):
+    for name in loopback.INTERFACES:
+        monkeypatch.setenv(name, "eth7")
+    options = parse([*arguments, "script.py"])
+    loopback.confine(options)
+    assert (options.rdzv_backend, options.standalone) == (loopback.BACKEND, False)
+    assert options.rdzv_endpoint == f"127.0.0.1:{4711 if '4711' in arguments else 0}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nnodes", "2"],
+        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"],
+        ["--master-addr", "host"],
+        ["--rdzv-backend", "etcd"],
+    ],
+)
+def test_runs_of_several_machines_meet_where_they_are_told(arguments):
+    options = parse([*arguments, "script.py"])
+    before = argparse.Namespace(**vars(options))
+    loopback.confine(options)
+    assert options == before
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        with pytest.raises(MeshError, match="cannot be used"):
+            loopback.listen(held.getsockname()[1])
