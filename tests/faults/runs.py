@@ -86,7 +86,10 @@ def ranks(process: subprocess.Popen[str]) -> list[int]:
     if process.args[3] != "run" and process.args[2] != "torch.distributed.run":  # type: ignore[index]
         return _forked(process.pid)
     found = {}
-    for pid in _session(process.pid):
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        if _parent(pid) != process.pid:  # a session of its own for each rank
+            continue
         for line in _read(pid, "environ").split("\0"):
             if line.startswith("RANK="):
                 found[int(line[5:])] = pid
