@@ -44,6 +44,7 @@ def test_killed_rank_is_named_with_its_signal_and_step(launcher, tmp_path):
     assert "Traceback" not in output(run)
 
 
+@pytest.mark.matrix
 def test_ranks_that_are_started_again_end_with_the_same_weights(tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     options = {"train__steps": 40, "checkpoint__every": 5, "checkpoint__final": "False"}

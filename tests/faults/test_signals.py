@@ -27,7 +27,7 @@ def send(process, number, whom):
         os.kill(ranks(process)[1] if whom == "rank" else process.pid, number)
 
 
-IN_THE_SUITE = {"one rank", "terminal", "cai run"}
+IN_THE_SUITE = {"one rank", "terminal"}
 """Each of the others is a run of its own too, and asked for with `-m matrix`."""
 
 
@@ -55,6 +55,7 @@ def test_run_stops_after_a_step_with_a_checkpoint(case, tmp_path):
         assert "Traceback" not in output(run)
 
 
+@pytest.mark.matrix
 def test_what_was_stopped_goes_on_to_the_same_weights(tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     with started(command("cai train", whole, train__steps=60), whole) as process:
@@ -71,6 +72,7 @@ def test_what_was_stopped_goes_on_to_the_same_weights(tmp_path):
     assert same(run, whole)
 
 
+@pytest.mark.matrix
 def test_second_interrupt_ends_at_once(tmp_path):
     """A rank that does not answer keeps the step from its end; the second SIGINT does not wait for it."""
     run = tmp_path / "run"
