@@ -103,3 +103,13 @@ def test_large_files_are_sampled_and_their_ends_seen(tmp_path, monkeypatch):
         raw[place] = 1
         file.write_bytes(raw)
         assert sealed.digest(file) != known
+
+
+@pytest.mark.parametrize("rank", ["LOCAL_RANK", "SLURM_LOCALID"])
+def test_of_several_ranks_the_first_digests(data, monkeypatch, rank):
+    first = prepare(data, 300)
+    monkeypatch.setattr(sealed, "digest", None)
+    monkeypatch.setenv(rank, "1")
+    assert sealed.problem(first.directory) is None
+    cut(first.directory / "tokens.bin")
+    assert "tokens.bin has" in str(sealed.problem(first.directory))

@@ -31,7 +31,8 @@ def picture(content: bytes, kind: str, *, alt: str = "", width: int | None = Non
 
 
 def svg_of(figure: Figure, *, alt: str = "") -> str:
-    """A figure as an `<img>`."""
+    """A figure as an `<img>`; unless `alt` is given, the titles of its axes stand for it."""
+    alt = alt or "; ".join(axes.get_title() for axes in figure.axes if axes.get_title())
     drawn = io.BytesIO()
     figure.savefig(drawn, format="svg")
     return picture(drawn.getvalue(), "svg", alt=alt)
