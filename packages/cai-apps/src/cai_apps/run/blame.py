@@ -152,7 +152,9 @@ def groups() -> dict[str, Group]:
         if not entry.get("is_p2p"):
             last[entry["process_group"][0]] = entry
     forgets = not entries or entries[0]["record_id"] > 0
-    members = {name: tuple(dist.get_process_group_ranks(g)) for g, name in c10d._world.pg_names.items() if g}
+    members = {
+        str(name): tuple(dist.get_process_group_ranks(g)) for g, name in c10d._world.pg_names.items() if g
+    }
     found = {name: Group(ranks, 0, "") for name, ranks in members.items() if not forgets}
     for name in last.keys() & members.keys():
         entry = last[name]
