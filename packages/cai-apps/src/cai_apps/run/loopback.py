@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cai_mesh.errors import MeshError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND, ADDRESS, WAITING = "cai_loopback", "127.0.0.1", 512
@@ -69,26 +70,15 @@ def listen(port: int = 0) -> socket.socket:
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    from datetime import timedelta
-
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
         RendezvousStoreInfo,
     )
 
-    listener = listen(int(parameters.endpoint.rpartition(":")[2] or 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        ADDRESS,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=parameters.get_as_int("timeout", 600) or 600),
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    seconds = parameters.get_as_int("timeout", 600) or 600
+    first = [_store(int(parameters.endpoint.rpartition(":")[2] or 0), seconds)]
 
     class Loopback(RendezvousHandler):
         """The rendezvous of one agent, which is complete at once."""
@@ -101,8 +91,10 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
             return True
 
         def next_rendezvous(self) -> RendezvousInfo:
+            """Ranks that are started again meet in a new store: in the old one are addresses of those before them."""
+            store = first.pop() if first else _store(0, seconds)
             kept = PrefixStore(parameters.run_id, store)
-            return RendezvousInfo(kept, 0, 1, RendezvousStoreInfo(ADDRESS, port))
+            return RendezvousInfo(kept, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
 
         def is_closed(self) -> bool:
             return False
@@ -120,3 +112,21 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
             return True
 
     return Loopback()
+
+
+def _store(port: int, seconds: int) -> TCPStore:
+    """A store that listens on loopback. Raises `MeshError` where the port is taken."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    listener = listen(port)
+    return TCPStore(
+        ADDRESS,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
