@@ -181,7 +181,7 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
 APPLICATION = Application(
     "images",
     Config,
-    lambda config, label: train(Images(), config, label=label),
+    lambda config, label, given: train(Images(), config, label=label, meant=given),
     _plan,
     lambda: training_page("images"),
 )
