@@ -12,10 +12,11 @@ from cai_apps.config import file as config_file
 from cai_mesh.errors import ConfigError
 
 FREE = (
-    "parallel.*", "memory.*", "log.*", "checkpoint.*", "sampling.*", "folding.*", "data.cache", "train.device",
-    "train.compile", "train.kernels", "train.microbatch_size", "train.validate_every", "train.validation_batches",
+    "parallel.*", "memory.*", "log.*", "checkpoint.*", "sampling.*", "folding.*", "data.cache",
+    "train.steps", "train.device", "train.compile", "train.kernels", "train.microbatch_size",
+    "train.validate_every", "train.validation_batches",
 )  # fmt: skip
-"""Keys that say where and how a run is computed and shown: a change of them learns the same from the same data."""
+"""Keys that say where, how and for how long a run is computed, and what is shown: a step learns what it would have."""
 
 FOLLOWS = {"lr_schedule.decay_steps": "train.steps"}
 """Keys that are worked out from another where they are not set: whoever means that one means them."""

@@ -112,7 +112,7 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(diffusion, "_there", lambda module: module != "diffusers")
     config = recipes.load("sd-v1-tiny")
     with pytest.raises(ConfigError, match=r"(?s)need diffusers.*pip install 'cai-apps\[diffusion\]'"):
-        applications.of(config).train(config, "run")
+        applications.of(config).train(config, "run", frozenset())
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"]])
