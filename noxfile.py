@@ -32,8 +32,9 @@ PAIRS = {
     "kernels": "cai-kernels",
 }
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-# Kernels in an interpreter are one thread each, and no test waits for ranks: as many at once as there are cores.
-SPREAD = {"cai-kernels": ("-n", "auto")}
+# As many tests at once as there are cores. Kernels in an interpreter are one thread each, and no test waits for ranks;
+# an application's tests wait for files, processes and compilers. Files stay together, as they share runs and ranks.
+SPREAD = {"cai-kernels": ("-n", "auto"), "cai-apps": ("-n", "auto", "--dist", "loadfile")}
 
 
 @nox.session(reuse_venv=True)

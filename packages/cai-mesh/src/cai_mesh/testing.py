@@ -222,7 +222,7 @@ def _run_rank(
 _POOLS: dict[int, RankPool] = {}
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
     """Run `fn(*args, **kwargs)` on `n` gloo ranks of this machine; returns their results in rank order.
 
     `fn` is a function at the top level of a module; arguments and results must pickle. torch.distributed is

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from small_pipelines import CAPTIONS, PIPELINES, autoencoder, save
 from torch import nn
 
@@ -455,9 +456,9 @@ def test_folders_of_weights(tmp_path):
         folder.mkdir()
         with pytest.raises(ConfigError, match="no weights at"):
             variant_of(folder)
-        (folder / name).touch()
+        save_file({"weight": torch.zeros(1)}, folder / name)
         assert variant_of(folder) == variant
-        (folder / "model.fp16.safetensors").touch()
+        save_file({"weight": torch.zeros(1)}, folder / "model.fp16.safetensors")
         if variant is None:
             assert variant_of(folder) is None
         else:
