@@ -35,7 +35,8 @@ from cai_apps.applications.diffusion.encoders import load_autoencoder, load_text
 from cai_apps.applications.diffusion.flops import image_flops
 from cai_apps.applications.diffusion.process import process_of
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.text import T5_LENGTH, embed
+from cai_apps.applications.diffusion.design import T5_LENGTH
+from cai_apps.applications.diffusion.text import embed
 from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.run.loop import reading

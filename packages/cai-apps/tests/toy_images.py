@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cai_apps.applications import Application
 from cai_apps.compose.workload import Workload
 from cai_apps.config import sections
-from cai_apps.config.validation import ranks_of, resolve
+from cai_apps.config.validation import check, ranks_of, resolve
 from cai_apps.planner.fit import Planner
 from cai_apps.planner.text import show_plan
 from cai_apps.report.outcome import show_outcome
@@ -181,6 +181,7 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
 APPLICATION = Application(
     "images",
     Config,
+    check,
     lambda config, label, given: train(Images(), config, label=label, meant=given),
     _plan,
     lambda: training_page("images"),

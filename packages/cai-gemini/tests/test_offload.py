@@ -20,7 +20,7 @@ from offloaded import (
 )
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.budget import memory_for, parse_bytes, usable
+from cai_gemini.budget import memory_for, usable
 from cai_gemini.states import State
 from cai_mesh.errors import PlanError
 
@@ -260,20 +260,6 @@ def test_learning_rates_follow_a_scheduler():
         opt.load_state_dict(opt.state_dict())  # which makes new param groups
         opt.schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
     assert run(model, ours) == run(twin, theirs)
-
-
-def test_sizes():
-    assert [parse_bytes(s) for s in (7, "7", "1.5KB", "22GB", "2 GiB", "1m")] == [
-        7,
-        7,
-        1500,
-        22 * 10**9,
-        2**31,
-        10**6,
-    ]
-    for wrong in ("", "GB", "1.2.3GB", "10XB"):
-        with pytest.raises(PlanError, match="not a size"):
-            parse_bytes(wrong)
 
 
 def test_a_part_of_a_gpu_is_the_allocators():

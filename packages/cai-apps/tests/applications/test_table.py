@@ -76,7 +76,7 @@ def plain_loop(config) -> tuple[list[float], list[float]]:
         param.requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     batches, losses, norms = Batches(toy_images.Squares(0, 64), 16, 16, 0, 1, seed=0), [], []
-    schedule = replace(config.lr_schedule, decay_steps=STEPS)
+    schedule = replace(config.lr_schedule, decay_steps=STEPS, warmup_steps=STEPS)
     for step in range(STEPS):
         (batch,) = batches.at(16 * step)
         loss = torch.nn.functional.cross_entropy(model(batch["pixels"]), batch["quarter"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from cai_gemini.policy import IN_FLIGHT
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import FlatChunk
+from cai_mesh.sizes import parse_bytes
 
 # Of a GPU's memory, for what torch's allocator maps and cannot use: pages of 20 MiB of which some is in use. One H200
 # had 0.42 GiB of that under a cap of 6 GiB, 0.5 GiB under one of 12.
@@ -18,19 +18,6 @@ UNUSABLE, AT_LEAST, SMALL = 0.03, 2**29, 12  # a share; bytes, but of little mem
 UNLIMITED = 2**62
 
 Units = Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]]
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of 10, "10GB" (10^9) or "10GiB" (2^30). Raises `PlanError` for anything else."""
-    if isinstance(size, int) and size >= 0:
-        return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
-    if match is None or match[1].count(".") > 1:
-        raise PlanError(
-            "not a size", got=repr(size), expected="bytes, or a number with KB, MB, GB, TB, KiB ... TiB"
-        )
-    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def kinds(params: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

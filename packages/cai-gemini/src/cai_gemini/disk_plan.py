@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cai_gemini.budget import Units, kinds, parse_bytes
+from cai_gemini.budget import Units, kinds
 from cai_gemini.disk_weights import BUFFERS
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import FlatChunk
+from cai_mesh.sizes import parse_bytes
 
 PAGE = 4096
 STREAMED = 2  # chunks in memory while state on a disk is stepped

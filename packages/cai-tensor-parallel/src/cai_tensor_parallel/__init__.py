@@ -1,8 +1,8 @@
 """Tensor parallelism from a plan of roles: `parallelize` an ordinary or Hugging Face model over a mesh axis."""
 
+from cai_mesh.comm import sub_axes
 from cai_tensor_parallel.cross_entropy import ColumnMaths, vocab_parallel_cross_entropy
 from cai_tensor_parallel.loss import sharded_logits
-from cai_tensor_parallel.modes import sub_axes
 from cai_tensor_parallel.parallelize import parallelize
 from cai_tensor_parallel.plan import ROLES, Plan, plan_for
 from cai_tensor_parallel.vocab import (

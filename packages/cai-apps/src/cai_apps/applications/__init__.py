@@ -36,6 +36,7 @@ class Application:
     Args:
         name: its key in `TABLE`, and the value of `application` in a config.
         config: the dataclass of its TOML file.
+        check: raises CaiError for a config that cannot run, as far as can be told without torch and transformers.
         train: (config, label, keys given for this very start) -> the run's directory.
         plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need, as text.
         report: what the page of a run shows.
@@ -44,6 +45,7 @@ class Application:
 
     name: str
     config: type
+    check: Callable[[Any], None]
     train: Callable[[Any, str, Collection[str]], RunDirectory]
     plan: Callable[[Any, int | None, str, int | None], str]
     report: Callable[[], Page]

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import cai_apps
-from cai_apps import applications
+from cai_apps import applications, failures
 from cai_apps.run.launch import FAILURE, USER_ERROR, RankFailure
-from cai_mesh.errors import CaiError, ConfigError, did_you_mean
+from cai_mesh.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     "train": "train a model from a recipe or a TOML file",
@@ -41,17 +41,20 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         return _dispatch(arguments)
-    except CaiError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except RankFailure as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILURE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read what is printed has gone, as in `cai recipes | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except RankFailure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILURE
+    except Exception as error:
+        if debug:
+            raise
+        failures.show(error, machine="--json" in arguments)
+        return USER_ERROR if failures.told(error) else FAILURE
 
 
 def _dispatch(arguments: list[str]) -> int:

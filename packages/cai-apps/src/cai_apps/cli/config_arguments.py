@@ -16,7 +16,7 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any,
     """The config of the recipe's application, and a label for it: the recipe's or the file's name.
 
     Raises:
-        ConfigError: no recipe is named, or a flag is not a config key.
+        CaiError: no recipe is named, a flag is not a config key, or the config is one that cannot run.
     """
     recipe = arguments[0] if arguments and not arguments[0].startswith("-") else None
     wants_help = bool({"-h", "--help"} & set(arguments))
@@ -29,7 +29,9 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any,
     default = recipes.load(recipe) if recipe else applications.find(applications.DEFAULT).config()
     check_flags(arguments, type(default))
     rest = arguments[1:] if recipe else arguments
-    return fill(default, rest, command=command, description=description), Path(recipe or "run").stem
+    config = fill(default, rest, command=command, description=description)
+    applications.of(config).check(config)
+    return config, Path(recipe or "run").stem
 
 
 def given(arguments: list[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cai_mesh.errors import ConfigError, did_you_mean
 
@@ -25,6 +25,47 @@ def presets() -> list[str]:
     )
 
 
+def read_model_config(name: str) -> dict[str, Any]:
+    """The table of a preset, of the config.json of a directory, or of that of a hub id. Needs no transformers.
+
+    Raises:
+        ConfigError: none of the three exists under this name, or what there is says no kind of model.
+    """
+    if name in presets():
+        return json.loads((_directory() / f"{name}.json").read_text(encoding="utf-8"))
+    directory = Path(name).expanduser()
+    file = directory / "config.json" if directory.is_dir() else _downloaded(name)
+    if not file.is_file():
+        raise ConfigError(
+            f"model.name is a directory without a config.json: {name}", expected="an HF model directory"
+        )
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON", cause=str(error), fix="copy or download it again") from None
+    if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
+        raise ConfigError(
+            f"{file} does not say what kind of model it is of",
+            got=", ".join(sorted(table)[:8]) if isinstance(table, dict) else type(table).__name__,
+            expected='a table with "model_type", as transformers writes it',
+        )
+    return table
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model {name!r}",
+            expected="a preset, a local HF directory, or a hub id that can be downloaded",
+            cause=str(error).splitlines()[0],
+            fix=did_you_mean(name, presets()),
+        ) from None
+
+
 def load_model_config(name: str) -> PretrainedConfig:
     """The HF config of a preset, a directory with a config.json, or a hub id.
 
@@ -33,22 +74,18 @@ def load_model_config(name: str) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    table = read_model_config(name)
     if name in presets():
-        table = json.loads((_directory() / f"{name}.json").read_text(encoding="utf-8"))
         return AutoConfig.for_model(table.pop("model_type"), **table)
     directory = Path(name).expanduser()
-    if directory.is_dir() and not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model.name is a directory without a config.json: {name}", expected="an HF model directory"
-        )
     try:
         return AutoConfig.from_pretrained(directory if directory.is_dir() else name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of every class of config, which checks its values with errors of its own
         raise ConfigError(
-            f"no model {name!r}",
-            expected="a preset, a local HF directory, or a hub id that can be downloaded",
-            cause=str(error).splitlines()[0],
-            fix=did_you_mean(name, presets()),
+            f"transformers cannot read the config of {name!r}",
+            got=f"model_type {table['model_type']!r}",
+            cause=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            expected="a model of transformers whose config.json has sound values",
         ) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import math
 import tomllib
 import types
 import typing
@@ -195,6 +196,10 @@ def _write_table(value: Any, path: tuple[str, ...], lines: list[str]) -> None:
     scalars = [(name, item) for name, item in fields if name not in inner and item is not None]
     if path:
         lines += ["", f"[{'.'.join(path)}]"]
-    lines += [f"{name} = {json.dumps(item, ensure_ascii=False)}" for name, item in scalars]
+    lines += [f"{name} = {_written(item)}" for name, item in scalars]
     for name, item in tables:
         _write_table(item, (*path, name), lines)
+
+
+def _written(value: Any) -> str:
+    return str(value) if value in (math.inf, -math.inf) else json.dumps(value, ensure_ascii=False)

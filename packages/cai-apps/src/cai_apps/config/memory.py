@@ -77,7 +77,7 @@ def check_size(key: str, size: int | str | None) -> None:
     """Raises ConfigError for what is not a number of bytes; None is none."""
     if size is None:
         return
-    from cai_gemini.budget import parse_bytes
+    from cai_mesh.sizes import parse_bytes
 
     try:
         found = parse_bytes(size)

@@ -8,7 +8,11 @@ An application adds sections of its own (`cai_apps.applications.language.config`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+from cai_apps.config.ranges import COUNT, NATURAL, PART, POSITIVE, SEED, SHARE, Range
+
+DEGREE = Annotated[int, COUNT]
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,9 @@ class Tensor:
     mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
     """Algorithm that splits the matrix products. 1d cuts features within a layer; the others cut samples and features
     from the embedding to the head: 2d on q x q ranks, 2.5d on depth x q x q, 3d on l x l x l."""
-    size: int = 1
+    size: DEGREE = 1
     """Tensor-parallel degree."""
-    depth: int | None = None
+    depth: Annotated[int | None, COUNT] = None
     """Of mode 2.5d: how many grids hold the same weights; None: 2."""
     sequence: bool = False
     """Cut along the sequence what tensor-parallel ranks hold alike: norms, residuals, and what is kept of them."""
@@ -29,19 +33,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Pipeline:
-    size: int = 1
+    size: DEGREE = 1
     """Pipeline stages."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of the forward and backward passes."""
-    microbatches: int | None = None
+    microbatches: Annotated[int | None, COUNT] = None
     """Microbatches of a data rank in one step; None: global_batch / (data ranks * microbatch_size)."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    replicate: int = 1
+    replicate: DEGREE = 1
     """Data-parallel groups that each hold every shard (dp_replicate)."""
-    shard: int = 1
+    shard: Annotated[int, Range(least=-1)] = 1
     """Data ranks that ZeRO shards over (dp_shard); -1: all ranks the other degrees leave."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
@@ -91,9 +95,9 @@ class OptimizerGroup:
 
     match: str = "*"
     """Names of parameters, as shell patterns divided by commas: "*norm*, *.bias". The first group that fits wins."""
-    lr: float | None = None
+    lr: Annotated[float | None, NATURAL] = None
     """Peak learning rate."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, NATURAL] = None
     adamw: bool = False
     """muon: step these by AdamW, as embeddings, the output layer and what is no matrix always are."""
 
@@ -102,28 +106,28 @@ class OptimizerGroup:
 class Optimizer:
     kind: Literal["adamw", "muon", "lamb", "lars", "adafactor", "came"] = "adamw"
     """Update rule. muon steps the matrices of blocks, and adamw what is left."""
-    lr: float = 3e-4
+    lr: Annotated[float, NATURAL] = 3e-4
     """Peak learning rate."""
-    adamw_lr: float | None = None
+    adamw_lr: Annotated[float | None, NATURAL] = None
     """muon: peak learning rate of what adamw steps; None: lr."""
-    beta1: float = 0.9
+    beta1: Annotated[float, PART] = 0.9
     """adamw, muon (what adamw steps), lamb, came."""
-    beta2: float = 0.95
+    beta2: Annotated[float, PART] = 0.95
     """As beta1."""
-    eps: float = 1e-8
+    eps: Annotated[float, POSITIVE] = 1e-8
     """adamw, muon (what adamw steps), lamb."""
-    momentum: float = 0.95
+    momentum: Annotated[float, PART] = 0.95
     """muon, lars."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, NATURAL] = 0.1
     state: Literal["fp32", "bf16", "int8"] = "fp32"
     """adamw: how its moments are kept; fewer bits are rounded stochastically. With precision.compute = "fp64" fp32
     means fp64."""
-    clip: float = 1.0
-    """Largest global gradient norm."""
-    clip_samples: float | None = None
+    clip: Annotated[float, Range(above=0, infinite=True)] = 1.0
+    """Largest global gradient norm; inf: no gradient is clipped."""
+    clip_samples: Annotated[float | None, POSITIVE] = None
     """Largest gradient norm of each sample by itself, before they are summed; None: samples are not clipped. With
     train.microbatch_size = 1."""
-    ema_decay: float | None = None
+    ema_decay: Annotated[float | None, PART] = None
     """Of a moving average of the weights, kept and saved beside them, usually 0.9999; None: there is none."""
     groups: dict[str, OptimizerGroup] = field(default_factory=dict)
 
@@ -132,22 +136,23 @@ class Optimizer:
 class LrSchedule:
     """Linear warmup to the peak, then half a cosine down to `floor` times the peak."""
 
-    warmup_steps: int = 10
-    decay_steps: int | None = None
+    warmup_steps: Annotated[int | None, NATURAL] = None
+    """Steps until the peak is reached; None: 10, or all of a shorter run."""
+    decay_steps: Annotated[int | None, COUNT] = None
     """Step at which the floor is reached; None: the run's last step."""
-    floor: float = 0.1
+    floor: Annotated[float, SHARE] = 0.1
     """Final learning rate as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
 class Train:
-    steps: int = 100
+    steps: Annotated[int, COUNT] = 100
     """Optimizer steps of the whole run, steps before a resume included."""
-    global_batch: int = 8
+    global_batch: Annotated[int, COUNT] = 8
     """Samples (sequences, images) of one optimizer step, over all data ranks."""
-    microbatch_size: int = 1
+    microbatch_size: Annotated[int, COUNT] = 1
     """Samples of one forward pass of a data rank."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs when the machine has enough of them for the mesh, else the CPU."""
@@ -157,21 +162,21 @@ class Train:
     """cai_kernels in place of norms, rotary embeddings, gated activations and the loss, and the fastest of torch's
     operators for attention; auto: on GPUs, and where blocks are compiled for attention and the loss alone, whose logits
     are then never whole."""
-    validate_every: int = 0
+    validate_every: Annotated[int, NATURAL] = 0
     """Steps between validations; 0: none."""
-    validation_batches: int = 4
+    validation_batches: Annotated[int, COUNT] = 4
     """Global batches of one validation."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = 0
+    every: Annotated[int, NATURAL] = 0
     """Steps between checkpoints; 0: none on the way."""
     final: bool = True
     """Write a checkpoint after the last step."""
     background: bool = False
     """Copy what a rank writes to host memory and write it while training goes on."""
-    keep_last: int | None = None
+    keep_last: Annotated[int | None, COUNT] = None
     """Newest checkpoints to keep; None: all."""
     resume: str = "auto"
     """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
@@ -182,7 +187,7 @@ class Checkpoint:
 class Log:
     directory: str | None = None
     """Run directory; None: runs/<recipe or file name>-<time>."""
-    every: int = 10
+    every: Annotated[int, COUNT] = 10
     """Steps between printed lines where the output is not a terminal."""
 
 
@@ -190,13 +195,13 @@ class Log:
 class LoRA:
     """Adapters beside frozen weights (arXiv:2106.09685), of applications that offer them."""
 
-    rank: int = 0
+    rank: Annotated[int, NATURAL] = 0
     """Columns of each adapter; 0: there are none, and all weights are trained."""
-    alpha: int | None = None
+    alpha: Annotated[int | None, COUNT] = None
     """What an adapter adds is scaled by alpha / rank; None: by 1."""
     targets: tuple[str, ...] = ()
     """Layers with an adapter, by their names or the ends of them; empty: the projections of attention."""
-    dropout: float = 0.0
+    dropout: Annotated[float, PART] = 0.0
     """Of what an adapter is given."""
 
 

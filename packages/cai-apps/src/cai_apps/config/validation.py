@@ -1,19 +1,21 @@
-"""Checks a config against its ranks and fills in what it leaves open, before any rank starts."""
+"""Checks a config against its ranks and fills in what it leaves open, before any rank starts. Needs no torch."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from cai_apps.config import ranges
 from cai_apps.config.memory import check_memory
-from cai_apps.config.sections import Optimizer, Parallel, RunConfig
-from cai_mesh.comm import MeshSpec
+from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, RunConfig
+from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 
 R = TypeVar("R", bound=RunConfig)
+WARMUP = 10
+"""Steps of a warm-up unless a config says how many."""
 TAKES = {
     "adamw": ("beta1", "beta2", "eps", "state"),
     "muon": ("adamw_lr", "momentum", "beta1", "beta2", "eps"),
@@ -40,8 +42,6 @@ def mesh_spec(config: RunConfig) -> MeshSpec:
 
 def grid_of(parallel: Parallel) -> dict[str, int]:
     """Degrees of the dimensions of a grid of tensor-parallel ranks. Raises PlanError where the mode has no such."""
-    from cai_tensor_parallel import sub_axes  # with torch, which reading a config does without
-
     tensor = parallel.tensor
     return sub_axes(tensor.mode, tensor.size, 2 if tensor.depth is None else tensor.depth)
 
@@ -102,10 +102,6 @@ def check_tensor(config: RunConfig) -> None:
 
 def check_optimizer(options: Optimizer) -> None:
     """Raises ConfigError for options that the kind of optimizer has no use for: none is silently left out."""
-    if options.ema_decay is not None and not 0 <= options.ema_decay < 1:
-        raise ConfigError(
-            "optimizer.ema_decay is no decay", got=options.ema_decay, expected="at least 0, below 1"
-        )
     usual, takes = Optimizer(), TAKES[options.kind]
     for name in ("adamw_lr", "beta1", "beta2", "eps", "momentum", "state"):
         if name not in takes and getattr(options, name) != getattr(usual, name):
@@ -114,8 +110,6 @@ def check_optimizer(options: Optimizer) -> None:
                 got=getattr(options, name),
                 expected=f"options of {options.kind}: lr, weight_decay, {', '.join(takes)}".rstrip(", "),
             )
-    if options.clip_samples is not None and options.clip_samples <= 0:
-        raise ConfigError("optimizer.clip_samples is not positive", got=options.clip_samples)
     for group, own in options.groups.items():
         if own.adamw and options.kind != "muon":
             raise ConfigError(
@@ -180,8 +174,8 @@ def resolve(config: R, world_size: int) -> R:
         ConfigError: the batch does not divide as asked, a value is out of range, or settings of `memory` do not go
             together.
     """
-    check_ranges(config, RANGES)
-    if config.parallel.shard < 1 and config.parallel.shard != -1:
+    ranges.check(config)
+    if config.parallel.shard == 0:
         raise MeshError(
             "parallel.shard is not a degree", got=config.parallel.shard, expected="at least 1, or -1"
         )
@@ -193,10 +187,47 @@ def resolve(config: R, world_size: int) -> R:
     check_wire(config.parallel)
     check_tensor(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
-    schedule = config.lr_schedule
-    if schedule.decay_steps is None:
-        schedule = replace(schedule, decay_steps=config.train.steps)
+    schedule = schedule_of(config)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)
+
+
+def schedule_of(config: RunConfig) -> LrSchedule:
+    """The schedule of learning rates with `decay_steps` and `warmup_steps` worked out.
+
+    Raises:
+        ConfigError: the warm-up is longer than what it leads to.
+    """
+    schedule = config.lr_schedule
+    end = config.train.steps if schedule.decay_steps is None else schedule.decay_steps
+    warmup = min(WARMUP, end) if schedule.warmup_steps is None else schedule.warmup_steps
+    if warmup > end:
+        raise ConfigError(
+            "the warm-up is longer than the schedule that it begins",
+            got=f"lr_schedule.warmup_steps = {warmup}, {_end(config)}",
+            cause="the peak of the learning rate would never be reached",
+            fix=f"set lr_schedule.warmup_steps to {end} or less, or leave it out; of a short trial of a long run, set "
+            "lr_schedule.decay_steps to the steps of the long one",
+        )
+    return replace(schedule, decay_steps=end, warmup_steps=warmup)
+
+
+def _end(config: RunConfig) -> str:
+    given = config.lr_schedule.decay_steps
+    return f"train.steps = {config.train.steps}" if given is None else f"lr_schedule.decay_steps = {given}"
+
+
+def check_validation(config: RunConfig, fraction: float) -> None:
+    """Raises ConfigError for validation without data.
+
+    Args:
+        fraction: part of the data that is kept for it.
+    """
+    if config.train.validate_every and not fraction:
+        raise ConfigError(
+            "there is nothing to validate on",
+            got=f"train.validate_every = {config.train.validate_every}, data.validation_fraction = 0",
+            fix="set data.validation_fraction, such as to 0.02, or train.validate_every to 0",
+        )
 
 
 def microbatches(config: RunConfig) -> int:
@@ -222,11 +253,20 @@ def microbatches(config: RunConfig) -> int:
     return found
 
 
+def check(config: RunConfig) -> None:
+    """Raises CaiError for what can be told of a config before GPUs are counted: all, unless `shard` is open."""
+    ranges.check(config)
+    if launched():
+        resolve(config, int(os.environ["WORLD_SIZE"]))
+    elif config.parallel.shard != -1:
+        resolve(config, ranks_of(config))
+
+
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process as one of its ranks.
 
     Raises:
-        ConfigError: only some of the variables a launcher sets are there.
+        ConfigError: only some of the variables a launcher sets are there, or one has a value that no launcher sets.
     """
     if "RANK" not in environment:
         return False
@@ -239,33 +279,27 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
             cause="a launcher sets all four; RANK alone is often left over from another program",
             fix="unset RANK to let cai start the ranks, or start them with `cai run`, torchrun or srun",
         )
+    world = number_in(environment, "WORLD_SIZE", least=1)
+    number_in(environment, "RANK", most=world - 1)
+    number_in(environment, "MASTER_PORT", least=1, most=65535)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if name in environment:
+            number_in(environment, name, most=world - 1)
+    if "LOCAL_WORLD_SIZE" in environment:
+        number_in(environment, "LOCAL_WORLD_SIZE", least=1, most=world)
     return True
 
 
-RANGES = {
-    "parallel.replicate": 1,
-    "parallel.tensor.size": 1,
-    "parallel.pipeline.size": 1,
-    "parallel.pipeline.microbatches": 1,
-    "train.steps": 1,
-    "train.global_batch": 1,
-    "train.microbatch_size": 1,
-    "train.validate_every": 0,
-    "train.validation_batches": 1,
-    "train.seed": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep_last": 1,
-    "optimizer.lr": 0,
-    "lr_schedule.warmup_steps": 0,
-    "lr_schedule.floor": 0,
-    "log.every": 1,
-}
-"""The smallest value of numbers in a config, by dotted key."""
-
-
-def check_ranges(config: Any, smallest: Mapping[str, float]) -> None:
-    """Raises ConfigError for a number below the one in `smallest`."""
-    for key, least in smallest.items():
-        value = functools.reduce(getattr, key.split("."), config)
-        if value is not None and value < least:
-            raise ConfigError(f"{key} is too small", got=value, expected=f"at least {least}")
+def number_in(environment: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:
+    """A whole number of the environment. Raises ConfigError for what is none, or out of its range."""
+    text = environment[name]
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if value < least or (most is not None and value > most):
+        raise ConfigError(
+            f"the environment variable {name} has a value that no launcher sets",
+            got=f"{name}={text}",
+            expected=f"a whole number of at least {least}"
+            + (f" and at most {most}" if most is not None else ""),
+            fix=f"unset {name} and the other variables of a launcher to let cai start the ranks",
+        )
+    return value

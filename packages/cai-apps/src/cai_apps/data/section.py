@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from cai_apps.config.ranges import COUNT, PART, Range
 
 
 @dataclass(frozen=True)
@@ -12,11 +15,11 @@ class Data:
     of either, or a directory written by datasets.save_to_disk."""
     tokenizer: str = "train"
     """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
-    sequence_length: int = 256
+    sequence_length: Annotated[int, Range(least=2)] = 256
     """Tokens of one packed sequence."""
-    limit_bytes: int | None = None
+    limit_bytes: Annotated[int | None, COUNT] = None
     """Stop reading the source after this many bytes of text."""
-    validation_fraction: float = 0.02
+    validation_fraction: Annotated[float, PART] = 0.02
     """Part of the sequences that is kept for validation and never trained on."""
     cache: str = "~/.cache/cai"
     """Directory for trained tokenizers and tokenized text."""

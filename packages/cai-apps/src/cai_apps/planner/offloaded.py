@@ -38,9 +38,10 @@ def offload_needs(config: RunConfig, model: nn.Module, activations: int) -> Offl
     """
     import torch
 
-    from cai_gemini.budget import check_device, least_device, parse_bytes
+    from cai_gemini.budget import check_device, least_device
     from cai_gemini.disk_plan import choose, chunk_bytes, disk_bytes, host_bytes
     from cai_gemini.offload import RESIDENCIES, Tiers
+    from cai_mesh.sizes import parse_bytes
     from cai_mesh.storage import units
 
     memory = config.memory

@@ -18,7 +18,7 @@ FREE = (
 )  # fmt: skip
 """Keys that say where, how and for how long a run is computed, and what is shown: a step learns what it would have."""
 
-FOLLOWS = {"lr_schedule.decay_steps": "train.steps"}
+FOLLOWS = {"lr_schedule.decay_steps": "train.steps", "lr_schedule.warmup_steps": "train.steps"}
 """Keys that are worked out from another where they are not set: whoever means that one means them."""
 
 Changes = dict[str, tuple[Any, Any]]

@@ -122,6 +122,7 @@ class RunDirectory:
         text = "".join(traceback.format_exception(error))
         try:
             write_text(self.crash / f"rank-{rank}.txt", text)
+            error.add_note(f"it is in {self.crash / f'rank-{rank}.txt'}")
         except OSError as full:
             prefix = f"cai-crash-rank-{rank}-"
             with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".txt", delete=False) as elsewhere:

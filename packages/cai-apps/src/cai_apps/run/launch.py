@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from cai_apps import failures
 from cai_apps.run import loopback
 from cai_apps.run.words import DOING, RUN
 from cai_mesh import errors
@@ -190,9 +191,12 @@ def _as_rank(launcher: int, pids: Any, function: Callable[..., Any], *arguments:
         function(*arguments)
     except CaiError:
         raise
-    except Exception:
+    except Exception as error:
         time.sleep(GRACE_SECONDS)
-        raise
+        known = failures.told(error)
+        if known is None:
+            raise
+        raise known from error
 
 
 def _first_failure(failed: Any, asked: list[int]) -> BaseException:

@@ -10,10 +10,11 @@ from cai_apps.config.sections import LrSchedule
 def learning_rate(step: int, peak: float, schedule: LrSchedule) -> float:
     """Linear warmup to `peak` over `warmup_steps`, then half a cosine to `floor * peak` at `decay_steps`.
 
-    `step` counts from 0; the first step of a warmup already has a rate above 0.
+    `step` counts from 0, the schedule is of a resolved config; the first step of a warmup already has a rate above 0.
     """
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
-    span = max(1, (schedule.decay_steps or 0) - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / span)
+    warmup = schedule.warmup_steps or 0
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    span = max(1, (schedule.decay_steps or 0) - warmup)
+    progress = min(1.0, (step - warmup) / span)
     return peak * (schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2)

@@ -15,11 +15,12 @@ from cai_apps import recipes
 from cai_apps.applications.recsys.clicks import ClickData, auc
 from cai_apps.applications.recsys.config import RecsysConfig, Tables, Train
 from cai_apps.applications.recsys.dlrm import DLRM, interactions, mlp
+from cai_apps.applications.recsys.rules import check
 from cai_apps.applications.recsys.train import build, steps
 from cai_apps.cli import main
 from cai_gemini import RowwiseAdagrad
 from cai_mesh import checkpoint
-from cai_mesh.errors import ConfigError, PlanError
+from cai_mesh.errors import ConfigError
 
 SMALL = RecsysConfig(
     tables=Tables(count=3, rows=2000, dim=16, bag=2, cache=0.3), train=Train(steps=60, batch=128)
@@ -141,15 +142,15 @@ def test_recipes_are_listed_and_read(capsys):
 
 
 @pytest.mark.parametrize(
-    "change, error",
+    "change, words",
     [
-        ({"model": replace(SMALL.model, bottom="32,8")}, ConfigError),
-        ({"model": replace(SMALL.model, top="a,b")}, ConfigError),
-        ({"tables": replace(SMALL.tables, count=0)}, ConfigError),
-        ({"train": replace(SMALL.train, batch=0)}, ConfigError),
-        ({"tables": replace(SMALL.tables, cache=2.0)}, PlanError),
+        ({"model": replace(SMALL.model, bottom="32,8")}, "the last of model.bottom"),
+        ({"model": replace(SMALL.model, top="a,b")}, "list of widths"),
+        ({"tables": replace(SMALL.tables, count=0)}, "tables.count is too small"),
+        ({"train": replace(SMALL.train, batch=0)}, "train.batch is too small"),
+        ({"tables": replace(SMALL.tables, cache=2.0)}, "tables.cache is too large"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error):
-    with pytest.raises(error):
-        build(replace(SMALL, **change), torch.device("cpu"))
+def test_what_does_not_fit_is_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        check(replace(SMALL, **change))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         broadcast,
         reduce_scatter_into,
     )
+    from cai_mesh.comm.grid import GRID_AXES, sub_axes
     from cai_mesh.comm.groups import AnyMesh, coordinate, degree, group, index, require_axis
     from cai_mesh.comm.handles import Done
     from cai_mesh.comm.mesh import ParallelMesh, axis_names
@@ -61,6 +62,7 @@ __all__ = [
     "EXPERT_AXES",
     "EXPERT_GRADIENT_AXES",
     "GRADIENT_AXES",
+    "GRID_AXES",
     "SHARD_AXES",
     "SUB_AXES",
     "AnyMesh",
@@ -105,6 +107,7 @@ __all__ = [
     "start_scatter_sum",
     "start_sum",
     "start_sum_at",
+    "sub_axes",
     "swap_shards",
 ]
 
@@ -147,6 +150,7 @@ __getattr__ = lazy(
         "mesh": ("ParallelMesh", "axis_names"),
         "p2p": ("receive", "send", "start_exchange"),
         "peer": ("PeerGather", "PeerReduce", "Peers", "check_device"),
+        "grid": ("GRID_AXES", "sub_axes"),
         "spec": ("MeshSpec",),
         "started": (
             "Members",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from cai_mesh.comm import ParallelMesh
+from cai_mesh.comm import ParallelMesh, sub_axes
 from cai_mesh.errors import MeshError, PlanError, did_you_mean
 from cai_tensor_parallel.modes import grid, one_d
 from cai_tensor_parallel.modes.context import ModeContext
@@ -25,38 +25,6 @@ def check_mode(mode: str) -> None:
     """Raise `PlanError` for a mode that there is not."""
     if mode not in MODES:
         raise PlanError("unknown tensor-parallel mode", got=mode, fix=did_you_mean(mode, MODES))
-
-
-def sub_axes(mode: str, degree: int, depth: int = 1) -> dict[str, int]:
-    """Degrees of the axes that play `tp` in a mode, outermost first.
-
-    Args:
-        mode: "1d", "2d", "2.5d" or "3d".
-        degree: ranks in all.
-        depth: of 2.5d: how many grids hold the same weights.
-
-    Raises `PlanError` where the mode has no such number of ranks: 2d takes q x q, 2.5d depth x q x q, 3d l x l x l,
-    with q and l of 2 at least.
-    """
-    check_mode(mode)
-    if mode == "1d":
-        return {"tp": degree}
-    power = 3 if mode == "3d" else 2
-    shared = depth if mode == "2.5d" else 1
-    side = round((degree / shared) ** (1 / power))
-    if degree % shared or side**power * shared != degree or (side == 1 and degree > 1):
-        form = {"2d": "q x q", "2.5d": f"{depth} x q x q", "3d": "l x l x l"}[mode]
-        near = sorted({max(side + step, 2) ** power * shared for step in (-1, 0, 1)})
-        raise PlanError(
-            f"mode {mode} has no grid of this many ranks",
-            got=f"{degree} ranks" + (f" with depth {depth}" if mode == "2.5d" else ""),
-            expected=f"{form}: {', '.join(map(str, near))}",
-            fix="change the tensor-parallel degree"
-            + (", the depth" if mode == "2.5d" else "")
-            + " or the mode",
-        )
-    names = GRIDS[mode].axes
-    return {name: depth if name == "tp_depth" else side for name in names}
 
 
 def check_axes(mode: str, mesh: ParallelMesh) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cai_mesh.comm import GRID_AXES
+
 Axes = tuple[str, ...]
 
 
@@ -48,10 +50,10 @@ TWO_D = Form(batch=("tp_row",), features=("tp_col",))
 DEEP = Form(batch=("tp_depth", "tp_row"), features=("tp_col",))
 
 GRIDS = {
-    "2d": Grid(("tp_row", "tp_col"), TWO_D, TWO_D, rows="tp_row"),
-    "2.5d": Grid(("tp_depth", "tp_row", "tp_col"), DEEP, DEEP, rows="tp_row", copies=("tp_depth",)),
+    "2d": Grid(GRID_AXES["2d"], TWO_D, TWO_D, rows="tp_row"),
+    "2.5d": Grid(GRID_AXES["2.5d"], DEEP, DEEP, rows="tp_row", copies=("tp_depth",)),
     "3d": Grid(
-        ("tp_i", "tp_j", "tp_k"),
+        GRID_AXES["3d"],
         Form(batch=("tp_i", "tp_j"), features=("tp_k",)),
         Form(batch=("tp_i", "tp_k"), features=("tp_j",)),
         rows="tp_j",

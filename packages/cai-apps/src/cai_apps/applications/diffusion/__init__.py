@@ -38,6 +38,12 @@ def _there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def _check(config: Config) -> None:
+    from cai_apps.applications.diffusion.rules import check
+
+    check(config)
+
+
 def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     _need(config)
     from cai_apps.applications.diffusion.task import DIFFUSION
@@ -78,6 +84,7 @@ def _report() -> Page:
 APPLICATION = Application(
     "diffusion",
     Config,
+    _check,
     _train,
     _plan,
     _report,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from cai_apps.config import sections
+from cai_apps.config.ranges import COUNT, NATURAL, PART, POSITIVE, SEED, Range
+
+DRAWN = ("shapes", "digits", "flower")
+"""Sources of images that are made or held here; they are squares."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,12 @@ class Data:
     """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), 'flower' (four crops of a photo
     of scikit-learn's), or a directory of images, each with a caption in a .txt file of its name, or in a metadata.jsonl
     with "file_name" and "text"; the name of the subdirectory is its label."""
-    size: int = 64
+    size: Annotated[int, COUNT] = 64
     """Side of the square that an image is scaled and cropped to, in pixels."""
-    max_ratio: float = 1.0
+    max_ratio: Annotated[float, Range(least=1)] = 1.0
     """Longest side over shortest. Above 1 images of a directory are cropped to the nearest of several shapes of about
     size x size pixels, and a batch is of one shape; 1: to squares."""
-    samples: int = 20000
+    samples: Annotated[int, Range(least=2)] = 20000
     """Of shapes: how many are drawn."""
     caption: str | None = None
     """Of every image that has none of its own."""
@@ -37,7 +41,7 @@ class Data:
     """cached: the encoders run once, before training; encoded: at every step, on the device."""
     encoder_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Of frozen encoders, and of what they make."""
-    validation_fraction: float = 0.02
+    validation_fraction: Annotated[float, PART] = 0.02
     """Part of the images that is kept for validation and never trained on."""
     cache: str = "~/.cache/cai"
     """Directory for latents, embeddings and tokenizers."""
@@ -48,13 +52,13 @@ class Prior:
     """Images of the class of a subject, learned one for one with those of data.source (DreamBooth,
     arXiv:2208.12242)."""
 
-    images: int = 0
+    images: Annotated[int, NATURAL] = 0
     """How many; 0: what data.source holds is no single subject."""
     prompt: str = ""
     """Their caption, as "a photo of a dog"; empty: each has its own."""
     source: str = "generated"
     """generated: drawn before training by the pretrained weights, as `sampling` says; else as data.source."""
-    weight: float = 1.0
+    weight: Annotated[float, NATURAL] = 1.0
     """Of their loss, beside the subject's."""
 
 
@@ -63,11 +67,11 @@ class Objective:
     prediction: Literal["epsilon", "v", "flow"] = "epsilon"
     """What the denoiser learns to say: the noise, the velocity between image and noise, or the flow from one to the
     other. It must be what the scheduler of the model goes by."""
-    min_snr: float | None = None
+    min_snr: Annotated[float | None, POSITIVE] = None
     """Caps the weight of times with little noise (arXiv:2303.09556), usually 5; None: all weigh the same."""
-    offset_noise: float = 0.0
+    offset_noise: Annotated[float, NATURAL] = 0.0
     """Share of noise that is alike all over a channel, so that images can be dark or bright; usually 0.05."""
-    condition_dropout: float = 0.1
+    condition_dropout: Annotated[float, PART] = 0.1
     """How often a sample's caption is left empty, or its label unknown, for guidance without a classifier."""
     timesteps: Literal["uniform", "logit_normal"] = "uniform"
     """How times are drawn; logit_normal: of a flow, mostly in the middle."""
@@ -78,15 +82,15 @@ class Sampling:
     prompts: tuple[str, ...] = ()
     """Captions (or labels) that pictures are drawn for, by the weights before training where they are pretrained, on
     the way and at the end; `cai report` shows them."""
-    steps: int = 20
+    steps: Annotated[int, Range(least=1, most=1000)] = 20
     """Denoising steps of a picture."""
     guidance: float = 4.0
     """How far what the condition changes is taken (arXiv:2207.12598); 1: as far as it was learned."""
     scheduler: Literal["auto", "ddim", "dpm", "flow"] = "auto"
     """auto: DPM-Solver++ (arXiv:2211.01095), and Euler steps for a flow."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Picture number i starts from noise of (seed, i)."""
-    every: int = 0
+    every: Annotated[int, NATURAL] = 0
     """Steps between pictures on the way; 0: only at the end."""
 
 

@@ -1,7 +1,7 @@
 """Of what parts a model is made, and in what shapes: from a preset shipped here, or from a directory of diffusers.
 
 A preset is one JSON file with a table for each part; a directory has a subfolder for each, as
-`DiffusionPipeline.save_pretrained` writes it.
+`DiffusionPipeline.save_pretrained` writes it. Reading a design needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cai_apps.applications.diffusion.families import Family, check_conditions, family_of
-from cai_apps.applications.diffusion.text import T5_LENGTH, is_t5, kind_of_text
 from cai_mesh.errors import ConfigError, did_you_mean
 
 TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -25,6 +24,11 @@ RAW = "raw"
 """Folder of an export with the last weights, where it has averaged ones."""
 LABELS = "labels.txt"
 """Names of labels, one a line, in a run's directory and its export."""
+CLIPS = ("CLIPTextModel", "CLIPTextModelWithProjection")
+T5 = "T5EncoderModel"
+"""The kind of the third text encoder of SD3, which works without it."""
+T5_LENGTH = 256
+"""Tokens of it that the pipeline of diffusers reads; without it zeros are in their place."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,25 @@ def _fold(directory: Path) -> int:
 
 def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def is_t5(config: Mapping[str, Any]) -> bool:
+    """Whether a text encoder's config is of a T5."""
+    return config.get("architectures", [""])[0] == T5
+
+
+def kind_of_text(config: Mapping[str, Any]) -> str:
+    """The class of transformers that a config of a CLIP text encoder is of.
+
+    Raises:
+        ConfigError: it is none of those known here.
+    """
+    name = config.get("architectures", CLIPS)[0]
+    if name not in CLIPS:
+        raise ConfigError(
+            "a text encoder of an unknown kind",
+            got=name,
+            expected=" or ".join(CLIPS),
+            fix="a T5 can be the third text encoder of an SD3 alone" if "T5" in name else "",
+        )
+    return name

@@ -5,7 +5,6 @@ Without an autoencoder latents are the pixels themselves, with squares of them f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import TEXTS, Design
 from cai_apps.applications.diffusion.loading import Decoding, decoding_of, free_bytes, variant_of
-from cai_apps.applications.diffusion.text import build_text_encoder, is_t5
-from cai_mesh.errors import ConfigError
+from cai_apps.applications.diffusion.text import build_text_encoder
 
 LARGEST_TILE = 64
 """Latents along a side of a tile."""
@@ -160,36 +158,3 @@ def load_text(
 def _meta(config: Any) -> nn.Module:
     with torch.device("meta"):
         return build_text_encoder(config)
-
-
-def check_widths(design: Design) -> None:
-    """Raises ConfigError where the text encoders do not make what the denoiser takes."""
-    family = design.family
-    if family.condition == "label":
-        return
-    if not design.texts:
-        raise ConfigError(
-            f"{design.name} has no text encoder", expected=f"captions are what a {family.name} takes"
-        )
-    made: dict[str, Sequence[int]] = {
-        "text": [text["hidden_size"] for text in design.clips],
-        "pooled": [text.get("projection_dim", 512) for text in design.clips],
-    }
-    for text in design.texts:
-        if is_t5(text) and text["d_model"] != design.denoiser["joint_attention_dim"]:
-            raise ConfigError(
-                f"the states of the T5 are not what the {family.name} takes",
-                got=f"d_model = {text['d_model']}",
-                expected=f"joint_attention_dim = {design.denoiser['joint_attention_dim']}",
-                fix="use the text encoders that this denoiser was made for",
-            )
-    for what, key in family.widths.items():
-        taken, width = design.denoiser[key], sum(made[what])
-        fits = width <= taken if (family.condition, what) == ("text and pooled", "text") else width == taken
-        if not fits:
-            raise ConfigError(
-                f"the {what} embeddings are not what the {family.name} takes",
-                got=f"{width} wide, of {len(design.clips)} text encoder{'s' * (len(design.clips) > 1)}",
-                expected=f"{key} = {taken}",
-                fix="use the text encoders that this denoiser was made for",
-            )

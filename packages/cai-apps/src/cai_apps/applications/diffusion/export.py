@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.design import LABELS, RAW, TEXTS, Design
+from cai_apps.applications.diffusion.design import LABELS, RAW, TEXTS, Design, is_t5
 from cai_apps.applications.diffusion.encoders import encoder_directory, load_autoencoder, load_text
 from cai_apps.applications.diffusion.model import parts, targets
 from cai_apps.applications.diffusion.tensor import trains_text
-from cai_apps.applications.diffusion.text import is_t5
 from cai_apps.compose.lora import merged, plain_name, save_adapters
 from cai_mesh.checkpoint import save_hf
 from cai_mesh.layout import BoxedTensor

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cai_apps.applications.diffusion.design import T5, T5_LENGTH, is_t5, kind_of_text
 from cai_apps.applications.diffusion.families import Family
 from cai_mesh.errors import ConfigError
 
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "out_proj")
 """Ends of the names of layers of text encoders that have adapters unless a config says which."""
-KINDS = ("CLIPTextModel", "CLIPTextModelWithProjection")
-T5 = "T5EncoderModel"
-"""The kind of the third text encoder of SD3, which works without it."""
-T5_LENGTH = 256
-"""Tokens of it that the pipeline of diffusers reads; without it zeros are in their place."""
 
 
 def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
@@ -32,28 +28,6 @@ def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     kind = transformers.T5Config if is_t5(config) else transformers.CLIPTextConfig
     made = kind(**{k: v for k, v in config.items() if k != "architectures"})
     return getattr(transformers, T5 if is_t5(config) else kind_of_text(config))(made)
-
-
-def is_t5(config: Mapping[str, Any]) -> bool:
-    """Whether a text encoder's config is of a T5."""
-    return config.get("architectures", [""])[0] == T5
-
-
-def kind_of_text(config: Mapping[str, Any]) -> str:
-    """The class of transformers that a config of a CLIP text encoder is of.
-
-    Raises:
-        ConfigError: it is none of those known here.
-    """
-    name = config.get("architectures", KINDS)[0]
-    if name not in KINDS:
-        raise ConfigError(
-            "a text encoder of an unknown kind",
-            got=name,
-            expected=" or ".join(KINDS),
-            fix="a T5 can be the third text encoder of an SD3 alone" if "T5" in name else "",
-        )
-    return name
 
 
 def embed(

@@ -13,13 +13,12 @@ from cai_apps.applications.diffusion.channels import keep_channels_last
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.ratios import shapes_of
 from cai_apps.applications.diffusion.data.samples import draw
-from cai_apps.applications.diffusion.design import Design
+from cai_apps.applications.diffusion.design import T5_LENGTH, Design
 from cai_apps.applications.diffusion.encoders import Autoencoder, encoder_directory, load_autoencoder
 from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.model import build, check_shared, initializer, layers, parts
 from cai_apps.applications.diffusion.process import Process, process_of, squared_error
 from cai_apps.applications.diffusion.tensor import trains_text, trial_of
-from cai_apps.applications.diffusion.text import T5_LENGTH
 from cai_apps.applications.diffusion.variance import StepBounds
 from cai_apps.compose.apply import is_compiled
 from cai_apps.compose.lora import plain_name

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from cai_apps.run.directory import RunDirectory
 
 
+def _check(config: Config) -> None:
+    from cai_apps.applications.language.rules import check
+
+    check(config)
+
+
 def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     from cai_apps.applications.language.task import LANGUAGE
     from cai_apps.run.train import train
@@ -45,6 +51,7 @@ def _report() -> Page:
 APPLICATION = Application(
     "language",
     Config,
+    _check,
     _train,
     _plan,
     _report,

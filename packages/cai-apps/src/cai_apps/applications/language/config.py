@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from cai_apps.config import sections
+from cai_apps.config.ranges import NATURAL
 from cai_apps.data.section import Data
 
 
@@ -19,7 +20,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Log(sections.Log):
-    sample_tokens: int = 64
+    sample_tokens: Annotated[int, NATURAL] = 64
     """Length of the text generated from the export at the end; 0: none."""
 
 

@@ -22,6 +22,12 @@ def need_gemmi() -> None:
         raise ConfigError("reading structures needs gemmi", fix="pip install 'cai-apps[protein]'")
 
 
+def _check(config: Config) -> None:
+    from cai_apps.applications.protein.rules import check
+
+    check(config)
+
+
 def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     need_gemmi()
     from cai_apps.applications.protein.task import PROTEIN
@@ -58,6 +64,7 @@ def _report() -> Page:
 APPLICATION = Application(
     "protein",
     Config,
+    _check,
     _train,
     _plan,
     _report,

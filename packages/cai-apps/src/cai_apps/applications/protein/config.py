@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from cai_apps.config import sections
+from cai_apps.config.ranges import COUNT, NATURAL, POSITIVE, SHARE
+
+MODELS = ("alphafold", "alphafold-small", "alphafold-tiny")
+"""Presets."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +28,17 @@ class Data:
     """'shipped' (three small chains of the PDB, their alignments synthetic), or a directory: for each chain an
     alignment NAME.a3m or NAME.sto and its structure NAME.cif or NAME.pdb; where NAME is ENTRY_CHAIN, ENTRY.cif will
     do. Related structures come from NAME.hhr."""
-    residues: int = 256
+    residues: Annotated[int, COUNT] = 256
     """Neighbouring residues of a chain that a sample holds."""
-    sequences: int = 128
+    sequences: Annotated[int, COUNT] = 128
     """Sequences of the alignment that lead clusters."""
-    extra: int = 1024
+    extra: Annotated[int, COUNT] = 1024
     """Other sequences."""
-    templates: int = 0
+    templates: Annotated[int, NATURAL] = 0
     """Related structures; 0: none are read."""
     template_structures: str | None = None
     """Directory of the structures that NAME.hhr names; None: that of `source`."""
-    max_resolution: float = 9.0
+    max_resolution: Annotated[float, POSITIVE] = 9.0
     """Angstroms; structures that are coarser are left out."""
     validation: tuple[str, ...] = ()
     """Names of chains that are kept for validation and never trained on."""
@@ -44,14 +48,14 @@ class Data:
 
 @dataclass(frozen=True)
 class Objective:
-    rounds: int = 4
+    rounds: Annotated[int, COUNT] = 4
     """Rounds of a step at most (recycling): how many is drawn anew for each, alike on all ranks; the last one learns.
     Validation takes all of them."""
     stage: Literal["initial", "fine_tuning"] = "initial"
     """Whose weights losses have: of training from the start, or of training on with violations of bonds."""
-    clamped: float = 0.9
+    clamped: Annotated[float, SHARE] = 0.9
     """Share of samples in which errors of the backbone have a most."""
-    masked: float = 0.15
+    masked: Annotated[float, SHARE] = 0.15
     """Share of the alignment's residues that are masked and learned."""
 
 
@@ -59,7 +63,7 @@ class Objective:
 class Folding:
     chains: tuple[str, ...] = ()
     """Chains of `data` that are folded at the end, beside their structures; `cai report` shows them."""
-    every: int = 0
+    every: Annotated[int, NATURAL] = 0
     """Steps between folds on the way; 0: only at the end."""
 
 

@@ -14,7 +14,7 @@ from cai_apps.applications.protein.model.layers import initialize
 from cai_apps.applications.protein.model.points import ONE, PointAttention
 from cai_apps.applications.protein.model.structure import StructureSizes
 from cai_apps.applications.protein.model.template import TemplateSizes
-from cai_mesh.errors import ConfigError, did_you_mean
+from cai_apps.applications.protein.rules import check_name
 
 
 def _sizes(c_m: int, c_z: int, c_s: int, blocks: int, *, dropout: float) -> Sizes:
@@ -53,10 +53,7 @@ def sizes_of(name: str, *, templates: bool, errors: bool) -> Sizes:
 
     Raises `ConfigError` for a name that is none.
     """
-    if name not in PRESETS:
-        raise ConfigError(
-            f"no model {name!r}", expected=" or ".join(PRESETS), fix=did_you_mean(name, PRESETS)
-        )
+    check_name(name)
     sizes = replace(PRESETS[name](), errors=errors)
     return sizes if templates else replace(sizes, template=None)
 

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from cai_apps.run.directory import RunDirectory
 
 
+def _check(config: RecsysConfig) -> None:
+    from cai_apps.applications.recsys.rules import check
+
+    check(config)
+
+
 def _train(config: RecsysConfig, label: str, given: Collection[str]) -> RunDirectory:
     from cai_apps.applications.recsys.train import train
 
@@ -31,4 +37,4 @@ def _report() -> Page:
     return PAGE
 
 
-APPLICATION = Application("recsys", RecsysConfig, _train, _plan, _report)
+APPLICATION = Application("recsys", RecsysConfig, _check, _train, _plan, _report)

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from cai_apps.config.ranges import COUNT, NATURAL, POSITIVE, SEED, Range
 
 
 @dataclass(frozen=True)
 class Clicks:
     """Synthetic examples whose labels depend on every feature."""
 
-    dense: int = 8
+    dense: Annotated[int, COUNT] = 8
     """Real-valued features."""
-    zipf: float = 1.1
+    zipf: Annotated[float, NATURAL] = 1.1
     """Exponent of the frequencies of ids: the k-th most frequent one comes k^-zipf times as often as the first."""
-    signal: float = 2.0
+    signal: Annotated[float, NATURAL] = 2.0
     """Standard deviation of the labels' log-odds; the larger, the less of a label is chance."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    count: int = 8
+    count: Annotated[int, COUNT] = 8
     """Categorical features, each with a table."""
-    rows: int = 100_000
+    rows: Annotated[int, COUNT] = 100_000
     """Rows of each table."""
-    dim: int = 16
+    dim: Annotated[int, COUNT] = 16
     """Values of a row."""
-    bag: int = 2
+    bag: Annotated[int, COUNT] = 2
     """Ids of one example in each table."""
-    cache: float = 0.05
+    cache: Annotated[float, Range(above=0, most=1)] = 0.05
     """Part of each table that is cached on the device."""
     policy: Literal["lfu", "lru"] = "lfu"
     """Which cached row leaves first: the least often or the least recently used."""
-    lookahead: int = 1
+    lookahead: Annotated[int, NATURAL] = 1
     """Batches whose rows are fetched ahead; 0: none."""
 
 
@@ -48,19 +50,19 @@ class Model:
 class Optimizer:
     """Adagrad for the MLPs, row-wise Adagrad for the tables."""
 
-    lr: float = 0.05
-    table_lr: float = 0.1
+    lr: Annotated[float, POSITIVE] = 0.05
+    table_lr: Annotated[float, POSITIVE] = 0.1
 
 
 @dataclass(frozen=True)
 class Train:
-    steps: int = 300
-    batch: int = 512
+    steps: Annotated[int, COUNT] = 300
+    batch: Annotated[int, COUNT] = 512
     """Examples of a step."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of weights and examples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    validation_batches: int = 8
+    validation_batches: Annotated[int, NATURAL] = 8
     """Batches after the last step, never trained on, whose AUC is reported."""
 
 
@@ -68,7 +70,7 @@ class Train:
 class Log:
     directory: str | None = None
     """Run directory; None: runs/<recipe or file name>-<time>."""
-    every: int = 20
+    every: Annotated[int, COUNT] = 20
     """Steps between printed lines and records."""
 
 

@@ -8,8 +8,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from cai_mesh.errors import ConfigError
-
 
 class DLRM(nn.Module):
     """The log-odds of a click.
@@ -50,11 +48,3 @@ def mlp(widths: Sequence[int], *, last: bool) -> nn.Sequential:
         if last or i < len(widths):
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)
-
-
-def widths(text: str, key: str) -> list[int]:
-    """The numbers of "64,32". Raises `ConfigError` for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"{key} is not a list of widths", got=repr(text), expected='numbers, as "64,32"')
-    return [int(part) for part in parts]

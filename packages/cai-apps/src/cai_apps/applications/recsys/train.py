@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +12,8 @@ from torch import nn
 
 from cai_apps.applications.recsys.clicks import Batch, ClickData, auc
 from cai_apps.applications.recsys.config import RecsysConfig
-from cai_apps.applications.recsys.dlrm import DLRM, widths
+from cai_apps.applications.recsys.dlrm import DLRM
+from cai_apps.applications.recsys.rules import check, widths
 from cai_apps.run.directory import RunDirectory
 from cai_gemini import CachedEmbedding, RowwiseAdagrad, lookahead
 from cai_mesh import checkpoint
@@ -31,8 +31,7 @@ def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
         ConfigError: sizes that do not fit each other, or more than one rank.
         PlanError: a cache that cannot hold a batch's rows.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("a recommendation recipe trains in one process", got=os.environ["WORLD_SIZE"])
+    check(config)
     data = ClickData(
         tables=config.tables.count,
         rows=config.tables.rows,
@@ -68,11 +67,6 @@ def build(config: RecsysConfig, device: torch.device) -> DLRM:
     """The model of a config; its tables are uniform in ±1/sqrt(rows)."""
     bottom, top = widths(config.model.bottom, "model.bottom"), widths(config.model.top, "model.top")
     rows, dim = config.tables.rows, config.tables.dim
-    if bottom[-1] != dim:
-        raise ConfigError("the last of model.bottom is not tables.dim", got=bottom[-1], expected=dim)
-    for key, value in (("tables.count", config.tables.count), ("train.batch", config.train.batch)):
-        if value < 1:
-            raise ConfigError(f"{key} is not positive", got=value)
     torch.manual_seed(config.train.seed)
     tables = [
         CachedEmbedding(

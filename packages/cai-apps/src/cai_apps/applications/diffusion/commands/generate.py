@@ -13,6 +13,7 @@ import tyro
 
 from cai_apps.applications.diffusion import need_diffusers
 from cai_apps.cli.arguments import parse
+from cai_apps.config.ranges import COUNT, NATURAL, SEED, Range
 from cai_apps.config.validation import launched
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.progress import counted
@@ -32,18 +33,18 @@ class Arguments:
     """A run directory with an export, or a directory of diffusers."""
     prompt: tuple[str, ...] = ()
     """Captions, or labels by name or number; several after one another."""
-    images: int = 1
+    images: Annotated[int, COUNT] = 1
     """Pictures of each prompt."""
     size: str | None = None
     """In pixels, as 512, or as 512x768: height x width, in the order of diffusers' arguments. That of the training
     images unless given."""
-    steps: int = 20
+    steps: Annotated[int, Range(least=1, most=1000)] = 20
     """Denoising steps."""
     guidance: float = 4.0
     """How far what the prompt changes is taken; 1: as far as it was learned."""
     scheduler: Literal["auto", "ddim", "dpm", "flow"] = "auto"
-    seed: int = 0
-    batch: int = 8
+    seed: Annotated[int, SEED] = 0
+    batch: Annotated[int, COUNT] = 8
     """Pictures that are drawn at once."""
     raw: bool = False
     """Use the last weights, where averaged ones are there too."""
@@ -51,7 +52,7 @@ class Arguments:
     """Under a launcher: how its ranks make each picture together (arXiv:2402.19481). An even number of ranks with
     guidance: half of them predict without the prompt, half with it. Each half, or all of them, make strips of the
     picture; exact: as one device; stale: after patches_warmup steps with what neighbours had a step before."""
-    patches_warmup: int = 4
+    patches_warmup: Annotated[int, NATURAL] = 4
     """Exact steps before stale ones."""
     weights: Literal["plain", "int8", "fp8"] = "plain"
     """How weights inside blocks of the denoiser and of text encoders are held. int8, fp8: in 8 bits with a scale a
@@ -71,9 +72,6 @@ def run(arguments: list[str]) -> int:
     need_diffusers()
     if not options.prompt:
         raise ConfigError("no prompt", expected='--prompt "a red circle" "a blue square"')
-    for name in ("images", "steps", "batch"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} is too small", got=getattr(options, name), expected="at least 1")
     found = RunDirectory(options.directory)
     directory = found.export if found.config_file.is_file() else options.directory
     if not directory.is_dir():

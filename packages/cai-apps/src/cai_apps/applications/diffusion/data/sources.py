@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-DRAWN = ("shapes", "digits", "flower")
-"""Sources that ship with cai; all their images are squares."""
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
 """Key of EXIF, and its values for images whose sides change places when they are looked at."""
 CROPS = ((150, 0, 400), (180, 20, 380), (120, 10, 417), (200, 40, 340))

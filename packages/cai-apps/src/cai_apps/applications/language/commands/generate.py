@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from cai_apps.cli.arguments import parse
+from cai_apps.config.ranges import COUNT, NATURAL, SEED
 from cai_apps.run.directory import RunDirectory
 
 
@@ -19,11 +20,11 @@ class Arguments:
     directory: Annotated[Path, tyro.conf.Positional]
     """HF model directory, or a run directory with an export."""
     prompt: str = "def "
-    tokens: int = 64
+    tokens: Annotated[int, COUNT] = 64
     """Length of the continuation."""
-    temperature: float = 0.8
+    temperature: Annotated[float, NATURAL] = 0.8
     """0: always the likeliest token."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
 
 
 def run(arguments: list[str]) -> int:

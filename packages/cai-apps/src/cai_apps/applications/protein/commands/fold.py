@@ -12,6 +12,7 @@ import tyro
 
 from cai_apps.applications.protein import need_gemmi
 from cai_apps.cli.arguments import parse
+from cai_apps.config.ranges import COUNT, SEED
 from cai_apps.run.directory import RunDirectory
 from cai_mesh.errors import ConfigError, DataError
 
@@ -36,11 +37,11 @@ class Arguments:
     """Directory for NAME.cif and NAME.pae.json."""
     preset: str = "alphafold"
     """Of which model a file of weights is."""
-    rounds: int = 4
+    rounds: Annotated[int, COUNT] = 4
     """One after the other, each from what the one before found (recycling)."""
-    sequences: int = 512
+    sequences: Annotated[int, COUNT] = 512
     """Of the alignment that lead clusters."""
-    extra: int = 1024
+    extra: Annotated[int, COUNT] = 1024
     """Other sequences of the alignment."""
     templates: tuple[str, ...] = ()
     """Related structures for a model that reads them: files, each FILE or FILE:CHAIN; or one .hhr of HHsearch."""
@@ -51,16 +52,13 @@ class Arguments:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of computing. auto: bf16 on a GPU that has it, else fp32; coordinates are float32 always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Of which sequences lead clusters, and what is masked."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="fold")
     need_gemmi()
-    for name in ("rounds", "sequences", "extra"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} is too small", got=getattr(options, name), expected="at least 1")
     if not options.input.is_file():
         raise DataError(f"no file {options.input}", expected="an alignment or sequences")
     chains = list(_chains(options.input))

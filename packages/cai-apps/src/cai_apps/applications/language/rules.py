@@ -1,0 +1,104 @@
+"""Rules that a config of a language model must keep. They need neither torch nor transformers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from cai_apps.applications.language.config import Config
+from cai_apps.compose.models import read_model_config
+from cai_apps.config import validation
+from cai_mesh.errors import ConfigError
+
+NAMES = {
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+}
+"""Keys of a config.json of GPT-2 and those like it, to those of others."""
+
+
+def check(config: Config) -> None:
+    """Raises CaiError for what can be told of a config before anything is loaded. Downloads a hub id's config.json."""
+    validation.check(config)
+    check_settings(config)
+    table = read_model_config(config.model.name)
+    check_model(config, SimpleNamespace(**{NAMES.get(key, key): value for key, value in table.items()}))
+
+
+def check_settings(config: Config) -> None:
+    """Raises ConfigError for what does not go together, whatever the model is."""
+    if config.model.weights == "pretrained" and config.data.tokenizer == "train":
+        raise ConfigError(
+            'model.weights = "pretrained" needs the tokenizer the weights were trained with',
+            got='data.tokenizer = "train"',
+            fix=f'set data.tokenizer to its directory or hub id, e.g. "{config.model.name}"',
+        )
+    validation.check_validation(config, config.data.validation_fraction)
+
+
+def _some_each(config: Config, heads: int, ranks: int) -> bool:
+    """Whether the heads divide over the ranks, or in mode 1d leave each rank some in runs, the last one shorter."""
+    uneven = config.parallel.tensor.mode == "1d" and heads > (ranks - 1) * -(-heads // ranks)
+    return heads % ranks == 0 or uneven
+
+
+def check_model(config: Config, model: Any) -> None:
+    """Raises ConfigError when heads, layers or positions do not fit the degrees and the sequence length.
+
+    `model` is a config of transformers, or has its values.
+
+    What a config does not say (a state space model has no heads) is left to the transforms, and so are key/value heads,
+    which ranks can share.
+    """
+    if config.precision.linear == "fp8":
+        check_fp8(config, model)
+    tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline.size
+    heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
+    if isinstance(heads, int) and not _some_each(config, heads, tensor):
+        raise ConfigError(
+            f"{heads} attention heads do not divide over the ranks that share features",
+            got=f"{heads} / {tensor}, of parallel.tensor.size = {config.parallel.tensor.size}",
+            expected=f"a size among {', '.join(str(n) for n in range(1, heads + 1) if _some_each(config, heads, n))}",
+            fix="choose one of these sizes or a model with more attention heads",
+        )
+    if config.parallel.tensor.sequence and config.data.sequence_length % tensor:
+        raise ConfigError(
+            "parallel.tensor.sequence cuts sequences over the tensor-parallel ranks",
+            got=f"data.sequence_length = {config.data.sequence_length} over {tensor} ranks",
+            expected=f"a multiple of {tensor}",
+        )
+    if isinstance(layers, int) and layers < pipeline:
+        raise ConfigError(
+            f"{layers} layers cannot be split over parallel.pipeline.size = {pipeline} stages",
+            got=f"{layers} layers",
+            expected=f"at most {layers} stages",
+            fix=f"set parallel.pipeline.size to {layers} or less",
+        )
+    positions = getattr(model, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < config.data.sequence_length:  # XLNet says -1: no limit
+        raise ConfigError(
+            "data.sequence_length is longer than the model's positions",
+            got=config.data.sequence_length,
+            expected=f"at most {positions} (max_position_embeddings)",
+        )
+
+
+def check_fp8(config: Config, model: Any) -> None:
+    """Raises ConfigError where linear layers, or their parts on a tensor-parallel rank, cannot multiply in FP8."""
+    if config.precision.compute not in ("fp32", "bf16"):
+        raise ConfigError(
+            'precision.linear = "fp8" multiplies what is float32 or bfloat16',
+            got=f'precision.compute = "{config.precision.compute}"',
+            expected='"bf16" or "fp32"',
+        )
+    tensor = config.parallel.tensor.size
+    for name in ("hidden_size", "intermediate_size"):
+        features = getattr(model, name, None)
+        if isinstance(features, int) and features % (16 * tensor):
+            raise ConfigError(
+                'precision.linear = "fp8" needs features in multiples of 16 on every tensor-parallel rank',
+                got=f"{name} {features} over parallel.tensor.size = {tensor}",
+                fix='set precision.linear to "compute", or choose another size',
+            )

@@ -1,0 +1,138 @@
+"""The last line of defence: what Python and other libraries raise, told as an error of the user where it is one.
+
+Rooms say what is wrong where they know it. What passes them, as a disk that is full or a file that was cut off in the
+middle of a read, comes here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+import sys
+import tomllib
+import traceback
+import zipfile
+from pathlib import Path
+
+from cai_mesh.errors import CaiError
+
+FIXES = {
+    errno.ENOENT: "check the name",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.EISDIR: "give a file",
+    errno.ENOTDIR: "give a directory, below directories",
+    errno.ENOSPC: "free some space, or choose another disk",
+    errno.EDQUOT: "free some of your quota, or choose another disk",
+    errno.EROFS: "choose a place that can be written to",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EADDRINUSE: "choose another port, or end the program that has it",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What to do, by the number of an error of the operating system."""
+DATA = (
+    UnicodeError,
+    json.JSONDecodeError,
+    tomllib.TOMLDecodeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""What reading something raises that is not what its name says."""
+FOREIGN = {
+    "safetensors": "the file of weights is damaged or none: copy or download it again",
+    "safetensors_rust": "the file of weights is damaged or none: copy or download it again",
+    "tokenizers": "the tokenizer's files are damaged or of another kind: copy or download them again",
+    "transformers": "check the directory or hub id: it must hold a model of transformers, with its tokenizer",
+    "diffusers": "check the directory or hub id: it must hold a pipeline of diffusers",
+    "huggingface_hub": "check the name and the connection, or give a directory",
+    "httpx": "check the connection, or give a directory",
+    "httpcore": "check the connection, or give a directory",
+    "requests": "check the connection, or give a directory",
+    "datasets": "check the directory: it must be written by datasets.save_to_disk",
+    "gemmi": "check the file: it must be a structure as mmCIF or PDB",
+    "PIL": "check the file: it must be a picture",
+}
+"""What to do, by the package that raised an error or holds its class."""
+
+
+def told(error: BaseException) -> CaiError | None:
+    """The error of the user that an exception is; None where it is a fault of cai or of a model's code."""
+    if isinstance(error, CaiError):
+        return error
+    if type(error).__name__ == "OutOfMemoryError":
+        return CaiError(
+            "the device has too little memory",
+            cause=_line(error),
+            fix="`cai plan` says what a run needs: lower train.microbatch_size, set memory.recompute, or shard over "
+            "more ranks with parallel.zero = 3",
+        )
+    if isinstance(error, MemoryError):
+        return CaiError(
+            "this machine has too little memory", cause=_line(error), fix="give it less, or more memory"
+        )
+    if isinstance(error, DATA):
+        return CaiError(
+            "an input is not what its name says",
+            got=_line(error),
+            expected="UTF-8 text, or the format of its name",
+            fix=f"it was read in {_place(error)}",
+        )
+    package = _package(error)
+    if package is not None:
+        return CaiError(f"{package} refuses an input", got=_line(error), fix=FOREIGN[package])
+    if isinstance(error, OSError) and error.errno is not None:
+        named = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return CaiError(
+            f"{named}: {error.strerror}" if named else str(error.strerror),
+            fix=FIXES.get(error.errno, "check the file or directory"),
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return CaiError(f"the package {error.name} is not installed", fix=f"pip install {error.name}")
+    return None
+
+
+def show(error: BaseException, *, machine: bool = False) -> None:
+    """Prints an error to stderr: as a message, or as JSON where a machine reads."""
+    known = told(error)
+    if machine:
+        fields = ("what", "got", "expected", "cause", "fix")
+        table = (
+            {name: str(getattr(known, name) or "") for name in fields} if known else {"what": _line(error)}
+        )
+        print(json.dumps({"error": table}), file=sys.stderr)
+        return
+    text = str(known) if known is not None else str(_unknown(error))
+    print(f"error: {text.encode('utf-8', 'backslashreplace').decode('utf-8')}", file=sys.stderr)
+
+
+def _unknown(error: BaseException) -> CaiError:
+    return CaiError(
+        "this should not have happened",
+        got=f"{type(error).__name__}: {_line(error)}, in {_place(error)}",
+        cause="a fault of cai, or of the code of a model or a library",
+        fix=f"report the traceback: {' '.join(getattr(error, '__notes__', [])) or 'run it again with --debug'}",
+    )
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what an error says, or its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
+
+
+def _package(error: BaseException) -> str | None:
+    """The package of `FOREIGN` that holds an error's class, or whose code raised it."""
+    homes = [type(error).__module__.partition(".")[0]]
+    frame = error.__traceback__
+    while frame is not None:
+        homes.append(frame.tb_frame.f_globals.get("__name__", "").partition(".")[0])
+        frame = frame.tb_next
+    own = max((i for i, home in enumerate(homes) if home.startswith("cai_")), default=0)
+    below = homes[own + 1 :] + homes[:1]
+    return next((home for home in below if home in FOREIGN), None)
