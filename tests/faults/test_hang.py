@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from cai_apps.config.environment import HANG, hang_limit
 from cai_apps.run.blame import Group, Seen, blame
-from cai_apps.run.watchdog import FIRST, FLOOR, VARIABLE, limit_of
+from cai_apps.run.watchdog import FIRST, FLOOR
 from cai_mesh.errors import ConfigError
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -30,7 +31,7 @@ def hang(directory: Path, how: str, ranks: int) -> tuple[str, float]:
     command = [sys.executable, "-m", "cai_apps", "run", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("hanging.py")), str(directory), how],
-        capture_output=True, text=True, timeout=120, env=ENVIRONMENT | {VARIABLE: "3"}, check=False,
+        capture_output=True, text=True, timeout=120, env=ENVIRONMENT | {HANG: "3"}, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr, time.monotonic() - started
@@ -67,7 +68,7 @@ def test_a_rank_that_is_stopped(goes_on, tmp_path):
         "--log.every",
         "1",
     ]
-    limit = {VARIABLE: "60" if goes_on else "4"}
+    limit = {HANG: "60" if goes_on else "4"}
     cai = [sys.executable, "-m", "cai_apps"]
     command = [*cai, "run", "--nproc-per-node", "2", "-m", "cai_apps", "train", "llama-tiny", *flags, *more]
     with subprocess.Popen(
@@ -156,8 +157,8 @@ def test_who_is_blamed():
 
 
 def test_limits(monkeypatch):
-    assert limit_of({}) is None and limit_of({VARIABLE: "7.5"}) == 7.5 and limit_of({VARIABLE: "0"}) == 0
+    assert hang_limit({}) is None and hang_limit({HANG: "7.5"}) == 7.5 and hang_limit({HANG: "0"}) == 0
     for wrong in ("soon", "-1", "nan", "inf"):
-        with pytest.raises(ConfigError, match=VARIABLE):
-            limit_of({VARIABLE: wrong})
+        with pytest.raises(ConfigError, match=HANG):
+            hang_limit({HANG: wrong})
     assert FLOOR < FIRST

@@ -78,6 +78,12 @@ def told(error: BaseException) -> CaiError | None:
             expected="UTF-8 text, or the format of its name",
             fix=f"it was read in {_place(error)}",
         )
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
+        return CaiError(
+            "a path that begins with ~ has no home directory",
+            cause="~NAME is the home of the user NAME, whom this machine does not know",
+            fix="write the path in full",
+        )
     package = _package(error)
     if package is not None:
         return CaiError(f"{package} refuses an input", got=_line(error), fix=FOREIGN[package])

@@ -8,8 +8,8 @@ from cai_apps import recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.models import load_model_config
+from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
-from cai_apps.config.validation import launched
 from cai_mesh.errors import CaiError, ConfigError, MeshError, PlanError
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+from collections.abc import Iterator
 from typing import TypeVar
 
 import tyro
@@ -24,6 +27,28 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
         flag = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and flag.replace("-", "_") not in known:
             raise ConfigError(f"cai {command} has no option --{flag}", fix=did_you_mean(flag, known))
-    options = tyro.cli(kind, args=arguments, prog=f"cai {command}")
+    with _errors_told(command):
+        options = tyro.cli(kind, args=arguments, prog=f"cai {command}")
     ranges.check(options, flags=True)
     return options
+
+
+@contextlib.contextmanager
+def _errors_told(command: str) -> Iterator[None]:
+    """Raises what tyro prints of arguments that it cannot read as a ConfigError."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except SystemExit as left:
+        if left.code in (0, None):
+            raise
+        lines = [line.strip(" │╭╮╰╯─━") for line in printed.getvalue().splitlines()]
+        told = [
+            line for line in lines if line and not line.startswith(("Parsing error", "For full helptext"))
+        ]
+        raise ConfigError(
+            f"cai {command} cannot read its arguments",
+            got="; ".join(told)[:400],
+            fix=f"`cai {command} --help` shows them",
+        ) from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 from cai_apps import applications, recipes
+from cai_apps.cli.flags import changes_of
 from cai_apps.config import file as config_file
+from cai_apps.config.environment import said_by_first_rank
 from cai_mesh.errors import ConfigError
-
-T = TypeVar("T")
 
 
 def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any, str]:
@@ -26,12 +26,19 @@ def parse(arguments: list[str], *, command: str, description: str) -> tuple[Any,
             expected=f"cai {command} RECIPE|FILE.toml [--section.key value]",
             fix=f"recipes: {', '.join(recipes.names())}",
         )
-    default = recipes.load(recipe) if recipe else applications.find(applications.DEFAULT).config()
-    check_flags(arguments, type(default))
-    rest = arguments[1:] if recipe else arguments
-    config = fill(default, rest, command=command, description=description)
-    applications.of(config).check(config)
-    return config, Path(recipe or "run").stem
+    if wants_help:
+        default = recipes.load(recipe) if recipe else applications.find(applications.DEFAULT).config()
+        _show_help(default, command=command, description=description)
+    with said_by_first_rank():
+        config = read(arguments)
+        applications.of(config).check(config)
+    return config, Path(arguments[0]).stem
+
+
+def read(arguments: list[str]) -> Any:
+    """The config of a recipe or file, with the values of the flags that follow it, unchecked but for keys and types."""
+    default = recipes.load(arguments[0])
+    return config_file.change(default, changes_of(arguments[1:], type(default)), origin="the command line")
 
 
 def given(arguments: list[str]) -> frozenset[str]:
@@ -40,34 +47,17 @@ def given(arguments: list[str]) -> frozenset[str]:
     return frozenset(flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in flags)
 
 
-TRUTH = {"true": "True", "false": "False"}
-"""As TOML writes them, to as tyro reads them."""
-
-
-def fill(default: T, arguments: list[str], *, command: str, description: str) -> T:
-    """`default`, a config dataclass, with the values of --section.key flags. Leaves after printing the help."""
+def _show_help(default: Any, *, command: str, description: str) -> NoReturn:
+    """Prints every key with its type, its value in `default` and its text, and leaves."""
     import tyro
 
-    return tyro.cli(
+    tyro.cli(
         type(default),
         default=default,
-        args=[_spelled(argument) for argument in arguments],
+        args=["--help"],
         prog=f"cai {command} RECIPE|FILE.toml",
         description=description,
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
     )
-
-
-def _spelled(argument: str) -> str:
-    flag, mark, value = argument.rpartition("=")
-    return flag + mark + TRUTH.get(value, value)
-
-
-def check_flags(arguments: list[str], kind: type) -> None:
-    """Raises ConfigError for a flag that is not a key of the config dataclass `kind`."""
-    known = config_file.known_keys(kind)
-    for argument in arguments:
-        key = argument.removeprefix("--").partition("=")[0].replace("-", "_")
-        if argument.startswith("--") and key != "help" and not config_file.is_known(key, known):
-            raise config_file.unknown_key(key, known, origin="the command line", keys=known)
+    raise AssertionError("help leaves")

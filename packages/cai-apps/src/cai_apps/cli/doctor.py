@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cai_apps.cli.arguments import parse
+from cai_mesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ def run(arguments: list[str]) -> int:
     sections = dict(SECTIONS)
     if options.nvme is not None:
         directory = options.nvme.expanduser()
+        if not directory.is_dir():
+            raise ConfigError(
+                f"--nvme is not a directory: {directory}", expected="an existing one on a local disk"
+            )
         sections["nvme"] = lambda: nvme(directory)
     for title, rows in sections.items():
         print(title)

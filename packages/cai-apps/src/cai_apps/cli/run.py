@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
+from cai_apps.cli import config_arguments
+from cai_apps.config import ranges
 from cai_apps.run import launch
 from cai_mesh.errors import ConfigError
 
@@ -21,9 +24,11 @@ LAUNCHER OPTIONS are those of torch.distributed.run, most often:
 
 
 def run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    if not arguments:
+        _refuse("no script")
     launch.run_launcher(parse(arguments))
     return 0
 
@@ -39,6 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     options = parser.parse_args(arguments)
+    _check(options)
     if options.training_script == "train" and not Path("train").exists():
         options.module, options.training_script_args = True, ["train", *options.training_script_args]
         options.training_script = "cai_apps"
@@ -49,5 +55,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _refuse(message: str) -> None:
+def _check(options: argparse.Namespace) -> None:
+    """Raises CaiError for what ranks would only find when they are started."""
+    count = options.nproc_per_node
+    if count not in ("gpu", "cpu", "auto", "xpu") and not (
+        count.isascii() and count.isdigit() and int(count) > 0
+    ):
+        _refuse(f"--nproc-per-node {count!r} is no number of ranks")
+    script = Path(options.training_script)
+    if options.training_script == "train" and not script.exists():
+        config = config_arguments.read(options.training_script_args or [""])
+        ranges.check(config)
+    elif not options.module and not options.no_python and not script.is_file():
+        _refuse(f"no script {options.training_script!r}")
+
+
+def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"cai run: {message}", fix="`cai run --help` shows the options")

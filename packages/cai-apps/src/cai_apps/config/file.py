@@ -35,7 +35,7 @@ def parse(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"no config file {path}", fix="`cai recipes` lists the recipes that ship with cai"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML", cause=str(error)) from None
 
 
@@ -125,6 +125,14 @@ def known_keys(kind: type, path: tuple[str, ...] = ()) -> list[str]:
         else:
             keys.append(".".join((*path, name)))
     return keys
+
+
+def hint_of(kind: type, dotted: str) -> Any:
+    """The type of the field that a known dotted key names."""
+    hint: Any = kind
+    for name in dotted.split("."):
+        hint = _member(hint) or typing.get_type_hints(hint)[name]
+    return hint
 
 
 def is_known(dotted: str, keys: Iterable[str]) -> bool:

@@ -12,6 +12,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cai_mesh.errors import ConfigError
@@ -64,8 +65,8 @@ def check(options: Any, *, flags: bool = False) -> None:
     """
     for key, value, allowed in _values(options, ()):
         name = f"--{key.replace('_', '-')}" if flags else key
-        if isinstance(value, str):
-            _check_text(name, value)
+        if isinstance(value, str | Path):
+            _check_text(name, str(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(name, value, allowed)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from cai_apps.config import ranges
+from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
 from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
@@ -25,7 +25,6 @@ TAKES = {
     "came": ("beta1", "beta2"),
 }
 """The options of each kind of optimizer, beside its rate and decay."""
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def mesh_spec(config: RunConfig) -> MeshSpec:
@@ -175,10 +174,7 @@ def resolve(config: R, world_size: int) -> R:
             together.
     """
     ranges.check(config)
-    if config.parallel.shard == 0:
-        raise MeshError(
-            "parallel.shard is not a degree", got=config.parallel.shard, expected="at least 1, or -1"
-        )
+    _check_shard(config)
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
@@ -189,6 +185,13 @@ def resolve(config: R, world_size: int) -> R:
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     schedule = schedule_of(config)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)
+
+
+def _check_shard(config: RunConfig) -> None:
+    if config.parallel.shard == 0:
+        raise MeshError(
+            "parallel.shard is not a degree", got=0, expected="at least 1, or -1: all ranks that are left"
+        )
 
 
 def schedule_of(config: RunConfig) -> LrSchedule:
@@ -256,50 +259,9 @@ def microbatches(config: RunConfig) -> int:
 def check(config: RunConfig) -> None:
     """Raises CaiError for what can be told of a config before GPUs are counted: all, unless `shard` is open."""
     ranges.check(config)
+    _check_shard(config)
+    hang_limit()
     if launched():
         resolve(config, int(os.environ["WORLD_SIZE"]))
     elif config.parallel.shard != -1:
         resolve(config, ranks_of(config))
-
-
-def launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process as one of its ranks.
-
-    Raises:
-        ConfigError: only some of the variables a launcher sets are there, or one has a value that no launcher sets.
-    """
-    if "RANK" not in environment:
-        return False
-    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
-    if missing:
-        raise ConfigError(
-            f"RANK is set but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
-            got=f"RANK={environment['RANK']}",
-            expected=", ".join(LAUNCHER_VARIABLES),
-            cause="a launcher sets all four; RANK alone is often left over from another program",
-            fix="unset RANK to let cai start the ranks, or start them with `cai run`, torchrun or srun",
-        )
-    world = number_in(environment, "WORLD_SIZE", least=1)
-    number_in(environment, "RANK", most=world - 1)
-    number_in(environment, "MASTER_PORT", least=1, most=65535)
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        if name in environment:
-            number_in(environment, name, most=world - 1)
-    if "LOCAL_WORLD_SIZE" in environment:
-        number_in(environment, "LOCAL_WORLD_SIZE", least=1, most=world)
-    return True
-
-
-def number_in(environment: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:
-    """A whole number of the environment. Raises ConfigError for what is none, or out of its range."""
-    text = environment[name]
-    value = int(text) if text.isascii() and text.isdigit() else -1
-    if value < least or (most is not None and value > most):
-        raise ConfigError(
-            f"the environment variable {name} has a value that no launcher sets",
-            got=f"{name}={text}",
-            expected=f"a whole number of at least {least}"
-            + (f" and at most {most}" if most is not None else ""),
-            fix=f"unset {name} and the other variables of a launcher to let cai start the ranks",
-        )
-    return value

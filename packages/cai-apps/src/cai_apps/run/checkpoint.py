@@ -40,6 +40,8 @@ def check(config: RunConfig, run: RunDirectory) -> None:
             f"no checkpoint at checkpoint.resume = {wanted!r}",
             expected="auto, never, or the directory of a checkpoint or of checkpoints",
         )
+    if wanted != NEVER:
+        _check_source(Path(wanted).expanduser())
     held = checkpoint.steps(run.checkpoints)
     if held:
         raise CheckpointError(
@@ -47,6 +49,16 @@ def check(config: RunConfig, run: RunDirectory) -> None:
             got=", ".join(path.name for path in held),
             cause=f"with checkpoint.resume = {wanted!r} this run would write its own among them",
             fix='choose another log.directory, delete them, or set checkpoint.resume to "auto"',
+        )
+
+
+def _check_source(source: Path) -> None:
+    """Raises CheckpointError for a directory that neither is a checkpoint nor holds one."""
+    if not (source / "manifest.json").is_file() and not checkpoint.steps(source):
+        raise CheckpointError(
+            f"there is no checkpoint in {source}",
+            expected="a directory step-N with a manifest.json, or one that holds such",
+            fix="name RUN_DIR/checkpoints, or one of the checkpoints there",
         )
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cai_apps.config.environment import launched, said_by_first_rank
 from cai_apps.config.memory import check_machine
-from cai_apps.config.validation import launched, mesh_spec
+from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.fit import RECOMPUTE, Planner
 from cai_apps.run import launch
 from cai_apps.run.checkpoint import AUTO
@@ -24,7 +23,7 @@ from cai_apps.run.job import join_job, make_job, start_rank
 from cai_apps.run.task import Job, Task
 from cai_apps.run.worker import do_job, run_rank
 from cai_mesh import checkpoint
-from cai_mesh.errors import CaiError, ConfigError
+from cai_mesh.errors import ConfigError
 
 
 def train(
@@ -66,7 +65,7 @@ def _train_here(task: Task, config: Any, label: str, meant: Collection[str] | No
 
 def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] | None) -> RunDirectory:
     """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
-    with _said_by_first_rank():
+    with said_by_first_rank():
         config = restarted(config)
         device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         ranks = int(os.environ["WORLD_SIZE"])
@@ -142,18 +141,6 @@ def agree(config: Any) -> Any:
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, config.memory.recompute)
     return replace(config, memory=replace(config.memory, recompute=max(found, key=RECOMPUTE.index)))
-
-
-@contextmanager
-def _said_by_first_rank() -> Iterator[None]:
-    """For errors that every rank finds alike: the other ranks leave in silence, after rank 0 has had time to speak."""
-    try:
-        yield
-    except CaiError:
-        if os.environ["RANK"] == "0":
-            raise
-        time.sleep(launch.GRACE_SECONDS)
-        sys.exit(launch.USER_ERROR)
 
 
 def _announce(job: Job, ranks: int) -> None:

@@ -14,12 +14,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from cai_apps.config.environment import hang_limit
 from cai_apps.run.blame import OWN, Seen, blame, look
 from cai_apps.run.directory import RunDirectory
-from cai_mesh.errors import ConfigError
 
-VARIABLE = "CAI_HANG_SECONDS"
-"""Environment: seconds without a step after which a run is ended, in place of what is measured; 0: never."""
 TIMES, FLOOR, FIRST, PAUSE = 20.0, 300.0, 1800.0, 3600.0
 """A step may take so many times the median of those before, but so many seconds in any case; and seconds for the first
 one, and for what is no step."""
@@ -49,7 +47,7 @@ class Watchdog:
 
     def __init__(self, run: RunDirectory, step: int):
         self._run, self._step = run, step
-        self._fixed = limit_of(os.environ)
+        self._fixed = hang_limit()
         self._seconds: deque[float] = deque(maxlen=50)
         self._idle, self._paused, self._ended = 0.0, 0, threading.Event()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -119,20 +117,6 @@ class Watchdog:
                 time.sleep(TICK / 4)
             found.append(Seen.load(self._store.get(str(rank))) if there else None)
         return found
-
-
-def limit_of(environment: dict[str, str] | os._Environ[str]) -> float | None:
-    """The limit that an environment sets; None: that of the measured steps."""
-    given = environment.get(VARIABLE)
-    if given is None:
-        return None
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{VARIABLE} is no number of seconds", got=given, expected="0 (never) or more")
-    return seconds
 
 
 def _stacks() -> str:

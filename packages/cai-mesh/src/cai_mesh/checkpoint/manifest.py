@@ -203,7 +203,9 @@ def verify(checkpoint: str | os.PathLike) -> Manifest:
 def raise_unless_done(checkpoint: Path) -> None:
     """Raise `CheckpointError` when there is no such directory, or its save or deletion was not finished."""
     if not checkpoint.is_dir():
-        raise CheckpointError(f"there is no checkpoint {checkpoint}")
+        raise CheckpointError(
+            f"there is no checkpoint {checkpoint}", expected="a directory step-N with a manifest.json"
+        )
     if checkpoint.name.endswith(UNDONE):
         raise CheckpointError(
             f"{checkpoint} is no checkpoint",

@@ -169,7 +169,13 @@ def _fold(directory: Path) -> int:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not JSON", cause=str(error), fix="copy or download it again") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file} is no table", got=type(table).__name__, expected="as diffusers writes it")
+    return table
 
 
 def is_t5(config: Mapping[str, Any]) -> bool:

@@ -32,7 +32,10 @@ def find_run(path: Path) -> tuple[RunDirectory, Path]:
         if run.config_file.is_file():
             break
     else:
-        raise CheckpointError(f"neither a run directory nor a checkpoint of one: {path}")
+        raise CheckpointError(
+            f"neither a run directory nor a checkpoint of one: {path}",
+            expected="RUN_DIR, or RUN_DIR/checkpoints/step-N",
+        )
     found = path if path.parent == run.checkpoints else checkpoint.newest_good(run.checkpoints)[0]
     if found is None:
         raise CheckpointError(

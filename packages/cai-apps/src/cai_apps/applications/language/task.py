@@ -34,6 +34,7 @@ from cai_apps.report.outcome import show_outcome
 from cai_apps.run.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import load_hf, save_hf
+from cai_mesh.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,7 +85,15 @@ class LanguageTask:
 
     def prepare(self, config: Config) -> Prepared:
         prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)
-        split(prepared, config.data.sequence_length, config.data.validation_fraction)  # raises for too little
+        training, _ = split(prepared, config.data.sequence_length, config.data.validation_fraction)
+        if training.size < config.train.global_batch:
+            raise DataError(
+                "a global batch has more samples than the data",
+                got=f"train.global_batch = {config.train.global_batch}, {training.size} sequences of "
+                f"{config.data.sequence_length} tokens",
+                cause="one step would read the same text several times",
+                fix=f"set train.global_batch to {training.size} or less, or give more text",
+            )
         return prepared
 
     def announce(self, config: Config, prepared: Prepared) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -152,8 +150,16 @@ def _load(path: Path) -> dict[str, Tensor]:
             held: Any = load_file(path)
         else:
             held = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise DataError(f"{path} cannot be read as weights", got=str(error).splitlines()[0]) from None
+    except (
+        Exception
+    ) as error:  # of torch's unpickler, too, which fails in many ways over bytes that are no pickle
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{path} cannot be read as weights",
+            cause=cause,
+            expected="a file of OpenFold's (.pt, .safetensors) or AlphaFold's (.npz) weights",
+            fix="copy or download it again",
+        ) from None
     if isinstance(held, dict) and isinstance(held.get("ema"), dict):
         held = held["ema"]["params"]
     elif isinstance(held, dict) and isinstance(held.get("state_dict"), dict):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 
 from cai_apps.applications.recsys.config import RecsysConfig
-from cai_apps.config import ranges, validation
+from cai_apps.config import ranges
+from cai_apps.config.environment import launched
 from cai_mesh.errors import ConfigError
 
 
 def check(config: RecsysConfig) -> None:
     """Raises ConfigError for numbers out of their range, sizes that do not fit each other, and several ranks."""
     ranges.check(config)
-    if validation.launched() and os.environ["WORLD_SIZE"] != "1":
+    if launched() and os.environ["WORLD_SIZE"] != "1":
         raise ConfigError(
             "a recommendation recipe trains in one process", got=f"{os.environ['WORLD_SIZE']} ranks"
         )

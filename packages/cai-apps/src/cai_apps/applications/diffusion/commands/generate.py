@@ -13,8 +13,8 @@ import tyro
 
 from cai_apps.applications.diffusion import need_diffusers
 from cai_apps.cli.arguments import parse
+from cai_apps.config.environment import launched
 from cai_apps.config.ranges import COUNT, NATURAL, SEED, Range
-from cai_apps.config.validation import launched
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.progress import counted
 from cai_mesh.errors import ConfigError

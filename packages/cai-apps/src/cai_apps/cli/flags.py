@@ -1,0 +1,73 @@
+"""--section.key value: flags of the command line as changes of a config, read by the types of its fields."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from cai_apps.config import file as config_file
+from cai_mesh.errors import ConfigError
+
+TRUTH = {"true": True, "false": False}
+
+
+def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
+    """Values by dotted key. What cannot be read as its field's type is left as text: the config's checks refuse it.
+
+    Raises:
+        ConfigError: what is no flag, no key of `kind`, given twice, or has no value.
+    """
+    known, found = config_file.known_keys(kind), {}
+    for key, texts in _flags(arguments):
+        if not config_file.is_known(key, known):
+            raise config_file.unknown_key(key, known, origin="the command line", keys=known)
+        if key in found:
+            raise ConfigError(f"--{key} is given twice", got=f"{found[key]!r}, then {' '.join(texts)!r}")
+        hint = config_file.hint_of(kind, key)
+        several = typing.get_origin(hint) is tuple
+        if not several and len(texts) != 1:
+            raise ConfigError(
+                f"--{key} has {'no' if not texts else 'more than one'} value",
+                got=" ".join(texts) or "nothing",
+                expected=f"--{key} VALUE",
+            )
+        found[key] = list(texts) if several else value_of(texts[0], hint)
+    return found
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Keys, and what is given for each up to the next."""
+    at = 0
+    while at < len(arguments):
+        flag, mark, value = arguments[at].partition("=")
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(
+                f"{arguments[at]!r} is no flag",
+                expected="--section.key VALUE, after one recipe or .toml file",
+            )
+        at += 1
+        values = [value] if mark else []
+        while not mark and at < len(arguments) and not arguments[at].startswith("--"):
+            values.append(arguments[at])
+            at += 1
+        yield flag.removeprefix("--").replace("-", "_"), values
+
+
+def value_of(text: str, hint: Any) -> Any:
+    """Text as a value of a field's type; text that is none stays as it is."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and text.lower() == "none":
+        return None
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            return next((choice for choice in typing.get_args(option) if str(choice) == text), text)
+        if option is bool and text.lower() in TRUTH:
+            return TRUTH[text.lower()]
+        if option in (int, float):
+            try:
+                return option(text)
+            except ValueError:
+                continue
+    return text

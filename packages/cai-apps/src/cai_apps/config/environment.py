@@ -1,0 +1,91 @@
+"""Variables of the environment that say what a process is to be, read and checked. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from cai_apps.run.launch import GRACE_SECONDS, USER_ERROR
+from cai_mesh.errors import CaiError, ConfigError
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HANG = "CAI_HANG_SECONDS"
+"""Seconds without a step after which a run is ended, in place of what is measured; 0: never."""
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process as one of its ranks.
+
+    Raises:
+        ConfigError: only some of the variables a launcher sets are there, or one has a value that no launcher sets.
+    """
+    if "RANK" not in environment:
+        return False
+    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"RANK is set but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
+            got=f"RANK={environment['RANK']}",
+            expected=", ".join(LAUNCHER_VARIABLES),
+            cause="a launcher sets all four; RANK alone is often left over from another program",
+            fix="unset RANK to let cai start the ranks, or start them with `cai run`, torchrun or srun",
+        )
+    world = number_in(environment, "WORLD_SIZE", least=1)
+    number_in(environment, "RANK", most=world - 1)
+    number_in(environment, "MASTER_PORT", least=1, most=65535)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if name in environment:
+            number_in(environment, name, most=world - 1)
+    if "LOCAL_WORLD_SIZE" in environment:
+        number_in(environment, "LOCAL_WORLD_SIZE", least=1, most=world)
+    return True
+
+
+def number_in(environment: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:
+    """A whole number of the environment. Raises ConfigError for what is none, or out of its range."""
+    text = environment[name]
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if value < least or (most is not None and value > most):
+        raise ConfigError(
+            f"the environment variable {name} has a value that no launcher sets",
+            got=f"{name}={text}",
+            expected=f"a whole number of at least {least}"
+            + (f" and at most {most}" if most is not None else ""),
+            fix=f"unset {name} and the other variables of a launcher to let cai start the ranks",
+        )
+    return value
+
+
+def hang_limit(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds of `HANG`; None: it is not set. Raises ConfigError for what is no number of seconds."""
+    given = environment.get(HANG)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(
+            f"the environment variable {HANG} is no number of seconds",
+            got=f"{HANG}={given}",
+            expected="0 (never) or more",
+        )
+    return seconds
+
+
+@contextmanager
+def said_by_first_rank() -> Iterator[None]:
+    """For errors that every rank finds alike: the other ranks leave in silence, after rank 0 has had time to speak."""
+    try:
+        yield
+    except CaiError:
+        rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        if not (rank.isdigit() and world.isdigit() and 0 < int(rank) < int(world)):
+            raise
+        time.sleep(GRACE_SECONDS)
+        sys.exit(USER_ERROR)
