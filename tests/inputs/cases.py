@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import files
@@ -18,17 +18,19 @@ class Case:
         words: what the message on stderr must have.
         files: makes what the arguments name, in that directory.
         environment: variables.
+        started: it is found when the model is there: a run directory was made by then.
     """
 
     arguments: tuple[str, ...]
     words: tuple[str, ...]
     files: Callable[[Path], None] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    started: bool = False
 
     @property
     def name(self) -> str:
         """The command line, without what all cases of a kind have."""
-        given = [argument for argument in self.arguments if argument not in SHORT]
+        given = [argument or "''" for argument in self.arguments if argument not in SHORT]
         variables = [f"{key}={value}" for key, value in self.environment.items()]
         made = [self.files.__name__] if self.files else []
         return (
@@ -243,7 +245,7 @@ CASES: dict[str, list[Case]] = {
         language("--model.name=", "model.name"),
         language("--model.name={here}/none", "no model"),
         language("--model.name={here}/file", "no model", made=files.file),
-        language("--model.name=../../etc", "no model"),
+        language("--model.name=../../etc", "model"),
         language("--model.weights=pretrained", "tokenizer"),
         language("--model.weights=pretrained --data.tokenizer=gpt2", "only a shape"),
         language("--data.sequence_length=1", "sequence_length is too small"),
@@ -288,7 +290,7 @@ CASES: dict[str, list[Case]] = {
         model(files.weights_cut_off, "not a sound file", more=files.PRETRAINED),
         model(files.header_too_large, "not a sound file", more=files.PRETRAINED),
         model(files.weights_of_text, "not a sound file", more=files.PRETRAINED),
-        model(files.weights_of_another_shape, "shape", more=files.PRETRAINED),
+        replace(model(files.weights_of_another_shape, "another model", more=files.PRETRAINED), started=True),
         model(files.index_cut_off, "index", more=files.PRETRAINED),
     ],
     "text": [
@@ -354,7 +356,6 @@ CASES: dict[str, list[Case]] = {
                 "data.size": ("0", "-8", "33"),
                 "data.max_ratio": ("0.5", "nan", "2"),
                 "data.samples": ("1",),
-                "data.source": ("{here}/none",),
                 "data.validation_fraction": ("1", "-0.1"),
                 "data.latents": ("kept",),
                 "prior.images": ("-1",),
@@ -371,19 +372,20 @@ CASES: dict[str, list[Case]] = {
                 "sampling.guidance": ("nan", "inf"),
                 "sampling.seed": ("-1",),
                 "sampling.every": ("-1",),
-                "sampling.scheduler": ("flow",),
                 "model.weights": ("pretrained",),
                 "model.text_encoder": ("none",),
             }.items()
             for value in values
         ),
+        of("sd-v1-tiny", "--data.source={here}/none", "no images in {here}/none"),
+        of("sd-v1-tiny", "--sampling.scheduler=flow", "'flow' is not for a UNet"),
         of("sd-v1-tiny", "--model.name=sd-v1-tny", "no model", "did you mean"),
         of("sd-v1-tiny", "--model.name={here}/empty", "no denoiser", made=files.empty_directory),
         of("sd-v1-tiny", "--model.name={here}/pipeline", "not JSON", made=files.pipeline_cut_off),
         of("sd-v1-tiny", "--parallel.pipeline.size=2", "pipeline.size"),
         of("dit-tiny", "--data.size=32", "positions for one size"),
         pictures(files.pictures_none, "pictures"),
-        pictures(files.pictures_of_bytes, "picture"),
+        pictures(files.pictures_of_bytes, "a.png"),
         pictures(files.pictures_with_broken_metadata, "metadata.jsonl"),
     ],
     "protein": [
@@ -400,11 +402,11 @@ CASES: dict[str, list[Case]] = {
                 "objective.clamped": ("1.5", "nan"),
                 "objective.masked": ("-0.1",),
                 "folding.every": ("-1",),
-                "parallel.tensor.size": ("2",),
                 "precision.linear": ("fp8",),
             }.items()
             for value in values
         ),
+        of("alphafold-tiny", "--parallel.pipeline.size=2 --optimizer.clip_samples=none", "pipeline.size"),
         of("alphafold-tiny", "--model.name=alphafold-3", "no model", "did you mean"),
         of("alphafold-tiny", "--model.weights={here}/none.npz", "no weights"),
         of("alphafold-tiny", "--model.weights={here}/file", "weights", made=files.file),
@@ -467,7 +469,7 @@ CASES: dict[str, list[Case]] = {
         Case(("train", "llama-tiny", "-x"), ("-x",)),
         Case(("train", "llama-tiny", "--train.steps=1", "--train.steps=2"), ("train.steps", "twice")),
         Case(("train", "llama-tiny", "--"), ("--",)),
-        Case(("train", "--train.steps=1"), ("needs a recipe",)),
+        Case(("train", "--train.steps=5"), ("needs a recipe",)),
         Case(("--no-such",), ("no command",)),
         Case(("recipes", "all"), ("takes no argument",)),
         Case(("doctor", "--nvm=x"), ("--nvm", "did you mean")),
@@ -498,6 +500,7 @@ CASES: dict[str, list[Case]] = {
         Case(("report", "{here}/empty"), ("empty",), files.empty_directory),
         Case(("report", "{here}/run"), ("config.toml",), files.run_with_broken_config),
         Case(("report", "{here}/run"), ("metrics.jsonl",), files.run_with_broken_metrics),
+        Case(("report", "{here}/run"), ("metrics.jsonl",), files.run_with_other_metrics),
         Case(("report", "{here}/run", "--output", "{here}/none/report.html"), ("none",), files.run_short),
         Case(("report", "{here}/run", "--output", "{here}"), ("{here}",), files.run_short),
         Case(("verify",), ("checkpoint",)),
@@ -514,7 +517,7 @@ CASES: dict[str, list[Case]] = {
         Case(("verify", "a\0b"), ("NUL",)),
     ],
     "export and generate": [
-        Case(("export",), ("source",)),
+        Case(("export",), ("Required",)),
         Case(("export", "{here}/none", "{here}/out"), ("none",)),
         Case(("export", "{here}/file", "{here}/out"), ("file",), files.file),
         Case(("export", "{here}/run", "{here}/out"), ("run",), files.run_short),
@@ -570,7 +573,7 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "fold": [
-        Case(("fold",), ("model",)),
+        Case(("fold",), ("Required",)),
         Case(("fold", "{here}/none", "{here}/a.a3m"), ("a.a3m",)),
         Case(("fold", "{here}/none", "{here}/a.fasta"), ("none",), files.sequence),
         Case(("fold", "{here}/file", "{here}/a.fasta"), ("file",), files.sequence_and_file),

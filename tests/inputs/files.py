@@ -81,7 +81,9 @@ def unknown_kind(here: Path) -> None:
 
 
 def encoder(here: Path) -> None:
-    _config(here, json.dumps({"model_type": "clip_text_model", "vocab_size": 300, "hidden_size": 16}))
+    _config(
+        here, json.dumps({"model_type": "clip_text_model", "vocab_size": 300, "max_position_embeddings": 512})
+    )
 
 
 def translator(here: Path) -> None:
@@ -248,7 +250,8 @@ def _run(here: Path) -> Path:
     run = here / "run"
     run.mkdir()
     (run / "config.toml").write_text('[model]\nname = "llama-tiny"\n')
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "memory_bytes")
+    (run / "metrics.jsonl").write_text(json.dumps(dict.fromkeys(keys, 1)) + "\n")
     return run
 
 
@@ -262,6 +265,10 @@ def run_with_broken_config(here: Path) -> None:
 
 def run_with_broken_metrics(here: Path) -> None:
     (_run(here) / "metrics.jsonl").write_text('{"step": 1}\nnot JSON\n{"step": 2}\n')
+
+
+def run_with_other_metrics(here: Path) -> None:
+    (_run(here) / "metrics.jsonl").write_text('{"step": 1, "loss": "low"}\n')
 
 
 def _manifest(here: Path, text: str) -> None:

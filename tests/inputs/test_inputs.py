@@ -20,7 +20,7 @@ def test_is_told(case: Case, tmp_path):
     assert not missing, message
     assert "should not have happened" not in last
     assert any(f"  {label}:" in last for label in ("got", "expected", "cause", "fix")), message
-    assert not found.touched
+    assert not {name for name in found.touched if not (case.started and name.startswith("run"))}
 
 
 def test_there_are_many():

@@ -76,7 +76,8 @@ def told(error: BaseException) -> CaiError | None:
             "an input is not what its name says",
             got=_line(error),
             expected="UTF-8 text, or the format of its name",
-            fix=f"it was read in {_place(error)}",
+            cause=f"met in {_place(error)}",
+            fix="copy or download the file again",
         )
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser
         return CaiError(
@@ -128,7 +129,9 @@ def _line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
+    """File and line, of cai where it was there."""
     frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if "cai_" in frame.filename] or frames
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 
 import pytest
+import torch
 
 import cai_apps
 from cai_apps import applications
 from cai_apps.cli import COMMANDS, main, modules_of_commands
+from cai_mesh import checkpoint
 from cai_mesh.errors import CaiError
 
 
@@ -83,7 +86,7 @@ WRONG = {
         "unknown config key 'parallel.context.size'",
     ),
     "option": (["generate", "somewhere", "--promt", "x"], "did you mean 'prompt'?"),
-    "value": (["train", "llama-tiny", "--train.steps", "many"], "--train.steps"),
+    "value": (["train", "llama-tiny", "--train.steps", "many"], "train.steps has a value of the wrong type"),
     "heads": (["train", "llama-tiny", "--parallel.tensor.size", "3"], "4 attention heads do not divide"),
     "layers": (["train", "llama-tiny", "--parallel.pipeline.size", "5"], "4 layers cannot be split"),
     "batch": (["train", "llama-tiny", "--train.global_batch", "17"], "batch sizes disagree"),
@@ -167,9 +170,22 @@ def test_doctor_tells_of_memory_and_tests_a_directory(capsys, tmp_path):
     assert re.search(r"AdamW +[\d.]+ GB/s", out)
     assert re.search(rf"{tmp_path} .*writes [\d.]+ GB/s, reads [\d.]+ GB/s", out)
     assert not list(tmp_path.iterdir())
-    code, out, _ = run(capsys, "doctor", "--nvme", str(tmp_path / "gone"))
-    assert code == 0
-    assert f"{tmp_path / 'gone'} does not do as memory.nvme" in out
+    code, _, err = run(capsys, "doctor", "--nvme", str(tmp_path / "gone"))
+    assert code == 2
+    assert f"--nvme is not a directory: {tmp_path / 'gone'}" in err
+
+
+def test_json_where_machines_read(capsys, tmp_path):
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 0 and ["python", platform.python_version()] in json.loads(out)["versions"]
+    code, out, _ = run(capsys, "recipes", "--json")
+    assert code == 0 and "LLaMA" in json.loads(out)["llama-tiny"]
+    saved = checkpoint.save(tmp_path, {"weight": torch.ones(2)}, step=3).wait()
+    code, out, _ = run(capsys, "verify", str(saved), "--json")
+    assert code == 0 and json.loads(out) == {"checkpoint": str(saved), "verified": True}
+    code, out, err = run(capsys, "verify", str(tmp_path / "step-4"), "--json")
+    assert code == 2 and not out
+    assert json.loads(err)["error"]["what"] == f"there is no checkpoint {tmp_path / 'step-4'}"
 
 
 @pytest.mark.parametrize("given", [["true"], ["True"], None])

@@ -74,10 +74,11 @@ def weight_map(index: Path, *, error: type[CaiError] = CheckpointError) -> dict[
 
 
 def check_weights(directory: Path, *, error: type[CaiError] = CheckpointError) -> None:
-    """Check every index and every file of safetensors in a directory, for readers that are not ours."""
+    """Check every index in a directory, and every file of safetensors there or in an index, for readers not ours."""
+    files = set(directory.glob("*.safetensors"))
     for index in sorted(directory.glob("*.safetensors.index*.json")):
-        weight_map(index, error=error)
-    for file in sorted(directory.glob("*.safetensors")):
+        files |= {directory / name for name in weight_map(index, error=error).values()}
+    for file in sorted(files):
         check_header(file, error=error)
 
 

@@ -45,7 +45,9 @@ def _errors_told(command: str) -> Iterator[None]:
             raise
         lines = [line.strip(" │╭╮╰╯─━") for line in printed.getvalue().splitlines()]
         told = [
-            line for line in lines if line and not line.startswith(("Parsing error", "For full helptext"))
+            line
+            for line in lines
+            if line.strip("-") and not line.startswith(("Parsing error", "For full helptext"))
         ]
         raise ConfigError(
             f"cai {command} cannot read its arguments",

@@ -1,7 +1,8 @@
-"""cai doctor [--nvme DIRECTORY]"""
+"""cai doctor [--nvme DIRECTORY] [--json]"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ class Arguments:
 
     nvme: Path | None = None
     """A directory to test as memory.nvme: 256 MB are written and read."""
+    json: bool = False
+    """Print one JSON object: for each section its rows as [name, value]."""
 
 
 def run(arguments: list[str]) -> int:
@@ -29,6 +32,9 @@ def run(arguments: list[str]) -> int:
                 f"--nvme is not a directory: {directory}", expected="an existing one on a local disk"
             )
         sections["nvme"] = lambda: nvme(directory)
+    if options.json:
+        print(json.dumps({title: rows() for title, rows in sections.items()}))
+        return 0
     for title, rows in sections.items():
         print(title)
         for name, value in rows():

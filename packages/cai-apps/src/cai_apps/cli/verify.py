@@ -1,7 +1,8 @@
-"""cai verify CHECKPOINT"""
+"""cai verify CHECKPOINT [--json]"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,8 @@ class Arguments:
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (RUN_DIR/checkpoints/step-N)."""
+    json: bool = False
+    """Print one JSON object: "checkpoint" and "verified"; an error is one with "error"."""
 
 
 def run(arguments: list[str]) -> int:
@@ -24,5 +27,8 @@ def run(arguments: list[str]) -> int:
     from cai_mesh import checkpoint
 
     checkpoint.verify(options.checkpoint.expanduser())
-    print(f"{options.checkpoint}: every file is as it was written")
+    if options.json:
+        print(json.dumps({"checkpoint": str(options.checkpoint), "verified": True}))
+    else:
+        print(f"{options.checkpoint}: every file is as it was written")
     return 0

@@ -140,6 +140,18 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
     return lambda module: found[module](module)
 
 
+def check_causal(config: PretrainedConfig, name: str) -> None:
+    """Raises ConfigError where transformers has no causal language model for a config, read under `name`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{name} is no causal language model",
+            got=f"model_type {config.model_type!r}",
+            expected="one that AutoModelForCausalLM of transformers makes",
+        )
+
+
 def causal_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of a config, on the device of the context."""
     import torch

@@ -121,6 +121,7 @@ def read_jsonl(file: Path) -> Iterator[str]:
                 text = json.loads(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError(f'"text" is {type(text).__name__}')
+                text.encode()  # half of a surrogate pair, as JSON can say it, is no text
             except (ValueError, KeyError, TypeError) as error:
                 cause = 'the object has no "text" field' if isinstance(error, KeyError) else str(error)
                 raise DataError(

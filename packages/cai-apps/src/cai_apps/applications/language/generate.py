@@ -26,8 +26,19 @@ def generate(
     tokenizer = load_tokenizer(directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check_weights(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False).to(device).eval()
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    given = inputs["input_ids"].shape[1]
+    if not given:
+        raise ConfigError("the prompt is empty", got=repr(prompt), expected="text of one token at least")
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < given + tokens:
+        raise ConfigError(
+            "the prompt and its continuation are longer than the model's positions",
+            got=f"{given} + {tokens} tokens",
+            expected=f"at most {limit} (max_position_embeddings)",
+        )
+    model, inputs = model.to(device).eval(), inputs.to(device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():

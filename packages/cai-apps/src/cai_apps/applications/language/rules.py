@@ -52,6 +52,16 @@ def check_model(config: Config, model: Any) -> None:
     What a config does not say (a state space model has no heads) is left to the transforms, and so are key/value heads,
     which ranks can share.
     """
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+    ):
+        value = getattr(model, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"the model's config.json says {name} = {value}", expected="at least 1")
     if config.precision.linear == "fp8":
         check_fp8(config, model)
     tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline.size

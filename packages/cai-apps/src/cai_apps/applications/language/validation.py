@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.rules import check_model, check_settings
-from cai_apps.compose.models import pretrained_directory
+from cai_apps.compose.models import check_causal, pretrained_directory
 from cai_apps.config import validation
+from cai_mesh.headers import check_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -18,12 +19,14 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
 
     Raises:
         MeshError: the degrees do not multiply to `world_size`.
-        ConfigError: the model or the batch does not divide as asked, a value is out of range, or settings do not go
-            together.
+        CheckpointError: the files of pretrained weights are not sound.
+        ConfigError: the model is no causal one, it or the batch does not divide as asked, a value is out of range, or
+            settings do not go together.
     """
     config = validation.resolve(config, world_size)
     check_settings(config)
+    check_causal(model, config.model.name)
     check_model(config, model)
     if config.model.weights == "pretrained":
-        pretrained_directory(config.model.name)
+        check_weights(pretrained_directory(config.model.name))
     return config

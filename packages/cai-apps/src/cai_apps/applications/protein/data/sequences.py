@@ -65,7 +65,7 @@ def read_fasta(path: Path) -> list[tuple[str, str]]:
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
     name, parts = None, []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _text(path).splitlines():
         if line.startswith(">"):
             if name is not None:
                 yield name, "".join(parts)
@@ -92,7 +92,7 @@ def read_stockholm(path: Path) -> Alignment:
     Raises `DataError` as `read_a3m`.
     """
     rows: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _text(path).splitlines():
         if line.strip() and not line.startswith(("#", "//")):
             name, _, part = line.partition(" ")
             rows.setdefault(name, []).append(part.strip())
@@ -152,3 +152,10 @@ def _deletions(row: str) -> np.ndarray:
             found.append(count)
             count = 0
     return np.array(found, np.uint16)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text", cause=str(error), expected="sequences, in UTF-8") from None
