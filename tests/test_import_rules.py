@@ -64,13 +64,14 @@ ROOMS = {
     "storage": {"errors", "protocols", "comm", "layout", "gradients"},
     "headers": {"errors", "paths"},
     "paths": {"errors"},
+    "sizes": {"errors"},
     "checkpoint": {"errors", "headers", "paths", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
 SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}
 ROOMS_OF_APPS = {
     "config": set(),
-    "data": set(),
+    "data": {"config"},
     "compose": {"config"},
     "planner": {"config", "compose"},
     "run": {"config", "compose", "data", "planner"},

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from cases import Case
+from bad_inputs import Case
 
 from cai_apps.cli import main
 

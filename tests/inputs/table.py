@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import CASES, Case
+from bad_inputs import CASES, Case
 from running import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof" / "inputs.md"
@@ -16,7 +16,7 @@ HEAD = """# Bad input
 
 What `cai` says to input that cannot be: for each the exit code and the first line of the message. Every message also
 says what was got or expected, the cause or what to do; no file is touched, and no traceback is shown. The inputs are
-data (`tests/inputs/cases.py`), as which they are also tested:
+data (`tests/inputs/bad_inputs.py`), as which they are also tested:
 
 ```
 nox -s tests -- tests/inputs
@@ -27,7 +27,7 @@ nox -s tests -- tests/inputs
 
 Numbers have their ranges beside the fields of a config (`cai_apps.config.ranges`). Rules that need neither torch nor
 transformers are checked first (`rules.py` of each application): they answer within half a second. What other libraries
-raise is told in one place (`cai_apps.failures`); what is nobody's input there ends with exit code 1 and says where its
+raise is told in one place (`cai_apps.run.failures`); what is nobody's input there ends with exit code 1 and says where its
 traceback is.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import CASES, Case
+from bad_inputs import CASES, Case
 from running import run
 
 ALL = {f"{group}: {case.name}": case for group, cases in CASES.items() for case in cases}

@@ -47,6 +47,9 @@ def losses_and_bytes(case):
     return losses, sum(size for at, size in storages.items() if at not in own)
 
 
+SLOW = ("data2-zero0", "data2-zero1", "data2-zero2")
+
+
 def run(case, recompute, compiled):
     case = replace(case, recompute=recompute, compile=compiled)
     return run_ranks(case.world, losses_and_bytes, case, timeout=240)
@@ -55,7 +58,10 @@ def run(case, recompute, compiled):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=pytest.mark.matrix if layout in ("data2-zero0", "data2-zero2") else ())
+        pytest.param(
+            layout,
+            marks=pytest.mark.matrix if layout in SLOW else (),
+        )
         for layout in CASES
     ],
 )

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import cai_apps
-from cai_apps import applications, failures
+from cai_apps import applications
+from cai_apps.run import failures
 from cai_apps.run.launch import FAILURE, USER_ERROR, RankFailure
 from cai_mesh.errors import ConfigError, did_you_mean
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-from cai_apps.run.launch import GRACE_SECONDS, USER_ERROR
-from cai_mesh.errors import CaiError, ConfigError
+from cai_mesh.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HANG = "CAI_HANG_SECONDS"
@@ -76,16 +72,3 @@ def hang_limit(environment: Mapping[str, str] = os.environ) -> float | None:
             expected="0 (never) or more",
         )
     return seconds
-
-
-@contextmanager
-def said_by_first_rank() -> Iterator[None]:
-    """For errors that every rank finds alike: the other ranks leave in silence, after rank 0 has had time to speak."""
-    try:
-        yield
-    except CaiError:
-        rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-        if not (rank.isdigit() and world.isdigit() and 0 < int(rank) < int(world)):
-            raise
-        time.sleep(GRACE_SECONDS)
-        sys.exit(USER_ERROR)

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cai_apps import failures
-from cai_apps.run import loopback
+from cai_apps.run import failures, loopback
 from cai_apps.run.words import DOING, RUN
 from cai_mesh import errors
 from cai_mesh.errors import CaiError

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cai_apps.config.environment import launched, said_by_first_rank
+from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.fit import RECOMPUTE, Planner
 from cai_apps.run import launch
+from cai_apps.run.alike import said_by_first_rank
 from cai_apps.run.checkpoint import AUTO
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.guard import Guard

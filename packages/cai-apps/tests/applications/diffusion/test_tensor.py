@@ -132,6 +132,7 @@ def test_equals_one_process(case, ranks):
         assert_same_as_one_device(alike, {name: after[name] for name in alike}, tolerance=1e-8)
 
 
+@pytest.mark.matrix
 def test_compiled_layers_equal_those_of_one_process():
     """The compiler rounds otherwise than eager code does, so both are compiled."""
     model = model_of("dit")
