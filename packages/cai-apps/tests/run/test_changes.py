@@ -61,9 +61,10 @@ def test_what_is_meant_is_shown_and_kept(run):
     place, values = run
     done = start(place, values | {"train.steps": 3, "optimizer.lr": 0.001, "parallel.zero": 0})
     assert done.returncode == 0, done.stderr
-    told = done.stdout[done.stdout.index("the run goes on, changed:\n") :].splitlines()[1:5]
+    told = done.stdout[done.stdout.index("the run goes on, changed:\n") :].splitlines()[1:6]
     assert told == [
         "  lr_schedule.decay_steps: 2 -> 3",
+        "  lr_schedule.warmup_steps: 2 -> 3",
         "  optimizer.lr: 0.002 -> 0.001",
         "  parallel.zero: 1 -> 0",
         "  train.steps: 2 -> 3",
