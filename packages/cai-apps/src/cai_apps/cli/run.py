@@ -64,8 +64,8 @@ def _check(options: argparse.Namespace) -> None:
         _refuse(f"--nproc-per-node {count!r} is no number of ranks")
     script = Path(options.training_script)
     if options.training_script == "train" and not script.exists():
-        config = config_arguments.read(options.training_script_args or [""])
-        ranges.check(config)
+        if not {"-h", "--help"} & set(options.training_script_args):
+            ranges.check(config_arguments.read(options.training_script_args or [""]))
     elif not options.module and not options.no_python and not script.is_file():
         _refuse(f"no script {options.training_script!r}")
 

@@ -93,15 +93,13 @@ def _check_number(name: str, value: float, allowed: Range | None) -> None:
     found = allowed or ANY
     fault = found.fault(value) or (LONG.fault(value) if isinstance(value, int) else "")
     if fault:
-        raise ConfigError(
-            f"{name} {fault}",
-            got=value
-            if abs(value) < 10**30
-            else f"{value:.3g}"
-            if isinstance(value, float)
-            else "over 10^30",
-            expected=str(found) or (str(LONG) if isinstance(value, int) else "a number"),
-        )
+        usual = str(LONG) if isinstance(value, int) else "a number"
+        raise ConfigError(f"{name} {fault}", got=_shown(value), expected=str(found) or usual)
+
+
+def _shown(value: float) -> str:
+    """A number; Python would not print an integer of thousands of digits."""
+    return str(value) if isinstance(value, float) or abs(value) < 10**30 else "over 10^30"
 
 
 def _check_text(name: str, value: str) -> None:

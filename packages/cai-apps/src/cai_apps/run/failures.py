@@ -54,6 +54,9 @@ FOREIGN = {
     "PIL": "check the file: it must be a picture",
 }
 """What to do, by the package that raised an error or holds its class."""
+REFUSALS = (ValueError, OSError, LookupError, TypeError, AttributeError, AssertionError)
+"""What code raises over values that it does not take."""
+TRAINING = "cai_apps.run.loop"
 
 
 def told(error: BaseException) -> CaiError | None:
@@ -136,12 +139,16 @@ def _place(error: BaseException) -> str:
 
 
 def _package(error: BaseException) -> str | None:
-    """The package of `FOREIGN` that holds an error's class, or whose code raised it."""
-    homes = [type(error).__module__.partition(".")[0]]
-    frame = error.__traceback__
-    while frame is not None:
-        homes.append(frame.tb_frame.f_globals.get("__name__", "").partition(".")[0])
-        frame = frame.tb_next
-    own = max((i for i, home in enumerate(homes) if home.startswith("cai_")), default=0)
-    below = homes[own + 1 :] + homes[:1]
-    return next((home for home in below if home in FOREIGN), None)
+    """The package of `FOREIGN` that holds an error's class, or whose code refused a value outside of training.
+
+    What the code of a model raises while it is trained is no input of the user.
+    """
+    home = type(error).__module__.partition(".")[0]
+    if home in FOREIGN:
+        return home
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, REFUSALS) or TRAINING in names:
+        return None
+    own = max((i for i, name in enumerate(names) if name.startswith("cai_")), default=-1)
+    below = (name.partition(".")[0] for name in names[own + 1 :])
+    return next((name for name in below if name in FOREIGN), None)

@@ -1,0 +1,92 @@
+"""What others raise, told as an error of the user, or as a fault."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import zipfile
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from cai_apps.run import failures, loop
+from cai_mesh.errors import ConfigError, DataError
+
+
+def raised(function, *arguments):
+    with pytest.raises(Exception) as found:
+        function(*arguments)
+    return found.value
+
+
+def by(module: str, error: Exception):
+    """An error that the code of a module raises."""
+    space = {"__name__": module, "error": error}
+    exec("def fail():\n    raise error", space)
+    return raised(space["fail"])
+
+
+def test_own_errors_stay():
+    error = DataError("it is empty", fix="write something")
+    assert failures.told(error) is error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x.*No space.*free some space"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "/data"), "/data.*Is a directory.*give a file"),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+            "not what its name says.*start byte",
+        ),
+        (json.JSONDecodeError("Expecting value", "x", 0), "not what its name says.*Expecting value"),
+        (zipfile.BadZipFile("not a zip"), "not what its name says.*not a zip"),
+        (SafetensorError("header too large"), "safetensors.*refuses.*header too large"),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "too little memory.*recompute"),
+        (MemoryError(), "too little memory"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), "the package x is not installed"),
+        (RuntimeError("Could not determine home directory."), "~NAME"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_an_input(error, words):
+    found = failures.told(error)
+    assert found is not None
+    assert re.search(f"(?s){words}", str(found))
+
+
+def test_the_package_that_refuses_is_named():
+    assert "safetensors" in str(failures.told(raised(load, b"nothing")))
+    assert "transformers refuses" in str(failures.told(by("transformers.x", ValueError("no such model"))))
+
+
+def test_a_fault_is_no_input(capsys):
+    for error in (
+        ZeroDivisionError("by zero"),
+        by("transformers.x", RuntimeError("shapes differ")),
+        ValueError("a"),
+    ):
+        assert failures.told(error) is None
+    error = raised(lambda: 1 / 0)
+    error.add_note("it is in /run/crash/rank-0.txt")
+    failures.show(error)
+    told = capsys.readouterr().err
+    assert "should not have happened" in told and "ZeroDivisionError" in told and "crash/rank-0.txt" in told
+
+
+def test_what_a_model_raises_in_training_is_no_input():
+    assert loop.__name__ == failures.TRAINING
+    space = {"__name__": loop.__name__, "by": by}
+    exec("def step():\n    raise by('transformers.x', ValueError('shapes differ'))", space)
+    assert failures.told(raised(space["step"])) is None
+
+
+def test_machines_read_errors(capsys):
+    failures.show(ConfigError("no such thing", got=3, fix="another"), machine=True)
+    assert json.loads(capsys.readouterr().err)["error"] == {
+        "what": "no such thing", "got": "3", "expected": "", "cause": "", "fix": "another",
+    }  # fmt: skip
