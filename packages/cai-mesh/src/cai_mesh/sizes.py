@@ -12,7 +12,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE | re.ASCII)
-    if match is None:
+    if match is None or not (match[2] or match[1].isdigit()) or len(match[1]) > 30:
         raise PlanError(
             "not a size", got=repr(size), expected="bytes, or a number with KB, MB, GB, TB, KiB ... TiB"
         )

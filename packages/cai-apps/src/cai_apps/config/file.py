@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import math
 import tomllib
@@ -137,7 +136,11 @@ def hint_of(kind: type, dotted: str) -> Any:
 
 def is_known(dotted: str, keys: Iterable[str]) -> bool:
     """Whether a dotted key is one of `known_keys`."""
-    return any(fnmatch.fnmatchcase(dotted, key) for key in keys)
+    given = dotted.split(".")
+    return any(
+        len(given) == len(parts) and all(part in ("*", name) for part, name in zip(parts, given, strict=True))
+        for parts in (key.split(".") for key in keys)
+    )
 
 
 def unknown_key(dotted: str, siblings: list[str], *, origin: str, keys: list[str]) -> ConfigError:
@@ -155,7 +158,7 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
         hint = next((option for option in options if type(value) is option), options[0])
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        if value not in choices or isinstance(value, bool):
+        if not any(type(choice) is type(value) and choice == value for choice in choices):
             raise ConfigError(
                 f"{dotted} has an unknown value in {origin}",
                 got=repr(value),
@@ -168,7 +171,12 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
             raise _wrong_value(dotted, value, "a list of strings", origin)
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(
+                f"{dotted} is too large in {origin}", got="over 10^308", expected="a number"
+            ) from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         names = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
         expected = " or ".join(names[option.__name__] for option in options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,11 @@ class Range:
 
     def fault(self, value: float) -> str:
         """What is wrong with a number; empty: nothing."""
-        if math.isnan(value) or (math.isinf(value) and not (self.infinite and value > 0)):
+        if (
+            isinstance(value, float)
+            and not math.isfinite(value)
+            and not (self.infinite and value == math.inf)
+        ):
             return "is not a finite number"
         if (self.least is not None and value < self.least) or (
             self.above is not None and value <= self.above
@@ -45,6 +50,12 @@ class Range:
         return " and ".join(f"{word} {limit:,}" for word, limit in words.items() if limit is not None)
 
 
+@dataclass(frozen=True)
+class Filled:
+    """Text that is not empty, as the name of a file is."""
+
+
+FILLED = Filled()
 COUNT = Range(least=1)
 NATURAL = Range(least=0)
 POSITIVE = Range(above=0)
@@ -63,16 +74,18 @@ def check(options: Any, *, flags: bool = False) -> None:
         options: a dataclass, or one of others, as a config is.
         flags: name a field "--name", as a command's options are, not "section.name".
     """
-    for key, value, allowed in _values(options, ()):
+    for key, value, mark in _values(options, ()):
         name = f"--{key.replace('_', '-')}" if flags else key
         if isinstance(value, str | Path):
             _check_text(name, str(value))
+            if isinstance(mark, Filled) and not str(value).strip():
+                raise ConfigError(f"{name} is empty", got=repr(value), expected="a name")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            _check_number(name, value, allowed)
+            _check_number(name, value, mark if isinstance(mark, Range) else ANY)
 
 
-def _values(options: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Range | None]]:
-    """Dotted key, value and range of every field; each item of a list by itself."""
+def _values(options: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Range | Filled | None]]:
+    """Dotted key, value and mark of every field; each item of a list by itself."""
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
         value, here = getattr(options, field.name), (*path, field.name)
@@ -80,21 +93,29 @@ def _values(options: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Ran
             yield from _values(value, here)
         elif isinstance(value, Mapping):
             for name, each in value.items():
-                yield ".".join(here), str(name), None
+                _check_key(".".join(here), name)
                 yield from _values(each, (*here, name))
         else:
             marks = typing.get_args(hints[field.name])[1:]
-            allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
+            found = next((mark for mark in marks if isinstance(mark, Range | Filled)), None)
             for each in value if isinstance(value, tuple) else (value,):
-                yield ".".join(here), each, allowed
+                yield ".".join(here), each, found
 
 
-def _check_number(name: str, value: float, allowed: Range | None) -> None:
-    found = allowed or ANY
-    fault = found.fault(value) or (LONG.fault(value) if isinstance(value, int) else "")
+def _check_key(section: str, name: str) -> None:
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
+        raise ConfigError(
+            f"{section} has a name that a config cannot hold",
+            got=ascii(name),
+            expected="letters, digits, _ and -",
+        )
+
+
+def _check_number(name: str, value: float, allowed: Range) -> None:
+    fault = allowed.fault(value) or (LONG.fault(value) if isinstance(value, int) else "")
     if fault:
         usual = str(LONG) if isinstance(value, int) else "a number"
-        raise ConfigError(f"{name} {fault}", got=_shown(value), expected=str(found) or usual)
+        raise ConfigError(f"{name} {fault}", got=_shown(value), expected=str(allowed) or usual)
 
 
 def _shown(value: float) -> str:

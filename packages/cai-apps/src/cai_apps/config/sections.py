@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
-from cai_apps.config.ranges import COUNT, NATURAL, PART, POSITIVE, SEED, SHARE, Range
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, SEED, SHARE, Range
 
 DEGREE = Annotated[int, COUNT]
 
@@ -69,7 +69,7 @@ class Memory:
     """What a rank may use of its device, in bytes or as "22GB" (10^9) or "22GiB"; None: all of it."""
     host_memory: int | str | None = None
     """What a rank may use of host memory for training state; more goes to `nvme` or is refused. None: no limit."""
-    nvme: str | None = None
+    nvme: Annotated[str | None, FILLED] = None
     """Directory on a disk for optimizer state and weights that have no room in host memory."""
     recompute: Literal["auto", "none", "selective", "most", "full"] = "none"
     """What backward runs again. auto: the first of the others whose plan fits the device; none on CPUs. selective:
@@ -93,7 +93,7 @@ class Precision:
 class OptimizerGroup:
     """Parameters with options of their own: a table [optimizer.groups.NAME]. What is None is the optimizer's."""
 
-    match: str = "*"
+    match: Annotated[str, FILLED] = "*"
     """Names of parameters, as shell patterns divided by commas: "*norm*, *.bias". The first group that fits wins."""
     lr: Annotated[float | None, NATURAL] = None
     """Peak learning rate."""
@@ -178,14 +178,14 @@ class Checkpoint:
     """Copy what a rank writes to host memory and write it while training goes on."""
     keep_last: Annotated[int | None, COUNT] = None
     """Newest checkpoints to keep; None: all."""
-    resume: str = "auto"
+    resume: Annotated[str, FILLED] = "auto"
     """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
     checkpoint or of checkpoints."""
 
 
 @dataclass(frozen=True)
 class Log:
-    directory: str | None = None
+    directory: Annotated[str | None, FILLED] = None
     """Run directory; None: runs/<recipe or file name>-<time>."""
     every: Annotated[int, COUNT] = 10
     """Steps between printed lines where the output is not a terminal."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from cai_apps.config.ranges import COUNT, PART, Range
+from cai_apps.config.ranges import COUNT, FILLED, PART, Range
 
 
 @dataclass(frozen=True)
 class Data:
-    source: str = "stdlib"
+    source: Annotated[str, FILLED] = "stdlib"
     """'stdlib' (the Python standard library's text), a text file, a .jsonl file with a "text" field, a glob
     of either, or a directory written by datasets.save_to_disk."""
-    tokenizer: str = "train"
+    tokenizer: Annotated[str, FILLED] = "train"
     """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
     sequence_length: Annotated[int, Range(least=2)] = 256
     """Tokens of one packed sequence."""
@@ -21,5 +21,5 @@ class Data:
     """Stop reading the source after this many bytes of text."""
     validation_fraction: Annotated[float, PART] = 0.02
     """Part of the sequences that is kept for validation and never trained on."""
-    cache: str = "~/.cache/cai"
+    cache: Annotated[str, FILLED] = "~/.cache/cai"
     """Directory for trained tokenizers and tokenized text."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cai_apps.config import sections
-from cai_apps.config.ranges import COUNT, NATURAL, PART, POSITIVE, SEED, Range
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, SEED, Range
 
 DRAWN = ("shapes", "digits", "flower")
 """Sources of images that are made or held here; they are squares."""
@@ -14,7 +14,7 @@ DRAWN = ("shapes", "digits", "flower")
 
 @dataclass(frozen=True)
 class Model:
-    name: str = "sd-v1-tiny"
+    name: Annotated[str, FILLED] = "sd-v1-tiny"
     """A preset, a directory in the layout of diffusers' pipelines, or a hub id."""
     weights: Literal["random", "pretrained"] = "random"
     """random: made from train.seed; pretrained: read from the directory (or hub id)."""
@@ -24,7 +24,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    source: str = "shapes"
+    source: Annotated[str, FILLED] = "shapes"
     """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), 'flower' (four crops of a photo
     of scikit-learn's), or a directory of images, each with a caption in a .txt file of its name, or in a metadata.jsonl
     with "file_name" and "text"; the name of the subdirectory is its label."""
@@ -43,7 +43,7 @@ class Data:
     """Of frozen encoders, and of what they make."""
     validation_fraction: Annotated[float, PART] = 0.02
     """Part of the images that is kept for validation and never trained on."""
-    cache: str = "~/.cache/cai"
+    cache: Annotated[str, FILLED] = "~/.cache/cai"
     """Directory for latents, embeddings and tokenizers."""
 
 
@@ -56,7 +56,7 @@ class Prior:
     """How many; 0: what data.source holds is no single subject."""
     prompt: str = ""
     """Their caption, as "a photo of a dog"; empty: each has its own."""
-    source: str = "generated"
+    source: Annotated[str, FILLED] = "generated"
     """generated: drawn before training by the pretrained weights, as `sampling` says; else as data.source."""
     weight: Annotated[float, NATURAL] = 1.0
     """Of their loss, beside the subject's."""

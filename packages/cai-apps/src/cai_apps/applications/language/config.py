@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cai_apps.config import sections
-from cai_apps.config.ranges import NATURAL
+from cai_apps.config.ranges import FILLED, NATURAL
 from cai_apps.data.section import Data
 
 
 @dataclass(frozen=True)
 class Model:
-    name: str = "llama-tiny"
+    name: Annotated[str, FILLED] = "llama-tiny"
     """A preset, a local directory with an HF config.json, or a hub id."""
     weights: Literal["random", "pretrained"] = "random"
     """random: made from train.seed; pretrained: read from the directory's (or hub id's) safetensors."""

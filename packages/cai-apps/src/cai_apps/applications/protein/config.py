@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cai_apps.config import sections
-from cai_apps.config.ranges import COUNT, NATURAL, POSITIVE, SHARE
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, POSITIVE, SHARE
 
 MODELS = ("alphafold", "alphafold-small", "alphafold-tiny")
 """Presets."""
@@ -14,9 +14,9 @@ MODELS = ("alphafold", "alphafold-small", "alphafold-tiny")
 
 @dataclass(frozen=True)
 class Model:
-    name: str = "alphafold-tiny"
+    name: Annotated[str, FILLED] = "alphafold-tiny"
     """A preset: alphafold (93M parameters, as model_1_ptm), alphafold-small, alphafold-tiny."""
-    weights: str = "random"
+    weights: Annotated[str, FILLED] = "random"
     """random: made from train.seed; else a file of OpenFold's (.pt) or AlphaFold's (.npz) weights."""
     errors: bool = True
     """Whether aligned errors are predicted; published weights without "ptm" in their name have no such head."""
@@ -24,7 +24,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    source: str = "shipped"
+    source: Annotated[str, FILLED] = "shipped"
     """'shipped' (three small chains of the PDB, their alignments synthetic), or a directory: for each chain an
     alignment NAME.a3m or NAME.sto and its structure NAME.cif or NAME.pdb; where NAME is ENTRY_CHAIN, ENTRY.cif will
     do. Related structures come from NAME.hhr."""
@@ -36,13 +36,13 @@ class Data:
     """Other sequences."""
     templates: Annotated[int, NATURAL] = 0
     """Related structures; 0: none are read."""
-    template_structures: str | None = None
+    template_structures: Annotated[str | None, FILLED] = None
     """Directory of the structures that NAME.hhr names; None: that of `source`."""
     max_resolution: Annotated[float, POSITIVE] = 9.0
     """Angstroms; structures that are coarser are left out."""
     validation: tuple[str, ...] = ()
     """Names of chains that are kept for validation and never trained on."""
-    cache: str = "~/.cache/cai"
+    cache: Annotated[str, FILLED] = "~/.cache/cai"
     """Directory for what was read."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from cai_apps.config.ranges import COUNT, NATURAL, POSITIVE, SEED, Range
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, POSITIVE, SEED, Range
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Log:
-    directory: str | None = None
+    directory: Annotated[str | None, FILLED] = None
     """Run directory; None: runs/<recipe or file name>-<time>."""
     every: Annotated[int, COUNT] = 20
     """Steps between printed lines and records."""
