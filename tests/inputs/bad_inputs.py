@@ -467,7 +467,6 @@ CASES: dict[str, list[Case]] = {
         Case(("train", "llama-tiny", "--train.steps"), ("train.steps",)),
         Case(("train", "llama-tiny", "--train.stepz", "1"), ("train.stepz",)),
         Case(("train", "llama-tiny", "-x"), ("-x",)),
-        Case(("train", "llama-tiny", "--train.steps=1", "--train.steps=2"), ("train.steps", "twice")),
         Case(("train", "llama-tiny", "--"), ("--",)),
         Case(("train", "--train.steps=5"), ("needs a recipe",)),
         Case(("--no-such",), ("no command",)),

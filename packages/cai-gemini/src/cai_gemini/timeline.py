@@ -19,6 +19,7 @@ import torch
 
 from cai_gemini.simulate import Lanes
 from cai_gemini.states import Ledger
+from cai_mesh.errors import DataError
 from cai_mesh.paths import write_text
 
 LANES = ("compute", "to_device", "to_host", "host", "disk")
@@ -52,11 +53,16 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Timeline:
-        """Read what `save` wrote."""
-        read = cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-        read.lanes = {
-            lane: [(begin, end, name) for begin, end, name in spans] for lane, spans in read.lanes.items()
-        }
+        """Read what `save` wrote. Raises `DataError` for anything else."""
+        try:
+            read = cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+            read.lanes = {
+                lane: [(begin, end, name) for begin, end, name in spans] for lane, spans in read.lanes.items()
+            }
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{path} is no timeline", cause=str(error), expected="what Timeline.save wrote"
+            ) from None
         return read
 
     @classmethod

@@ -14,17 +14,15 @@ TRUTH = {"true": True, "false": False}
 
 
 def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
-    """Values by dotted key. What cannot be read as its field's type is left as text: the config's checks refuse it.
+    """Values by dotted key; of a flag that is given twice the last, as scripts add to a command. What cannot be read as its field's type is left as text: the config's checks refuse it.
 
     Raises:
-        ConfigError: what is no flag, no key of `kind`, given twice, or has no value.
+        ConfigError: what is no flag, no key of `kind`, or has no value.
     """
     known, found = config_file.known_keys(kind), {}
     for key, texts in _flags(arguments):
         if not config_file.is_known(key, known):
             raise config_file.unknown_key(key, known, origin="the command line", keys=known)
-        if key in found:
-            raise ConfigError(f"--{key} is given twice", got=f"{found[key]!r}, then {' '.join(texts)!r}")
         hint = config_file.hint_of(kind, key)
         several = typing.get_origin(hint) is tuple
         if not several and len(texts) != 1:

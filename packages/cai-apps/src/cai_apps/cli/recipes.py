@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
         print(json.dumps({name: recipes.describe(name) for name in recipes.names()}))
         return 0
     if arguments:
-        raise ConfigError("cai recipes takes no argument", got=" ".join(arguments))
+        raise ConfigError("cai recipes takes no argument", got=" ".join(arguments), expected="at most --json")
     for name in recipes.names():
         print(f"{name:<20}{recipes.describe(name)}")
     return 0

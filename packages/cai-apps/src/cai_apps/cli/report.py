@@ -11,6 +11,7 @@ import tyro
 from cai_apps import applications, recipes
 from cai_apps.cli.arguments import parse
 from cai_apps.run.directory import RunDirectory
+from cai_mesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="report")
+    if options.output is not None and not options.output.name:
+        raise ConfigError("--output names no file", got=repr(str(options.output)), expected="as report.html")
     from cai_apps.report.page import write_report
 
     run_directory = RunDirectory.open(options.directory)

@@ -152,6 +152,19 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
         )
 
 
+def check_made(name: str) -> None:
+    """Raises ConfigError where transformers cannot make the model that a config describes; without memory for it."""
+    config = load_model_config(name)
+    try:
+        meta_model(config)
+    except Exception as error:  # whatever its code meets in values that do not go together
+        raise ConfigError(
+            f"transformers cannot make the model of {name!r}",
+            got=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            expected="a config.json whose values go together",
+        ) from None
+
+
 def causal_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of a config, on the device of the context."""
     import torch

@@ -28,6 +28,8 @@ def read(path: Path, kind: type[T]) -> T:
 
 def parse(path: Path) -> dict[str, Any]:
     """The tables of a TOML file, unchecked. Raises `ConfigError` where it is missing or not TOML."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file", expected="a regular file: no directory, no pipe")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

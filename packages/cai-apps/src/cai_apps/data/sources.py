@@ -41,7 +41,7 @@ def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:
         if left is not None:
             if left <= 0:
                 return
-            encoded = text.encode()
+            encoded = text.encode(errors="replace")
             if len(encoded) > left:
                 text = encoded[:left].decode(errors="ignore")
             left -= len(encoded)
@@ -122,7 +122,7 @@ def read_jsonl(file: Path) -> Iterator[str]:
                 if not isinstance(text, str):
                     raise TypeError(f'"text" is {type(text).__name__}')
                 text.encode()  # half of a surrogate pair, as JSON can say it, is no text
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 cause = 'the object has no "text" field' if isinstance(error, KeyError) else str(error)
                 raise DataError(
                     f"broken JSONL line at {file}:{number}",
@@ -142,7 +142,12 @@ def _read_dataset(directory: Path) -> Iterator[str]:
             f"{directory} is an HF dataset directory and the package 'datasets' is not installed",
             fix="pip install 'cai-apps[data]'",
         ) from None
-    table: Any = datasets.load_from_disk(str(directory))
+    try:
+        table: Any = datasets.load_from_disk(str(directory))
+    except Exception as error:  # of pyarrow, too
+        raise DataError(
+            f"{directory} is damaged", cause=str(error), expected="what datasets.save_to_disk wrote"
+        ) from None
     if hasattr(table, "keys"):
         split = "train" if "train" in table else sorted(table)[0]
         table = table[split]
@@ -150,7 +155,13 @@ def _read_dataset(directory: Path) -> Iterator[str]:
         raise DataError(
             f"{directory} has no column 'text'", got=", ".join(table.column_names), expected="text"
         )
-    for row in table:
+    for number, row in enumerate(table):
+        if not isinstance(row["text"], str):
+            raise DataError(
+                f"{directory} has a row without text",
+                got=f"row {number}: {type(row['text']).__name__}",
+                expected="a column 'text' of strings",
+            )
         yield row["text"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cai_apps.report.page import Page
 from cai_apps.report.plots import LOSS, Curve
-from cai_mesh.errors import DataError
+from cai_apps.run.metrics import need
 
 
 def training_page(unit: str) -> Page:
@@ -12,14 +12,8 @@ def training_page(unit: str) -> Page:
     rate = f"{unit}_per_second"
 
     def summary(records: list[dict]) -> list[tuple[str, str]]:
-        needed = ("step", "loss", "grad_norm", "lr", unit, rate, "memory_bytes")
-        for record in records:
-            if missing := [key for key in needed if not isinstance(record.get(key), int | float)]:
-                raise DataError(
-                    f"metrics.jsonl has a record without {', '.join(missing)}",
-                    got=str(record)[:200],
-                    expected=f"what training writes: {', '.join(needed)}",
-                )
+        numbers = ("step", "loss", "grad_norm", "lr", unit, rate, "memory_bytes")
+        need(records, numbers, maybe=("tflops", "mfu", "mfu_full_attention"))
         first, last = records[0], records[-1]
         later = records[1:] or records  # the first step pays for warming up
         rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,14 +145,38 @@ def read(path: Path) -> list[dict]:
         raise DataError(
             f"no metrics at {path}", expected="the directory of a run that has trained a step"
         ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text", cause=str(error), expected="a record a line") from None
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and isinstance(error, ValueError):
                 break  # a run killed in the middle of a write leaves half a last line
             raise DataError(f"broken record at {path}:{number}", cause=str(error)) from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise DataError(
+                f"broken record at {path}:{number}", got=line[:80], expected='a table with "step"'
+            )
+        records.append(record)
     return records
+
+
+def need(records: list[dict], numbers: Sequence[str], maybe: Sequence[str] = ()) -> None:
+    """Raises DataError where a record lacks a number, or there is none; numbers of `maybe` may be left out or null."""
+    if not records:
+        raise DataError(
+            "metrics.jsonl has no record", expected="the directory of a run that has trained a step"
+        )
+    for record in records:
+        wrong = [key for key in numbers if not isinstance(record.get(key), int | float)]
+        wrong += [key for key in maybe if not isinstance(record.get(key), int | float | None)]
+        if wrong:
+            raise DataError(
+                f"metrics.jsonl has a record without {', '.join(wrong)}",
+                got=str(record)[:200],
+                expected=f"what training of this kind writes: {', '.join(numbers)}",
+            )
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -61,16 +61,28 @@ class Manifest:
                 expected=f"format {FORMAT}",
                 fix="load it with the version of cai-mesh that saved it, and export the weights from there",
             )
-        named = STEP.fullmatch(directory.name)
-        if named and int(named[1]) != body["step"]:
+        try:
+            step, save, job = body["step"], body["save"], body["job"]
+            files = {name: (int(size), str(sha)) for name, (size, sha) in body["files"].items()}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} is of step {body['step']}, not of the step its directory is named for"
+                f"{path} lacks what a manifest says",
+                cause=f"{type(error).__name__}: {error}",
+                expected="step, save, job, and for each file its bytes and digest",
+                fix="take another checkpoint",
+            ) from None
+        named = STEP.fullmatch(directory.name)
+        if named and int(named[1]) != step:
+            raise CheckpointError(
+                f"{path} is not of the step its directory is named for",
+                got=repr(step),
+                expected=named[1],
+                fix="give the directory its own name again",
             )
-        files = {name: (size, sha) for name, (size, sha) in body["files"].items()}
         for name in files:
             if inside(directory, name, said_by=path).parent != directory:
                 raise CheckpointError(f"{path} names a file in another directory: {name!r}")
-        return Manifest(body["step"], body["save"], body["job"], files)
+        return Manifest(step, save, job, files)
 
     def bytes_of(self, directory: Path, name: str) -> bytes:
         """What a file holds, as it was written. Raises `CheckpointError` that names it when it is not."""

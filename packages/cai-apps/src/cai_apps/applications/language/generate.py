@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from cai_apps.data.tokenizer import load_tokenizer
-from cai_mesh.errors import ConfigError
+from cai_mesh.errors import CheckpointError, ConfigError
 from cai_mesh.headers import check_weights
+
+COLDEST = 1e-3
+"""Logits are divided by a temperature; by less they would leave the range of their dtype."""
 
 
 def generate(
@@ -21,6 +24,10 @@ def generate(
     import torch
     from transformers import AutoModelForCausalLM
 
+    if 0 < temperature < COLDEST:
+        raise ConfigError(
+            "the temperature is too small", got=temperature, expected=f"0, or at least {COLDEST}"
+        )
     if not (directory / "config.json").is_file():
         raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
     tokenizer = load_tokenizer(directory)
@@ -30,7 +37,14 @@ def generate(
     given = inputs["input_ids"].shape[1]
     if not given:
         raise ConfigError("the prompt is empty", got=repr(prompt), expected="text of one token at least")
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory} holds no causal language model, or the weights of another one",
+            cause=(str(error).splitlines() or [""])[0],
+            fix="check that config.json is the one these weights were made with",
+        ) from None
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < given + tokens:
         raise ConfigError(
@@ -42,5 +56,11 @@ def generate(
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():
+        if not model(**inputs).logits.isfinite().all():
+            raise CheckpointError(
+                f"what the model of {directory} predicts is not finite",
+                cause="its weights are damaged, or it was trained too fast",
+                fix="export an earlier checkpoint",
+            )
         ids = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -52,16 +52,7 @@ def check_model(config: Config, model: Any) -> None:
     What a config does not say (a state space model has no heads) is left to the transforms, and so are key/value heads,
     which ranks can share.
     """
-    for name in (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "vocab_size",
-    ):
-        value = getattr(model, name, None)
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"the model's config.json says {name} = {value}", expected="at least 1")
+    _check_sizes(model)
     if config.precision.linear == "fp8":
         check_fp8(config, model)
     tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline.size
@@ -92,6 +83,26 @@ def check_model(config: Config, model: Any) -> None:
             "data.sequence_length is longer than the model's positions",
             got=config.data.sequence_length,
             expected=f"at most {positions} (max_position_embeddings)",
+        )
+
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
+
+
+def _check_sizes(model: Any) -> None:
+    """Raises ConfigError for sizes of which no model can be."""
+    for name in SIZES:
+        value = getattr(model, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"the model's config.json says {name} = {value}", expected="at least 1")
+    heads, shared = (getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ConfigError(
+            "the heads of the model's config.json do not divide over those of keys and values",
+            got=f"num_attention_heads = {heads}, num_key_value_heads = {shared}",
+            expected="a multiple",
         )
 
 

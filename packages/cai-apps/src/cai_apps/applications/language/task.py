@@ -17,6 +17,7 @@ from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
     causal_model,
+    check_made,
     initializer,
     load_model_config,
     meta_model,
@@ -84,6 +85,7 @@ class LanguageTask:
         return workload(config, load_model_config(config.model.name))
 
     def prepare(self, config: Config) -> Prepared:
+        check_made(config.model.name)
         prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)
         training, _ = split(prepared, config.data.sequence_length, config.data.validation_fraction)
         if training.size < config.train.global_batch:

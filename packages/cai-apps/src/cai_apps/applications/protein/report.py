@@ -15,6 +15,7 @@ import numpy as np
 from cai_apps.applications.protein.folds import FOLDS, SCORES, TRUTH
 from cai_apps.report.embed import svg_of
 from cai_apps.run.directory import RunDirectory
+from cai_mesh.errors import DataError
 from cai_mesh.paths import inside
 
 if TYPE_CHECKING:
@@ -35,13 +36,22 @@ def show(run: RunDirectory) -> str:
     )
     if not steps:
         return ""
-    scores = {int(path.name): json.loads((path / SCORES).read_text(encoding="utf-8")) for path in steps}
+    scores = {int(path.name): _scores(path / SCORES) for path in steps}
     parts = [_table(scores)]
     for name in scores[int(steps[-1].name)]:
         found = inside(steps[-1], f"{name}.cif", said_by=steps[-1] / SCORES)
         figure = draw_chain(found, home / TRUTH / f"{name}.cif")
         parts.append(f"<h2>{html.escape(name)} after step {steps[-1].name}</h2>{svg_of(figure)}")
     return "".join(parts)
+
+
+def _scores(file: Path) -> dict[str, dict[str, float]]:
+    """lDDT by chain. Raises DataError for another file."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return {str(name): {"lddt": float(each["lddt"])} for name, each in read.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file} holds no scores", cause=str(error), expected="what training wrote") from None
 
 
 def _table(scores: dict[int, dict[str, dict[str, float]]]) -> str:

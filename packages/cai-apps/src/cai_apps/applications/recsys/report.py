@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from cai_apps.report.page import Page
 from cai_apps.report.plots import Curve
+from cai_apps.run.metrics import need
 
 
 def _summary(records: list[dict]) -> list[tuple[str, str]]:
+    need(records, ("step", "loss", "auc", "examples_per_second"), maybe=("hit_rate",))
     first, last = records[0], records[-1]
     rate = sum(record["examples_per_second"] for record in records) / len(records)
     return [

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from cai_apps.cli.arguments import parse
+from cai_mesh.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="export")
+    if not options.directory.name:
+        raise ConfigError(
+            "the directory to write has no name", got=repr(str(options.directory)), expected="a new one's"
+        )
     from cai_apps.applications.language.export import export
 
     print(export(options.source, options.directory))
