@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import json
@@ -102,10 +103,6 @@ def model_with_unknown_rope(here: Path) -> None:
 
 def model_with_rope_of_text(here: Path) -> None:
     _shape(here, rope_scaling="linear")
-
-
-def model_without_positions(here: Path) -> None:
-    _shape(here, max_position_embeddings=0)
 
 
 def model_of_few_tokens(here: Path) -> None:
@@ -490,6 +487,7 @@ TRAINED = [
 def _trained() -> Path:
     """The directory of such a run, made once."""
     home = Path(tempfile.mkdtemp(prefix="cai-inputs-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
     places = [f"--log.directory={home}/run", f"--data.cache={home}/cache"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("CAI_")}
     subprocess.run(
@@ -668,6 +666,11 @@ def _clicks(here: Path, text: str) -> None:
     (here / "run").mkdir()
     (here / "run" / "config.toml").write_text('application = "recsys"\n')
     (here / "run" / "metrics.jsonl").write_text(text)
+
+
+def run_of_clicks(here: Path) -> None:
+    keys = ("step", "loss", "auc", "hit_rate", "examples_per_second")
+    _clicks(here, json.dumps(dict.fromkeys(keys, 1)) + "\n")
 
 
 def clicks_without_metrics(here: Path) -> None:
@@ -896,27 +899,35 @@ def _preset(name: str) -> dict[str, Any]:
     return json.loads((home / f"{name}.json").read_text())
 
 
-def _pipeline(here: Path, **changes: Any) -> Path:
-    """A directory in the layout of diffusers, of a preset, without weights; a change of None leaves a part out."""
+GONE = "left out"
+"""In place of a value: its key is left out."""
+
+
+def _pipeline(here: Path, **changes: Any) -> None:
+    """A directory in the layout of diffusers, of a preset, without weights.
+
+    Args:
+        changes: by the folder of a part: values of its table, another thing in its place, or None: it is not there.
+    """
     table = _preset("sd-v1-tiny")
-    home = here / "pipeline"
-    parts = {
+    latents = {"_class_name": "AutoencoderKL", "latent_channels": table["denoiser"]["in_channels"]}
+    parts: dict[str, dict[str, Any]] = {
         "unet/config.json": table["denoiser"],
         "scheduler/scheduler_config.json": table["scheduler"],
-        "vae/config.json": table["autoencoder"],
+        "vae/config.json": latents | {"block_out_channels": [8, 8]},
         "text_encoder/config.json": table["texts"][0],
         "model_index.json": {},
     }
     for name, part in parts.items():
-        changed = changes.get(name.partition("/")[0].removesuffix(".json"), {})
-        if changed is None:
+        change = changes.get(name.partition("/")[0].removesuffix(".json"), {})
+        if change is None:
             continue
-        path = home / name
+        held = part | change if isinstance(change, dict) else change
+        if isinstance(held, dict):
+            held = {key: value for key, value in held.items() if value != GONE}
+        path = here / "pipeline" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {**part, **changed} if isinstance(changed, dict) else changed
-        path.write_text(json.dumps({k: v for k, v in whole.items() if v != "left out"} if changed else part)
-                        if isinstance(whole, dict) else json.dumps(whole))  # fmt: skip
-    return home
+        path.write_text(json.dumps(held))
 
 
 def pipeline_of_unknown_denoiser(here: Path) -> None:
@@ -924,7 +935,7 @@ def pipeline_of_unknown_denoiser(here: Path) -> None:
 
 
 def pipeline_of_unnamed_denoiser(here: Path) -> None:
-    _pipeline(here, unet={"_class_name": "left out"})
+    _pipeline(here, unet={"_class_name": GONE})
 
 
 def pipeline_of_unknown_scheduler(here: Path) -> None:
@@ -952,7 +963,7 @@ def pipeline_without_text(here: Path) -> None:
 
 
 def pipeline_without_latents(here: Path) -> None:
-    _pipeline(here, vae={"latent_channels": "left out"})
+    _pipeline(here, vae={"latent_channels": GONE})
 
 
 def pipeline_of_other_latents(here: Path) -> None:
@@ -972,7 +983,7 @@ def pipeline_of_no_architectures(here: Path) -> None:
 
 
 def pipeline_of_text_without_width(here: Path) -> None:
-    _pipeline(here, text_encoder={"hidden_size": "left out"})
+    _pipeline(here, text_encoder={"hidden_size": GONE})
 
 
 def pipeline_of_other_text(here: Path) -> None:

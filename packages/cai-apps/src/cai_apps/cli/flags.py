@@ -14,7 +14,9 @@ TRUTH = {"true": True, "false": False}
 
 
 def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
-    """Values by dotted key; of a flag that is given twice the last, as scripts add to a command. What cannot be read as its field's type is left as text: the config's checks refuse it.
+    """Values by dotted key. What cannot be read as its field's type is left as text: the config's checks refuse it.
+
+    Of a flag that is given twice the last counts, as scripts add to a command.
 
     Raises:
         ConfigError: what is no flag, no key of `kind`, or has no value.
