@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import ended, start
+from safetensors.torch import save_file
 from torch import nn
 
 from cai_mesh import checkpoint
@@ -171,3 +172,12 @@ def test_buffers_of_the_state_dict_go_along(within, tmp_path):
     assert again.part.running.tolist() == [5.0] * 3
     assert int(again.part.seen) == 5
     assert again.part.table.tolist() == [1.0] * 3
+
+
+def test_weights_in_integers_are_refused(tmp_path):
+    model = nn.Linear(3, 2, bias=False)
+    save_file({"weight": torch.ones(2, 3, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"weight: I8 in the directory, which needs a scale"):
+        load_hf(model, tmp_path)
+    assert torch.equal(model.weight, before)

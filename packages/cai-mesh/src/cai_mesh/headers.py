@@ -37,6 +37,8 @@ def check_header(path: Path, *, error: type[CaiError] = CheckpointError) -> dict
     a gap, or do not end with the file. No tensor is read.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise _Wrong("it is no regular file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
-    """The dataclass `kind` filled from the command line.
+    """The dataclass `kind` filled from the command line; "~" of paths is the home directory.
 
     Raises:
         ConfigError: a flag that `kind` does not have, or a number out of its range.
@@ -30,7 +31,12 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
     with _errors_told(command):
         options = tyro.cli(kind, args=arguments, prog=f"cai {command}")
     ranges.check(options, flags=True)
-    return options
+    paths = {
+        field.name: value.expanduser()
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if isinstance(value := getattr(options, field.name), Path)
+    }
+    return dataclasses.replace(options, **paths)  # type: ignore[type-var]
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def _take(flag: str, arguments: list[str]) -> tuple[str | None, list[str]]:
 def _ranks(value: str | None) -> int | None:
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and 0 < int(value) < 2**31):
+    if not (value.isascii() and value.isdigit() and len(value) < 12 and 0 < int(value) < 2**31):
         raise ConfigError(
             "--ranks is not a number of ranks", got=repr(value), expected="an integer of at least 1"
         )

@@ -26,8 +26,10 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="report")
-    if options.output is not None and not options.output.name:
-        raise ConfigError("--output names no file", got=repr(str(options.output)), expected="as report.html")
+    if options.output is not None and options.output.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            "--output is no name of a page", got=repr(str(options.output)), expected="as report.html"
+        )
     from cai_apps.report.page import write_report
 
     run_directory = RunDirectory.open(options.directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,9 +60,11 @@ def _check(options: argparse.Namespace) -> None:
     """Raises CaiError for what ranks would only find when they are started."""
     count = options.nproc_per_node
     if count not in ("gpu", "cpu", "auto", "xpu") and not (
-        count.isascii() and count.isdigit() and int(count) > 0
+        count.isascii() and count.isdigit() and len(count) < 7 and int(count) > 0
     ):
         _refuse(f"--nproc-per-node {count!r} is no number of ranks")
+    if not re.fullmatch(r"[1-9]\d{0,5}(:[1-9]\d{0,5})?", str(options.nnodes), re.ASCII):
+        _refuse(f"--nnodes {options.nnodes!r} is no number of machines")
     script = Path(options.training_script)
     if options.training_script == "train" and not script.exists():
         if not {"-h", "--help"} & set(options.training_script_args):

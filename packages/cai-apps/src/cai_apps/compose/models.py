@@ -142,8 +142,19 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
 
 def check_causal(config: PretrainedConfig, name: str) -> None:
     """Raises ConfigError where transformers has no causal language model for a config, read under `name`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
 
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if masked and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
+        raise ConfigError(
+            f"{name} reads text in both directions: each token would be predicted from itself",
+            got=f"model_type {config.model_type!r} without is_decoder",
+            expected="a causal language model",
+            fix='set "is_decoder": true in its config.json, if it is to become one',
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{name} is no causal language model",

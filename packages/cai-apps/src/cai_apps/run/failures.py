@@ -70,7 +70,9 @@ def told(error: BaseException) -> CaiError | None:
             fix="`cai plan` says what a run needs: lower train.microbatch_size, set memory.recompute, or shard over "
             "more ranks with parallel.zero = 3",
         )
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    ):
         return CaiError(
             "this machine has too little memory", cause=_line(error), fix="give it less, or more memory"
         )

@@ -32,6 +32,8 @@ from cai_mesh.headers import check_header, weight_map
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.record import canonical_name
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that need no scale beside them, as safetensors names them."""
 STEMS = ("model", "diffusion_pytorch_model")
 """How transformers and diffusers begin the names of files with weights."""
 _DTYPES = {
@@ -89,6 +91,10 @@ def load_hf(
         shape = tuple(files[where[key]].get_slice(key).get_shape()) if key else None
         if shape != wanted[name].global_shape:
             rows.append(f"{name}: this model {wanted[name].global_shape}, directory {shape or 'nothing'}")
+        elif key and not _converts(
+            dtype := str(files[where[key]].get_slice(key).get_dtype()), wanted[name].dtype
+        ):
+            rows.append(f"{name}: {dtype} in the directory, which needs a scale to be {wanted[name].dtype}")
     if rows:
         raise CheckpointError(
             f"{directory} holds another model: {len(rows)} of {len(wanted)} parameters differ",
@@ -100,6 +106,11 @@ def load_hf(
         stored = files[where[key]].get_slice(key)
         for box, view in wanted[name].pieces:
             view.copy_(stored[box.slices()] if box.shape else files[where[key]].get_tensor(key))
+
+
+def _converts(stored: str, dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype of safetensors are those of another as they are."""
+    return not dtype.is_floating_point or stored in FLOATS or stored == _DTYPES.get(dtype)
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:

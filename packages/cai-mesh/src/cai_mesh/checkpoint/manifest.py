@@ -71,6 +71,8 @@ class Manifest:
                 expected="step, save, job, and for each file its bytes and digest",
                 fix="take another checkpoint",
             ) from None
+        if not files:
+            raise CheckpointError(f"{path} names no file", expected="those of a checkpoint")
         named = STEP.fullmatch(directory.name)
         if named and int(named[1]) != step:
             raise CheckpointError(
@@ -87,6 +89,7 @@ class Manifest:
     def bytes_of(self, directory: Path, name: str) -> bytes:
         """What a file holds, as it was written. Raises `CheckpointError` that names it when it is not."""
         path = directory / name
+        _refuse_pipes(path)
         try:
             raw = path.read_bytes()
         except FileNotFoundError:
@@ -100,6 +103,8 @@ class Manifest:
     def problem(self, path: Path, *, digests: bool) -> str | None:
         """What is wrong with one of the files; None when nothing is. `digests` as for `problems`."""
         size, sha = self.files[path.name]
+        if path.exists() and not path.is_file():
+            return f"{path} is no regular file"
         try:
             held, save = path.stat().st_size, save_of(path)
             if save not in (None, self.save):
@@ -120,6 +125,7 @@ class Manifest:
 
 def _body(path: Path) -> dict:
     """The contents of a manifest whose own digest is right."""
+    _refuse_pipes(path)
     try:
         raw = path.read_bytes()
         body = json.loads(raw)
@@ -135,6 +141,12 @@ def _body(path: Path) -> dict:
     if digest != _digest_of(body) or not raw.endswith(b"\n"):
         raise CheckpointError(f"{path} is damaged", cause="its digest does not match its contents")
     return body
+
+
+def _refuse_pipes(path: Path) -> None:
+    """Raise CheckpointError for what would be read for ever."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is damaged", cause="it is no regular file")
 
 
 def _digest_of(body: Mapping) -> str:

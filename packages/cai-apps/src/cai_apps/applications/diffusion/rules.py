@@ -15,6 +15,7 @@ from cai_mesh.errors import ConfigError
 def check(config: Config) -> None:
     """Raises CaiError for what can be told of a config before anything is loaded. Downloads what a hub id names."""
     validation.check(config)
+    validation.check_validation(config, config.data.validation_fraction)
     check_design(config, load_design(config.model.name))
 
 

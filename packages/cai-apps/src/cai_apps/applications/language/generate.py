@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_mesh.errors import CheckpointError, ConfigError
@@ -38,13 +39,23 @@ def generate(
     if not given:
         raise ConfigError("the prompt is empty", got=repr(prompt), expected="text of one token at least")
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
-    except (RuntimeError, ValueError) as error:
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
+    except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
             f"{directory} holds no causal language model, or the weights of another one",
             cause=(str(error).splitlines() or [""])[0],
             fix="check that config.json is the one these weights were made with",
         ) from None
+    model, loaded = read
+    if missing := sorted(loaded["missing_keys"]):
+        raise CheckpointError(
+            f"{directory} lacks weights of its model",
+            got=", ".join(missing[:5]),
+            cause="they would be random numbers",
+            fix="export or download it again",
+        )
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < given + tokens:
         raise ConfigError(

@@ -260,6 +260,8 @@ def _metadata(directory: Path) -> dict[str, str]:
         try:
             record = json.loads(line)
             told[record["file_name"]] = record["text"]
+            if not isinstance(record["text"], str):
+                raise TypeError
         except (ValueError, KeyError, TypeError):
             raise DataError(
                 f"a broken line: {file}:{number}", expected='{"file_name": ..., "text": ...}'
