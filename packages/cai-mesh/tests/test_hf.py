@@ -179,5 +179,5 @@ def test_weights_in_integers_are_refused(tmp_path):
     save_file({"weight": torch.ones(2, 3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     before = model.weight.detach().clone()
     with pytest.raises(CheckpointError, match=r"weight: I8 in the directory, which needs a scale"):
-        load_hf(model, tmp_path)
+        checkpoint.load_hf(model, tmp_path)
     assert torch.equal(model.weight, before)
