@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from cai_apps.cli.run import parse
+from cai_apps.cli.run import parse, recorded
 from cai_apps.run import loopback
 from cai_mesh.errors import MeshError
 
@@ -101,7 +101,7 @@ def test_two_ranks_listen_on_loopback_only(tmp_path, script, arguments):
 def test_runs_of_one_machine_are_confined(arguments, monkeypatch):
     for name in loopback.INTERFACES:
         monkeypatch.setenv(name, "eth7")
-    options = parse([*arguments, "script.py"])
+    options = recorded(parse([*arguments, "script.py"]))
     loopback.confine(options)
     assert (options.rdzv_backend, options.standalone) == (loopback.BACKEND, False)
     assert options.rdzv_endpoint == f"127.0.0.1:{4711 if '4711' in arguments else 0}"
@@ -117,7 +117,7 @@ def test_runs_of_one_machine_are_confined(arguments, monkeypatch):
     ],
 )
 def test_runs_of_several_machines_meet_where_they_are_told(arguments):
-    options = parse([*arguments, "script.py"])
+    options = recorded(parse([*arguments, "script.py"]))
     before = argparse.Namespace(**vars(options))
     loopback.confine(options)
     assert options == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from pathlib import Path
 from typing import NoReturn
@@ -30,22 +31,30 @@ def run(arguments: list[str]) -> int:
         return 0
     if not arguments:
         _refuse("no script")
-    launch.run_launcher(parse(arguments))
+    options = parse(arguments)
+    _check(options)
+    try:
+        launch.run_launcher(recorded(options))
+    except (ValueError, TypeError, AssertionError, OverflowError, RuntimeError) as error:
+        raise ConfigError(
+            "torch's launcher does not take these options, or cannot use them",
+            cause=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            fix="`python -m torch.distributed.run --help` explains them",
+        ) from None
     return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The launcher's arguments, with the script run through `cai_apps.run.recorded`.
-
-    Raises:
-        ConfigError: an option the launcher does not have, or no script.
-    """
+    """The launcher's options. Raises ConfigError for one that it does not have, and where there is no script."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
-    options = parser.parse_args(arguments)
-    _check(options)
+    return parser.parse_args(arguments)
+
+
+def recorded(options: argparse.Namespace) -> argparse.Namespace:
+    """The same, with the script run through `cai_apps.run.recorded`."""
     if options.training_script == "train" and not Path("train").exists():
         options.module, options.training_script_args = True, ["train", *options.training_script_args]
         options.training_script = "cai_apps"
@@ -60,11 +69,18 @@ def _check(options: argparse.Namespace) -> None:
     """Raises CaiError for what ranks would only find when they are started."""
     count = options.nproc_per_node
     if count not in ("gpu", "cpu", "auto", "xpu") and not (
-        count.isascii() and count.isdigit() and len(count) < 7 and int(count) > 0
+        count.isascii() and count.isdigit() and len(count) < 5 and int(count) > 0
     ):
         _refuse(f"--nproc-per-node {count!r} is no number of ranks")
     if not re.fullmatch(r"[1-9]\d{0,5}(:[1-9]\d{0,5})?", str(options.nnodes), re.ASCII):
         _refuse(f"--nnodes {options.nnodes!r} is no number of machines")
+    least, _, most = str(options.nnodes).partition(":")
+    if most and int(most) < int(least):
+        _refuse(f"--nnodes {options.nnodes!r} ends below its beginning")
+    if not 0 <= options.node_rank < int(most or least):
+        _refuse(f"--node-rank {options.node_rank} is none of {most or least} machines")
+    if options.module and importlib.util.find_spec(options.training_script.partition(".")[0]) is None:
+        _refuse(f"no module {options.training_script!r}")
     script = Path(options.training_script)
     if options.training_script == "train" and not script.exists():
         if not {"-h", "--help"} & set(options.training_script_args):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 
 from cai_mesh.errors import ConfigError
@@ -30,6 +31,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
             cause="a launcher sets all four; RANK alone is often left over from another program",
             fix="unset RANK to let cai start the ranks, or start them with `cai run`, torchrun or srun",
         )
+    if not re.fullmatch(r"[\w.:%-]+", environment["MASTER_ADDR"], re.ASCII):
+        raise ConfigError(
+            "the environment variable MASTER_ADDR is no name or address of a machine",
+            got=f"MASTER_ADDR={environment['MASTER_ADDR'][:40]}",
+            expected="as 10.0.0.1 or node-1",
+        )
     world = number_in(environment, "WORLD_SIZE", least=1)
     number_in(environment, "RANK", most=world - 1)
     number_in(environment, "MASTER_PORT", least=1, most=65535)
@@ -44,11 +51,11 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 def number_in(environment: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:
     """A whole number of the environment. Raises ConfigError for what is none, or out of its range."""
     text = environment[name]
-    value = int(text) if text.isascii() and text.isdigit() else -1
+    value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
     if value < least or (most is not None and value > most):
         raise ConfigError(
             f"the environment variable {name} has a value that no launcher sets",
-            got=f"{name}={text}",
+            got=f"{name}={text[:40]}",
             expected=f"a whole number of at least {least}"
             + (f" and at most {most}" if most is not None else ""),
             fix=f"unset {name} and the other variables of a launcher to let cai start the ranks",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, SEED, SHARE, Range
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, RATE, SEED, SHARE, Range
 
 DEGREE = Annotated[int, COUNT]
 
@@ -95,7 +95,7 @@ class OptimizerGroup:
 
     match: Annotated[str, FILLED] = "*"
     """Names of parameters, as shell patterns divided by commas: "*norm*, *.bias". The first group that fits wins."""
-    lr: Annotated[float | None, NATURAL] = None
+    lr: Annotated[float | None, RATE] = None
     """Peak learning rate."""
     weight_decay: Annotated[float | None, NATURAL] = None
     adamw: bool = False
@@ -106,9 +106,9 @@ class OptimizerGroup:
 class Optimizer:
     kind: Literal["adamw", "muon", "lamb", "lars", "adafactor", "came"] = "adamw"
     """Update rule. muon steps the matrices of blocks, and adamw what is left."""
-    lr: Annotated[float, NATURAL] = 3e-4
+    lr: Annotated[float, RATE] = 3e-4
     """Peak learning rate."""
-    adamw_lr: Annotated[float | None, NATURAL] = None
+    adamw_lr: Annotated[float | None, RATE] = None
     """muon: peak learning rate of what adamw steps; None: lr."""
     beta1: Annotated[float, PART] = 0.9
     """adamw, muon (what adamw steps), lamb, came."""

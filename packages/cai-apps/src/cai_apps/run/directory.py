@@ -61,6 +61,19 @@ class RunDirectory:
             with suppress(OSError):
                 self.path.rmdir()
 
+    def check_kind(self, application: str) -> None:
+        """Raises ConfigError where the directory holds a run of another application, which would be written over."""
+        if not self.config_file.is_file():
+            return
+        found = config_file.parse(self.config_file).get("application", application)
+        if found != application:
+            raise ConfigError(
+                f"{self.path} holds a run of another kind",
+                got=str(found),
+                expected=application,
+                fix="choose another log.directory",
+            )
+
     def create(self, config: Logged) -> None:
         """Makes what the directory lacks. A config that is there stays; `record` replaces it.
 

@@ -53,6 +53,7 @@ def join_job(
 
 def _check(config: Any, run: RunDirectory, meant: Collection[str] | None) -> None:
     """Refuse checkpoints that would be mixed, and changes of a run that goes on, unless they are meant."""
+    run.check_kind(config.application)
     checkpoint.check(config, run)
     if checkpoint.goes_on(config, run) and run.config_file.is_file():
         found = changes.changes(run.config_file, config)

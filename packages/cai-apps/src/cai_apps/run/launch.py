@@ -204,6 +204,8 @@ def _first_failure(failed: Any, asked: list[int]) -> BaseException:
     if not isinstance(details, dict):
         if failure.exitcode in STOPPED.values():
             return SystemExit(failure.exitcode)
+        if failure.exitcode == USER_ERROR:  # told by the rank itself
+            return SystemExit(USER_ERROR)
         if asked:
             doing = (failure.error_file_data or {}).get(DOING, "the start, before a step")
             print(f"stopped by {signal.Signals(asked[0]).name} in {doing}", flush=True)

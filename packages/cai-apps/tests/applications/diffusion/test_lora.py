@@ -320,7 +320,7 @@ def test_flops_are_those_of_one_backward_product(base):
         ({"lora.targets": ["attn1"]}, "is a Attention"),
         ({"lora.rank": -1}, "lora.rank"),
         ({"lora.alpha": 0}, "lora.alpha"),
-        ({"lora.dropout": 1.0}, "no part of the whole"),
+        ({"lora.dropout": 1.0}, "lora.dropout is too large"),
         ({"lora.rank": 0}, "lora.rank is 0"),
         ({"precision.linear": "fp8"}, "8 bits"),
         ({"model.weights": "random"}, "random weights"),

@@ -220,7 +220,7 @@ def test_rounds_are_drawn_for_a_step_and_every_number_comes(weights):
     [
         ({"train.microbatch_size": 2}, "train.microbatch_size = 2"),
         ({"memory.residency": "host"}, "several samples a step"),
-        ({"optimizer.clip_samples": 0.0}, "not positive"),
+        ({"optimizer.clip_samples": 0.0}, "clip_samples is too small"),
         ({"parallel.tensor.size": 2}, "tensor.size = 2"),
         ({"model.name": "alphafold-tinny"}, "alphafold-tiny"),
         ({"model.weights": "/nowhere.pt"}, "no weights at /nowhere.pt"),

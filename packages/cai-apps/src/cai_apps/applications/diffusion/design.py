@@ -118,12 +118,38 @@ def load_design(name: str) -> Design:
             texts,
         )
     directory = Path(name).expanduser()
-    design = _of_directory(directory if directory.is_dir() else _downloaded(name))
+    home = directory if directory.is_dir() else _downloaded(name)
+    try:
+        design = _of_directory(home)
+        _check(design)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"a config.json of a part of {name} lacks what diffusers writes, or has it in another form",
+            cause=f"{type(error).__name__}: {error}",
+            expected="a directory as DiffusionPipeline.save_pretrained writes it",
+        ) from None
+    return design
+
+
+def _check(design: Design) -> None:
+    """Look at what is read of the configs of all parts."""
     check_conditions(design.denoiser)
     for number, text in enumerate(design.texts):
         if not (number == THIRD and design.family.name == "SD3" and is_t5(text)):
             kind_of_text(text)
-    return design
+    times = design.scheduler.get("num_train_timesteps", 1000)
+    if not isinstance(times, int) or times < 1:
+        raise ValueError(f"num_train_timesteps is {times!r}")
+    sizes = {
+        "block_out_channels": () if design.autoencoder is None else design.autoencoder["block_out_channels"],
+        "latent_channels": (design.channels,),
+        "fold": (design.fold, design.factor, design.multiple),
+        "max_position_embeddings": design.text_lengths,
+        "hidden_size": [text["d_model" if is_t5(text) else "hidden_size"] for text in design.texts],
+    }
+    for name, found in sizes.items():
+        if wrong := [size for size in found if not isinstance(size, int) or size < 1]:
+            raise ValueError(f"{name} is {wrong[0]!r}")
 
 
 def _downloaded(name: str) -> Path:

@@ -110,9 +110,12 @@ def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list
         texts: configs of the text encoders.
 
     Raises:
-        ConfigError: that of a T5 is missing.
+        ConfigError: that of a T5 is missing, or there is none.
     """
     from transformers import AutoTokenizer, CLIPTokenizer
+
+    if not (directory / "tokenizer").is_dir():
+        raise ConfigError("text encoders without a tokenizer", expected=str(directory / "tokenizer"))
 
     found = []
     for name, text in zip(("tokenizer", "tokenizer_2", "tokenizer_3"), texts, strict=False):

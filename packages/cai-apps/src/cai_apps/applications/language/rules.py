@@ -86,6 +86,7 @@ def check_model(config: Config, model: Any) -> None:
         )
 
 
+LARGEST = 2**31
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
@@ -95,8 +96,10 @@ def _check_sizes(model: Any) -> None:
     """Raises ConfigError for sizes of which no model can be."""
     for name in SIZES:
         value = getattr(model, name, None)
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"the model's config.json says {name} = {value}", expected="at least 1")
+        if isinstance(value, int) and not 0 < value < LARGEST:
+            raise ConfigError(
+                f"the model's config.json says {name} = {value}", expected=f"at least 1, below {LARGEST:,}"
+            )
     heads, shared = (getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ConfigError(

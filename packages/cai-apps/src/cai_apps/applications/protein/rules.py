@@ -23,6 +23,12 @@ def check_settings(config: Config) -> None:
         raise ConfigError(
             f"no weights at {weights}", expected='"random", or a file of OpenFold (.pt) or AlphaFold (.npz)'
         )
+    if config.train.validate_every and not config.data.validation:
+        raise ConfigError(
+            "there is nothing to validate on",
+            got=f"train.validate_every = {config.train.validate_every}, data.validation names no chain",
+            fix="set data.validation to names of chains, or train.validate_every to 0",
+        )
     _check_parallel(config)
 
 

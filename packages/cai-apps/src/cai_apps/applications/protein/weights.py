@@ -164,7 +164,11 @@ def _load(path: Path) -> dict[str, Tensor]:
         held = held["ema"]["params"]
     elif isinstance(held, dict) and isinstance(held.get("state_dict"), dict):
         held = held["state_dict"]
-    if not isinstance(held, dict) or not held or not all(isinstance(v, Tensor) for v in held.values()):
+    if (
+        not isinstance(held, dict)
+        or not held
+        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items())
+    ):
         raise DataError(f"{path} is no state dict", got=type(held).__name__, expected="tensors by name")
     while prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in held)), None):
         held = {name.removeprefix(prefix): value for name, value in held.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, POSITIVE, SEED, Range
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, SEED, Range
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Model:
 class Optimizer:
     """Adagrad for the MLPs, row-wise Adagrad for the tables."""
 
-    lr: Annotated[float, POSITIVE] = 0.05
-    table_lr: Annotated[float, POSITIVE] = 0.1
+    lr: Annotated[float, Range(above=0, most=1e4)] = 0.05
+    table_lr: Annotated[float, Range(above=0, most=1e4)] = 0.1
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cai_apps import applications
 from cai_apps.applications.recsys.clicks import Batch, ClickData, auc
 from cai_apps.applications.recsys.config import RecsysConfig
 from cai_apps.applications.recsys.dlrm import DLRM
@@ -45,7 +44,7 @@ def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
     device = _device(config.train.device)
     model = build(config, device)
     run = RunDirectory.of(config, label)
-    _check_directory(run)
+    run.check_kind(config.application)
     run.create(config)
     run.record(config)
     tables = list(model.tables)
@@ -63,18 +62,6 @@ def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
     saved = checkpoint.save(run.checkpoints, model.state_dict(), step=config.train.steps).wait()
     print(f"run directory  {run.path}\ncheckpoint     {saved}")
     return run
-
-
-def _check_directory(run: RunDirectory) -> None:
-    """Raises ConfigError for the directory of a run of another application, whose files would be written over."""
-    if (
-        run.path.is_dir()
-        and (found := applications.of_directory(run.path)) != "recsys"
-        and run.config_file.exists()
-    ):
-        raise ConfigError(
-            f"{run.path} holds a run of another kind", got=found, fix="choose another log.directory"
-        )
 
 
 def build(config: RecsysConfig, device: torch.device) -> DLRM:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from cai_apps.applications.diffusion import need_diffusers
+from cai_apps.applications.diffusion.sizes import parse_size
 from cai_apps.cli.arguments import parse
 from cai_apps.config.environment import launched
 from cai_apps.config.ranges import COUNT, NATURAL, SEED, Range
@@ -72,6 +73,8 @@ def run(arguments: list[str]) -> int:
     need_diffusers()
     if not options.prompt:
         raise ConfigError("no prompt", expected='--prompt "a red circle" "a blue square"')
+    if options.size is not None:
+        parse_size(options.size)
     found = RunDirectory(options.directory)
     directory = found.export if found.config_file.is_file() else options.directory
     if not directory.is_dir():
@@ -122,7 +125,6 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
 
     from cai_apps.applications.diffusion.loading import Memory
     from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
-    from cai_apps.applications.diffusion.sizes import parse_size
 
     memory = Memory(options.weights, options.residency, options.vae)
     sampler = open_sampler(directory, raw=options.raw, device=device, memory=memory)

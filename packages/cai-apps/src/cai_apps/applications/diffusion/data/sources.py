@@ -256,13 +256,16 @@ def _metadata(directory: Path) -> dict[str, str]:
     """Captions by path or file name, of metadata.jsonl."""
     file = directory / "metadata.jsonl"
     told = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.is_file() else (), 1):
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is no text", cause=str(error), expected="JSON, a line an image") from None
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             told[record["file_name"]] = record["text"]
-            if not isinstance(record["text"], str):
-                raise TypeError
-        except (ValueError, KeyError, TypeError):
+            record["text"].encode()  # a string, and no half of a surrogate pair
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DataError(
                 f"a broken line: {file}:{number}", expected='{"file_name": ..., "text": ...}'
             ) from None

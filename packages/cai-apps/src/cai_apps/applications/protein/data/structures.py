@@ -63,8 +63,9 @@ def read_chain(path: Path, chain: str | None = None) -> Chain:
     gemmi = load_gemmi()
     try:
         structure = gemmi.read_structure(str(path))
-    except (RuntimeError, ValueError, OSError) as error:
-        raise DataError(f"{path} cannot be read as a structure", got=str(error).splitlines()[0]) from None
+    except (RuntimeError, ValueError, OSError, IndexError) as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path} cannot be read as a structure", got=cause) from None
     if not len(structure) or not structure[0].count_atom_sites():
         raise DataError(f"{path} has no atoms")
     structure.setup_entities()
