@@ -19,7 +19,8 @@ def said_by_first_rank() -> Iterator[None]:
         yield
     except CaiError:
         rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-        if not (rank.isdigit() and world.isdigit() and 0 < int(rank) < int(world)):
+        numbers = all(text.isdigit() and len(text) < 10 for text in (rank, world))
+        if not (numbers and 0 < int(rank) < int(world)):
             raise
         time.sleep(GRACE_SECONDS)
         sys.exit(USER_ERROR)
