@@ -23,7 +23,6 @@ def generate(
         CheckpointError: an index names files outside it, or the header of a file is not sound.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     if 0 < temperature < COLDEST:
         raise ConfigError(
@@ -32,12 +31,38 @@ def generate(
     if not (directory / "config.json").is_file():
         raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
     tokenizer = load_tokenizer(directory)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_weights(directory)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     given = inputs["input_ids"].shape[1]
     if not given:
         raise ConfigError("the prompt is empty", got=repr(prompt), expected="text of one token at least")
+    model = _model(directory)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < given + tokens:
+        raise ConfigError(
+            "the prompt and its continuation are longer than the model's positions",
+            got=f"{given} + {tokens} tokens",
+            expected=f"at most {limit} (max_position_embeddings)",
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, inputs = model.to(device).eval(), inputs.to(device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        if not model(**inputs).logits.isfinite().all():
+            raise CheckpointError(
+                f"what the model of {directory} predicts is not finite",
+                cause="its weights are damaged, or it was trained too fast",
+                fix="export an earlier checkpoint",
+            )
+        ids = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _model(directory: Path) -> Any:
+    """The causal language model of a directory, whose files are sound and lack nothing."""
+    from transformers import AutoModelForCausalLM
+
+    check_weights(directory)
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True
@@ -56,22 +81,4 @@ def generate(
             cause="they would be random numbers",
             fix="export or download it again",
         )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < given + tokens:
-        raise ConfigError(
-            "the prompt and its continuation are longer than the model's positions",
-            got=f"{given} + {tokens} tokens",
-            expected=f"at most {limit} (max_position_embeddings)",
-        )
-    model, inputs = model.to(device).eval(), inputs.to(device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    torch.manual_seed(seed)
-    with torch.inference_mode():
-        if not model(**inputs).logits.isfinite().all():
-            raise CheckpointError(
-                f"what the model of {directory} predicts is not finite",
-                cause="its weights are damaged, or it was trained too fast",
-                fix="export an earlier checkpoint",
-            )
-        ids = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return model
