@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bad_inputs import CASES, Case
+from further_cases import FURTHER
 from running import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof" / "inputs.md"
@@ -16,7 +17,7 @@ HEAD = """# Bad input
 
 What `cai` says to input that cannot be: for each the exit code and the first line of the message. Every message also
 says what was got or expected, the cause or what to do; no file is touched, and no traceback is shown. The inputs are
-data (`tests/inputs/bad_inputs.py`), as which they are also tested:
+data (`bad_inputs.py` and `further_cases.py` in `tests/inputs`), as which they are also tested:
 
 ```
 nox -s tests -- tests/inputs
@@ -35,7 +36,8 @@ its traceback is.
 def main() -> None:
     """Run all cases and write the page."""
     lines = [HEAD]
-    for group, cases in CASES.items():
+    for group in dict.fromkeys([*CASES, *FURTHER]):
+        cases = [*CASES.get(group, ()), *FURTHER.get(group, ())]
         lines += [
             "",
             f"## {group[0].upper()}{group[1:]} ({len(cases)})",
