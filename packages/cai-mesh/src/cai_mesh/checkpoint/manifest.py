@@ -76,8 +76,7 @@ class Manifest:
         named = STEP.fullmatch(directory.name)
         if named and int(named[1]) != step:
             raise CheckpointError(
-                f"{path} is not of the step its directory is named for",
-                got=repr(step),
+                f"{path} is of step {step}, not of the step its directory is named for",
                 expected=named[1],
                 fix="give the directory its own name again",
             )
