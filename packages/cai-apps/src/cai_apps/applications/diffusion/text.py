@@ -114,7 +114,7 @@ def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list
     """
     from transformers import AutoTokenizer, CLIPTokenizer
 
-    if not (directory / "tokenizer").is_dir():
+    if texts and not (directory / "tokenizer").is_dir():
         raise ConfigError("text encoders without a tokenizer", expected=str(directory / "tokenizer"))
 
     found = []
