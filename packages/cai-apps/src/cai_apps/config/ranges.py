@@ -59,8 +59,8 @@ FILLED = Filled()
 COUNT = Range(least=1)
 NATURAL = Range(least=0)
 POSITIVE = Range(above=0)
-RATE = Range(least=0, most=1e4)
-"""A learning rate: a larger one is a slip, and leaves the range of float32 soon."""
+RATE = Range(least=0, most=1e30)
+"""A learning rate: what steps by a larger one leaves the range of float32."""
 SHARE = Range(least=0, most=1)
 PART = Range(least=0, below=1)
 """A share that leaves something, and a decay."""

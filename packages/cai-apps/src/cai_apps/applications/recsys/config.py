@@ -50,8 +50,8 @@ class Model:
 class Optimizer:
     """Adagrad for the MLPs, row-wise Adagrad for the tables."""
 
-    lr: Annotated[float, Range(above=0, most=1e4)] = 0.05
-    table_lr: Annotated[float, Range(above=0, most=1e4)] = 0.1
+    lr: Annotated[float, Range(above=0, most=1e30)] = 0.05
+    table_lr: Annotated[float, Range(above=0, most=1e30)] = 0.1
 
 
 @dataclass(frozen=True)
