@@ -3,11 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from cai_apps import recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.validation import resolve
-from cai_apps.compose.models import load_model_config
+from cai_apps.compose.models import check_causal, load_model_config
 from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
 from cai_mesh.errors import CaiError, ConfigError, MeshError, PlanError
@@ -150,7 +151,7 @@ def test_recipes_resolve_on_8_ranks_or_their_own_number(name):
     config = recipes.load(name)
     parallel = config.parallel
     ranks = 8 if parallel.shard == -1 else parallel.shard * parallel.tensor.size * parallel.pipeline.size
-    resolved(config, ranks)
+    assert resolved(config, ranks).parallel.shard >= 1
 
 
 def test_unknown_model_suggests_a_preset(monkeypatch):
@@ -166,3 +167,16 @@ def test_launcher_variables():
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         with pytest.raises(ConfigError, match=f"{name} is not"):
             launched({key: value for key, value in whole.items() if key != name})
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "reformer", "xlm", "xlnet", "cpmant", "bert-generation"])
+def test_models_that_read_in_both_directions_are_refused(kind):
+    with pytest.raises(ConfigError, match="both directions"):
+        check_causal(AutoConfig.for_model(kind), kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bart", "opt", "mamba"])
+def test_causal_models_are_not(kind):
+    check_causal(AutoConfig.for_model(kind), kind)
+    if kind == "bart":
+        check_causal(AutoConfig.for_model("bert", is_decoder=True), "bert")

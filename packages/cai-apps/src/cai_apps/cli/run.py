@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
             "torch's launcher does not take these options, or cannot use them",
             cause=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             fix="`python -m torch.distributed.run --help` explains them",
-        ) from None
+        ) from error
     return 0
 
 

@@ -140,6 +140,10 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
     return lambda module: found[module](module)
 
 
+BOTH_WAYS = ("bert-generation", "cpmant", "xlnet")
+"""Kinds of which transformers has causal models whose early logits change with later tokens, as they are configured."""
+
+
 def check_causal(config: PretrainedConfig, name: str) -> None:
     """Raises ConfigError where transformers has no causal language model for a config, read under `name`."""
     from transformers.models.auto.modeling_auto import (
@@ -148,12 +152,15 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
     )
 
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
-    if masked and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
+    if (masked or config.model_type in BOTH_WAYS) and not (
+        getattr(config, "is_decoder", False) or getattr(config, "causal", False)
+    ):
         raise ConfigError(
             f"{name} reads text in both directions: each token would be predicted from itself",
             got=f"model_type {config.model_type!r} without is_decoder",
             expected="a causal language model",
-            fix='set "is_decoder": true in its config.json, if it is to become one',
+            fix=f'set "{"causal" if hasattr(config, "causal") else "is_decoder"}": true in its config.json, if it '
+            "is to become one and transformers can make it one",
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
@@ -165,6 +172,8 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
 
 def check_made(name: str) -> None:
     """Raises ConfigError where transformers cannot make the model that a config describes; without memory for it."""
+    if name in presets():
+        return
     config = load_model_config(name)
     try:
         meta_model(config)

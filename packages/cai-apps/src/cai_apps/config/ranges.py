@@ -50,6 +50,10 @@ class Range:
         return " and ".join(f"{word} {limit:,}" for word, limit in words.items() if limit is not None)
 
 
+def _limit(number: float) -> str:
+    return f"{number:,}" if number < 2**63 else f"{number:g}"
+
+
 @dataclass(frozen=True)
 class Filled:
     """Text that is not empty, as the name of a file is."""

@@ -204,7 +204,8 @@ def _first_failure(failed: Any, asked: list[int]) -> BaseException:
     if not isinstance(details, dict):
         if failure.exitcode in STOPPED.values():
             return SystemExit(failure.exitcode)
-        if failure.exitcode == USER_ERROR:  # told by the rank itself
+        if failure.exitcode == USER_ERROR:  # the rank has said why
+            print(f"error: {_without_traceback(rank, failure)}", file=sys.stderr, flush=True)
             return SystemExit(USER_ERROR)
         if asked:
             doing = (failure.error_file_data or {}).get(DOING, "the start, before a step")

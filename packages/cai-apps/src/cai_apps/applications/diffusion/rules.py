@@ -15,12 +15,12 @@ from cai_mesh.errors import ConfigError
 def check(config: Config) -> None:
     """Raises CaiError for what can be told of a config before anything is loaded. Downloads what a hub id names."""
     validation.check(config)
-    validation.check_validation(config, config.data.validation_fraction)
     check_design(config, load_design(config.model.name))
 
 
 def check_design(config: Config, design: Design) -> None:
     """Raises ConfigError where parts of the design do not fit each other or the config."""
+    validation.check_validation(config, config.data.validation_fraction)
     _check_parallel(config)
     _check_shape(config, design)
     _check_prior(config, design)

@@ -88,7 +88,7 @@ def check_model(config: Config, model: Any) -> None:
 
 LARGEST = 2**31
 SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
+    "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
 
 
