@@ -88,7 +88,7 @@ def check_model(config: Config, model: Any) -> None:
 
 LARGEST = 2**31
 SIZES = (
-    "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
 
 
@@ -96,9 +96,11 @@ def _check_sizes(model: Any) -> None:
     """Raises ConfigError for sizes of which no model can be."""
     for name in SIZES:
         value = getattr(model, name, None)
-        if isinstance(value, int) and not 0 < value < LARGEST:
+        least = 0 if name == "intermediate_size" else 1  # models of experts alone have none
+        if isinstance(value, int) and not least <= value < LARGEST:
             raise ConfigError(
-                f"the model's config.json says {name} = {value}", expected=f"at least 1, below {LARGEST:,}"
+                f"the model's config.json says {name} = {value}",
+                expected=f"at least {least}, below {LARGEST:,}",
             )
     heads, shared = (getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
