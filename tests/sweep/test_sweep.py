@@ -20,7 +20,6 @@ DOZEN = {
     "bart": ["one rank", "zero3", "pp2"],  # cross-attention that a decoder alone never uses
     "roc_bert": ["one rank"],  # changes what a linear layer returns in place
     "gemma3": ["offloaded", "zero3"],  # a model of parts, with initial values of their own
-    "xlnet": ["offloaded"],  # parameters that are not built on the meta device
     "modernbert-decoder": ["one rank"],  # a module gives its children their values
     "gemma4_text": ["kernels"],  # layers of different shapes
 }
