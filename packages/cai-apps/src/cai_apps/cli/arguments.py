@@ -15,13 +15,15 @@ from cai_apps.config import ranges
 from cai_mesh.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+SHOWN = 400
+"""Letters of a message that are shown."""
 
 
 def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
     """The dataclass `kind` filled from the command line; "~" of paths is the home directory.
 
     Raises:
-        ConfigError: a flag that `kind` does not have, or a number out of its range.
+        ConfigError: a flag that `kind` does not have, one argument too many, or a number out of its range.
     """
     known = ["help", *(field.name for field in dataclasses.fields(kind))]  # type: ignore[arg-type]
     for argument in arguments:
@@ -29,7 +31,13 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
         if argument.startswith("--") and flag.replace("-", "_") not in known:
             raise ConfigError(f"cai {command} has no option --{flag}", fix=did_you_mean(flag, known))
     with _errors_told(command):
-        options = tyro.cli(kind, args=arguments, prog=f"cai {command}")
+        options, more = tyro.cli(kind, args=arguments, prog=f"cai {command}", return_unknown_args=True)
+    if more:
+        raise ConfigError(
+            f"cai {command} has more arguments than it takes",
+            got=", ".join(more)[:SHOWN],
+            fix=f"`cai {command} --help` shows them",
+        )
     ranges.check(options, flags=True)
     paths = {
         field.name: value.expanduser()
@@ -57,6 +65,6 @@ def _errors_told(command: str) -> Iterator[None]:
         ]
         raise ConfigError(
             f"cai {command} cannot read its arguments",
-            got="; ".join(told)[:400],
+            got="; ".join(told)[:SHOWN],
             fix=f"`cai {command} --help` shows them",
         ) from None

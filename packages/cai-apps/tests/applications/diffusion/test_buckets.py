@@ -85,6 +85,7 @@ def config_of(directory: Path, cache: Path, ranks: int = 1, recipe: str = "sd-v1
         "data.cache": str(cache),
         "data.encoder_dtype": "fp64",
         "data.validation_fraction": 0.0,
+        "train.validate_every": 0,
         "precision.compute": "fp64",
         "parallel.shard": ranks,
         "parallel.zero": 3,

@@ -45,6 +45,7 @@ CHANGES = {
     "data.encoder_dtype": "fp64",
     "data.samples": 40,
     "data.validation_fraction": 0.0,
+    "train.validate_every": 0,
     "lora.rank": 3,
     "lora.alpha": 6,
     "optimizer.lr": LR,
