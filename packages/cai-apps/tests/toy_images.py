@@ -17,6 +17,7 @@ from cai_apps.compose.workload import Workload
 from cai_apps.config import sections
 from cai_apps.config.validation import check, ranks_of, resolve
 from cai_apps.planner.fit import Planner
+from cai_apps.planner.shown import Shown
 from cai_apps.planner.text import show_plan
 from cai_apps.report.outcome import show_outcome
 from cai_apps.report.training import training_page
@@ -167,7 +168,7 @@ class Images:
         print(f"weights        {job.run.export}")
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
     return show_plan(
         Planner(Images().resolve, workload),
         config,

@@ -8,7 +8,8 @@ from transformers import AutoConfig
 from cai_apps import recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.validation import resolve
-from cai_apps.compose.models import check_causal, load_model_config
+from cai_apps.compose.causality import check_reads_forwards
+from cai_apps.compose.models import check_causal, load_model_config, meta_model
 from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
 from cai_mesh.errors import CaiError, ConfigError, MeshError, PlanError
@@ -180,3 +181,24 @@ def test_causal_models_are_not(kind):
     check_causal(AutoConfig.for_model(kind), kind)
     if kind == "bart":
         check_causal(AutoConfig.for_model("bert", is_decoder=True), "bert")
+
+
+BOTH_WAYS = [
+    ("gemma3_text", {"use_bidirectional_attention": True}),
+    ("bert", {}),
+    ("roberta-prelayernorm", {}),
+    ("xlm", {}),
+]
+FORWARDS = [("gemma3_text", {}), ("bert", {"is_decoder": True}), ("falcon_h1", {}), ("beam", {}), ("mamba", {})]
+
+
+@pytest.mark.parametrize(("kind", "values"), BOTH_WAYS)
+def test_what_a_value_lets_read_both_ways_is_refused(kind, values):
+    """Whatever the value is named: a small model is tried."""
+    with pytest.raises(ConfigError, match="both directions"):
+        check_reads_forwards(meta_model(AutoConfig.for_model(kind, **values)), kind)
+
+
+@pytest.mark.parametrize(("kind", "values"), FORWARDS)
+def test_what_reads_forwards_is_not(kind, values):
+    check_reads_forwards(meta_model(AutoConfig.for_model(kind, **values)), kind)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,13 @@ from torch import nn
 from cai_apps import recipes
 from cai_apps.applications.language import APPLICATION
 from cai_apps.applications.language.plan import plan
+from cai_apps.cli import main
 from cai_apps.planner.memory import model_state, most_in_flight
 from cai_apps.planner.plan import unsharded_bytes
 from cai_mesh.errors import ConfigError, MeshError, PlanError
 from cai_pipeline import program
+
+GIB = 2**30
 
 
 @pytest.fixture
@@ -139,7 +143,7 @@ def test_same_errors_as_training(tiny):
 
 
 def test_rendered_plan_has_the_mesh_and_a_row_per_stage(tiny):
-    text = APPLICATION.plan(tiny, None, "llama-tiny", None)
+    text = APPLICATION.plan(tiny, None, "llama-tiny", None).text
     assert "pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2  (8 ranks)" in text
     assert "869,504 parameters" in text
     assert len([line for line in text.splitlines() if line.endswith("MiB") and line.startswith("    ")]) == 2
@@ -161,7 +165,7 @@ def test_needs_of_an_8_billion_model_on_one_gpu():
     assert planned.offload.smallest - planned.stages[0].activations == pytest.approx(
         2 * 3 * embedding, rel=1e-3
     )
-    text = APPLICATION.plan(config, None, "llama-8b", None)
+    text = APPLICATION.plan(config, None, "llama-8b", None).text
     assert "20.49 GiB may be used; works from about" in text
     assert "host      at most 119." in text
 
@@ -174,18 +178,39 @@ def test_a_disk_takes_what_the_host_lacks():
     planned = plan(config)
     assert planned.offload.host <= 60e9
     assert planned.offload.host + planned.offload.disk > 16 * planned.parameters
-    assert "GiB in /fast" in APPLICATION.plan(config, None, "llama-8b", None)
+    assert "GiB in /fast" in APPLICATION.plan(config, None, "llama-8b", None).text
 
 
 def test_too_little_device_memory():
     with pytest.raises(PlanError, match="too small for one layer at a time"):
         plan(recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "2GB"}))
     tight = recipes.load("llama-8b", {"memory.residency": "auto", "memory.device_memory": "4GB"})
-    assert "likely too small" in APPLICATION.plan(tight, None, "llama-8b", None)
+    assert "likely too small" in APPLICATION.plan(tight, None, "llama-8b", None).text
 
 
 def test_one_rank_is_told_what_offload_would_do(tiny):
     assert plan(tiny).offload is None
     assert "with memory.residency auto: works from about" in APPLICATION.plan(
         recipes.load("llama-1b"), None, "llama-1b", None
-    )
+    ).text
+
+
+@pytest.mark.parametrize("recipe", ["llama-tiny", "sd-v1-tiny", "alphafold-tiny", "dlrm-tiny"])
+def test_a_plan_for_programs(recipe, capsys):
+    """Standard output holds one JSON object, and nothing else."""
+    assert main(["plan", recipe, "--json", "--gpu-memory=80GiB"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is True
+    assert facts["memory"] == 80 * GIB
+    assert facts["title"].startswith(recipe)
+    assert recipes.load(recipe).application == facts["config"]["application"]
+
+
+def test_what_makes_it_fit_for_programs(capsys):
+    assert main(["plan", "llama-8b", "--json", "--ranks", "1", "--gpu-memory", "40GiB"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is False
+    assert facts["peak"] == max(stage["peak"] for stage in facts["stages"])
+    assert facts["peak"] == min(facts["recompute_peaks"].values())
+    assert facts["advice"], "more ranks"
+    assert all(advised["peak"] < facts["peak"] for advised in facts["advice"])

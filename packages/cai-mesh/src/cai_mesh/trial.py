@@ -71,6 +71,7 @@ _SMALL = {
     "max_target_positions": 64,
     "sliding_window": 4,
     "rotary_dim": 4,
+    "mamba_chunk_size": 8,
     "vocab_size": VOCABULARY,
 }
 

@@ -16,6 +16,7 @@ from cai_apps.config.file import parse
 from cai_mesh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
     from cai_apps.run.directory import RunDirectory
 
@@ -38,7 +39,7 @@ class Application:
         config: the dataclass of its TOML file.
         check: raises CaiError for a config that cannot run, as far as can be told without torch and transformers.
         train: (config, label, keys given for this very start) -> the run's directory.
-        plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need, as text.
+        plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need.
         report: what the page of a run shows.
         commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
     """
@@ -47,7 +48,7 @@ class Application:
     config: type
     check: Callable[[Any], None]
     train: Callable[[Any, str, Collection[str]], RunDirectory]
-    plan: Callable[[Any, int | None, str, int | None], str]
+    plan: Callable[[Any, int | None, str, int | None], Shown]
     report: Callable[[], Page]
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 

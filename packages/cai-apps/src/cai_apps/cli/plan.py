@@ -1,6 +1,8 @@
-"""cai plan RECIPE|FILE.toml [--ranks N] [--gpu-memory 80GiB] [--section.key value]"""
+"""cai plan RECIPE|FILE.toml [--ranks N] [--gpu-memory 80GiB] [--json] [--section.key value]"""
 
 from __future__ import annotations
+
+import json
 
 from cai_apps import applications
 from cai_apps.cli import config_arguments
@@ -9,7 +11,7 @@ from cai_mesh.errors import ConfigError
 DESCRIPTION = (
     "Print what a run will need per rank and whether it fits, without weights. --ranks N: ranks the run is meant for "
     "(default: as many as the degrees make). --gpu-memory SIZE: memory of a rank's device, as 80GB (10^9) or 80GiB "
-    "(default: that of this machine's GPU, if it has one)."
+    "(default: that of this machine's GPU, if it has one). --json: as one JSON object, sizes in bytes."
 )
 
 
@@ -17,8 +19,11 @@ def run(arguments: list[str]) -> int:
     arguments = [part for argument in arguments for part in _split_flag(argument)]
     ranks, arguments = _take("--ranks", arguments)
     memory, arguments = _take("--gpu-memory", arguments)
+    machine = "--json" in arguments
+    arguments = [argument for argument in arguments if argument != "--json"]
     config, label = config_arguments.parse(arguments, command="plan", description=DESCRIPTION)
-    print(applications.of(config).plan(config, _ranks(ranks), label, _memory(memory)))
+    shown = applications.of(config).plan(config, _ranks(ranks), label, _memory(memory))
+    print(json.dumps(shown.facts) if machine else shown.text)
     return 0
 
 

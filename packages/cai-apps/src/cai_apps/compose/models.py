@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cai_apps.compose.causality import check_reads_forwards
 from cai_mesh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -171,18 +172,22 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
 
 
 def check_made(name: str) -> None:
-    """Raises ConfigError where transformers cannot make the model that a config describes; without memory for it."""
+    """Raises ConfigError where transformers cannot make the model that a config describes, or it is not causal.
+
+    The model itself takes no memory.
+    """
     if name in presets():
         return
     config = load_model_config(name)
     try:
-        meta_model(config)
+        model = meta_model(config)
     except Exception as error:  # whatever its code meets in values that do not go together
         raise ConfigError(
             f"transformers cannot make the model of {name!r}",
             got=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             expected="a config.json whose values go together",
         ) from None
+    check_reads_forwards(model, name)
 
 
 def causal_model(config: PretrainedConfig) -> PreTrainedModel:

@@ -113,6 +113,41 @@ def _what_forwards_depend_on(config: Any) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A plan, whether it fits, and what to change where it does not.
+
+    Args:
+        plan: of the config.
+        memory: bytes of a rank's device; None: not known.
+        peaks: by form of recompute; empty where training state may leave the device.
+        advice: what to set, and the peak then.
+    """
+
+    plan: Plan
+    memory: int | None
+    peaks: dict[str, int]
+    advice: tuple[tuple[str, int], ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """None: the device's memory is not known, or training state may leave it."""
+        if self.memory is None or not self.peaks:
+            return None
+        return needed(self.plan.peak) <= self.memory
+
+
+def judge(planner: Planner, config: Any, *, ranks: int, memory: int | None) -> Verdict:
+    """The verdict on a config as it was given. Raises what `train` would raise before its ranks start."""
+    plan = planner.plan(config, ranks=ranks, memory=memory)
+    if plan.config.memory.residency != "device":
+        return Verdict(plan, memory, {}, ())
+    verdict = Verdict(plan, memory, planner.peaks(plan.config, ranks=ranks), ())
+    if memory is None or verdict.fits:
+        return verdict
+    return replace(verdict, advice=tuple(advice(planner, config, ranks=ranks, memory=memory)))
+
+
 def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> list[tuple[str, int]]:
     """Changes with which a config that does not fit would: what to set, and the peak then.
 

@@ -1,16 +1,18 @@
-"""A plan as text."""
+"""What a run will need, for people and for programs."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from cai_apps.planner.fit import Planner, advice, needed
+from cai_apps.planner.fit import Planner, Verdict, judge, needed
 from cai_apps.planner.plan import Plan, StagePlan
+from cai_apps.planner.shown import Shown
 
 
 def show_plan(
     planner: Planner, config: Any, *, ranks: int, memory: int | None, title: str, batch: str
-) -> str:
+) -> Shown:
     """What a run will need, whether it fits, and what to change if it does not.
 
     Args:
@@ -21,19 +23,44 @@ def show_plan(
 
     Raises what `train` would raise before its ranks start.
     """
-    plan = planner.plan(config, ranks=ranks, memory=memory)
+    verdict = judge(planner, config, ranks=ranks, memory=memory)
+    return Shown("\n".join(_lines(verdict, title, batch)), {"title": title, "batch": batch} | _facts(verdict))
+
+
+def _lines(verdict: Verdict, title: str, batch: str) -> list[str]:
+    plan = verdict.plan
     lines = [render(plan, title, batch)]
-    if plan.config.memory.residency != "device":
-        return lines[0]
-    lines += ["", _recompute(planner, plan), _fits(plan, memory)]
-    if memory is not None and needed(plan.peak) > memory:
-        found = advice(planner, config, ranks=ranks, memory=memory)
-        lines += [f"          it fits with {text}: peak {size(peak)}" for text, peak in found]
-        if not found:
-            lines.append(
-                "          nothing that was tried makes it fit: take a smaller model, or memory.residency"
-            )
-    return "\n".join(lines)
+    if not verdict.peaks:
+        return lines
+    peaks = ", ".join(f"{size(peak)} with {form}" for form, peak in verdict.peaks.items())
+    lines += ["", f"recompute peak {peaks}", _fits(plan, verdict.memory)]
+    lines += [f"          it fits with {change}: peak {size(peak)}" for change, peak in verdict.advice]
+    if verdict.fits is False and not verdict.advice:
+        lines.append(
+            "          nothing that was tried makes it fit: take a smaller model, or memory.residency"
+        )
+    return lines
+
+
+def _facts(verdict: Verdict) -> dict[str, Any]:
+    plan = verdict.plan
+    stages = [asdict(stage) | {"peak": stage.peak} for stage in plan.stages]
+    return {
+        "device": plan.device,
+        "ranks": plan.ranks,
+        "mesh": plan.axes,
+        "parameters": plan.parameters,
+        "frozen": plan.frozen,
+        "stages": stages,
+        "peak": plan.peak,
+        "needed": needed(plan.peak),
+        "memory": verdict.memory,
+        "fits": verdict.fits,
+        "recompute_peaks": verdict.peaks,
+        "advice": [{"change": change, "peak": peak} for change, peak in verdict.advice],
+        "offload": None if plan.offload is None else asdict(plan.offload),
+        "config": asdict(plan.config),
+    }
 
 
 def render(plan: Plan, title: str, batch: str) -> str:
@@ -63,12 +90,6 @@ def render(plan: Plan, title: str, batch: str) -> str:
 
 def _learn(plan: Plan) -> str:
     return f", of which {plan.parameters - plan.frozen:,} learn" if plan.frozen else ""
-
-
-def _recompute(planner: Planner, plan: Plan) -> str:
-    """The peak with each form of recompute."""
-    found = planner.peaks(plan.config, ranks=plan.ranks)
-    return f"recompute peak {', '.join(f'{size(peak)} with {form}' for form, peak in found.items())}"
 
 
 def _fits(plan: Plan, memory: int | None) -> str:

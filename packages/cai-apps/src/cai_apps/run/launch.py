@@ -114,8 +114,8 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
         start_method="forkserver",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=SAVE_SECONDS,
         signals_to_handle="SIGHUP,SIGQUIT",
+        **_patience(LaunchConfig),
     )
     pids = multiprocessing.get_context("forkserver").RawArray("i", ranks)
     with _signals_to(pids) as asked, _failures_named(asked):
@@ -129,13 +129,23 @@ def run_launcher(options: argparse.Namespace) -> None:
         RankFailure: a rank failed; names it and, where it left one, has its traceback.
         SystemExit: a signal, which the agent passes on to the ranks, stopped them.
     """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import run
 
     loopback.confine(options)
-    if options.shutdown_timeout is None:
+    if getattr(options, "shutdown_timeout", None) is None:
         options.shutdown_timeout = SAVE_SECONDS
+    if not _patience(LaunchConfig):
+        PContext.close.__defaults__ = (None, SAVE_SECONDS)
     with _failures_named([]):
         run(options)
+
+
+def _patience(launch_config: type) -> dict[str, int]:
+    """The time that ranks have to save after a signal, for a torch that lets it be said; older ones give 30 seconds."""
+    key = "shutdown_timeout"
+    return {key: SAVE_SECONDS} if key in launch_config.__dataclass_fields__ else {}
 
 
 def launcher_pid() -> int | None:

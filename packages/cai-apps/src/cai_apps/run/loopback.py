@@ -45,8 +45,12 @@ def confine(options: argparse.Namespace) -> None:
     elsewhere = options.master_addr not in (None, "", ADDRESS, "localhost")
     if str(options.nnodes) not in ("1", "1:1") or ((asked or elsewhere) and not options.standalone):
         return
+    from torch.distributed.run import get_args_parser
+
+    usual = get_args_parser().get_default("master_port")  # a number in older torch, where runs would share it
+    port = 0 if options.master_port in (None, usual) else options.master_port
     options.standalone = False
-    options.rdzv_backend, options.rdzv_endpoint = register(), f"{ADDRESS}:{options.master_port or 0}"
+    options.rdzv_backend, options.rdzv_endpoint = register(), f"{ADDRESS}:{port}"
     use_loopback()
 
 

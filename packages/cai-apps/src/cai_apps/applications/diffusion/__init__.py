@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
@@ -12,6 +12,7 @@ from cai_apps.applications.diffusion.config import Config
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
     from cai_apps.run.directory import RunDirectory
 
@@ -52,7 +53,7 @@ def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     return train(DIFFUSION, config, label=label, meant=given)
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
     _need(config)
     from cai_apps.applications.diffusion.design import load_design
     from cai_apps.applications.diffusion.task import DIFFUSION
@@ -62,7 +63,7 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
     from cai_apps.planner.text import show_plan
 
     ranks = ranks_of(config) if ranks is None else ranks
-    text = show_plan(
+    shown = show_plan(
         Planner(DIFFUSION.resolve, DIFFUSION.workload),
         config,
         ranks=ranks,
@@ -71,7 +72,11 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
         batch=f"{config.train.global_batch} images of {config.data.size} x {config.data.size}",
     )
     share = share_of(config, load_design(config.model.name))
-    return text if share is None else f"{text}\ntensor    {share}"
+    if share is None:
+        return shown
+    return replace(
+        shown, text=f"{shown.text}\ntensor    {share}", facts=shown.facts | {"tensor": asdict(share)}
+    )
 
 
 def _report() -> Page:

@@ -9,6 +9,7 @@ from cai_apps.applications import Application
 from cai_apps.applications.language.config import Config
 
 if TYPE_CHECKING:
+    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
     from cai_apps.run.directory import RunDirectory
 
@@ -26,7 +27,7 @@ def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     return train(LANGUAGE, config, label=label, meant=given)
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
     from cai_apps.applications.language.task import LANGUAGE
     from cai_apps.config.validation import ranks_of
     from cai_apps.planner.fit import Planner

@@ -12,6 +12,7 @@ from cai_apps.applications.protein.config import Config
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
     from cai_apps.run.directory import RunDirectory
 
@@ -36,7 +37,7 @@ def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
     return train(PROTEIN, config, label=label, meant=given)
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> str:
+def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
     from cai_apps.applications.protein.task import PROTEIN
     from cai_apps.config.validation import ranks_of
     from cai_apps.planner.fit import Planner

@@ -9,6 +9,7 @@ from cai_apps.applications import Application
 from cai_apps.applications.recsys.config import RecsysConfig
 
 if TYPE_CHECKING:
+    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
     from cai_apps.run.directory import RunDirectory
 
@@ -25,7 +26,7 @@ def _train(config: RecsysConfig, label: str, given: Collection[str]) -> RunDirec
     return train(config, label=label)
 
 
-def _plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None) -> str:
+def _plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None) -> Shown:
     from cai_apps.applications.recsys.plan import plan
 
     return plan(config, ranks, label, memory)

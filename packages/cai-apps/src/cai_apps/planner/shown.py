@@ -1,0 +1,19 @@
+"""What a run will need, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A plan as `cai plan` prints it.
+
+    Args:
+        text: for people, lines.
+        facts: the same for programs: what JSON can hold. Sizes are bytes.
+    """
+
+    text: str
+    facts: dict[str, Any]
