@@ -55,6 +55,26 @@ def test_nothing_is_appended_through_a_link(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("name", ["a", "a/b", "a/b/c"])
+@pytest.mark.parametrize("target", ["directory", "file", "nothing"])
+def test_a_directory_takes_the_place_of_links_on_its_way(tmp_path, name, target):
+    (tmp_path / "directory" / "b" / "c").mkdir(parents=True)
+    (tmp_path / "file").write_text("theirs")
+    home = tmp_path / "home"
+    link = home / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / target)
+    made = paths.own_folder(home / "a" / "b" / "c", below=home)
+    (made / "new").write_text("ours")
+    assert made.resolve() == made
+    assert not list(tmp_path.glob("directory/**/new"))
+    assert (tmp_path / "file").read_text() == "theirs"
+    (made / "more").symlink_to(tmp_path / "directory")
+    paths.remove(made)
+    paths.remove(made)
+    assert (tmp_path / "directory" / "b" / "c").is_dir()
+
+
 def test_links_are_found_wherever_they_lie(tmp_path):
     run, deep = tmp_path / "run", tmp_path / "run" / "plots" / "old"
     deep.mkdir(parents=True)

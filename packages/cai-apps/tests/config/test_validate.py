@@ -189,7 +189,13 @@ BOTH_WAYS = [
     ("roberta-prelayernorm", {}),
     ("xlm", {}),
 ]
-FORWARDS = [("gemma3_text", {}), ("bert", {"is_decoder": True}), ("falcon_h1", {}), ("beam", {}), ("mamba", {})]
+FORWARDS = [
+    ("gemma3_text", {}),
+    ("bert", {"is_decoder": True}),
+    ("falcon_h1", {}),
+    ("beam", {}),
+    ("mamba", {}),
+]
 
 
 @pytest.mark.parametrize(("kind", "values"), BOTH_WAYS)

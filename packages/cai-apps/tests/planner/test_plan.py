@@ -190,9 +190,10 @@ def test_too_little_device_memory():
 
 def test_one_rank_is_told_what_offload_would_do(tiny):
     assert plan(tiny).offload is None
-    assert "with memory.residency auto: works from about" in APPLICATION.plan(
-        recipes.load("llama-1b"), None, "llama-1b", None
-    ).text
+    assert (
+        "with memory.residency auto: works from about"
+        in APPLICATION.plan(recipes.load("llama-1b"), None, "llama-1b", None).text
+    )
 
 
 @pytest.mark.parametrize("recipe", ["llama-tiny", "sd-v1-tiny", "alphafold-tiny", "dlrm-tiny"])

@@ -7,9 +7,11 @@ import stat
 
 import pytest
 
+from cai_apps import applications, recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.report.plots import draw_loss
 from cai_apps.run.directory import RunDirectory
+from cai_apps.run.loop import Loop
 from cai_apps.run.metrics import MetricsFile
 from cai_mesh.errors import ConfigError
 
@@ -62,6 +64,45 @@ def test_a_link_laid_during_the_run_is_replaced_or_refused(other, tmp_path):
     draw_loss(run)
     assert other.read_text() == ""
     assert not [path for path in run.path.rglob("*") if path.is_symlink()]
+
+
+OUTPUTS = {
+    "llama-tiny": (
+        "export",
+        {"parallel.tensor.size": 1, "parallel.pipeline.size": 1, "parallel.pipeline.microbatches": None},
+    ),
+    "sd-v1-tiny": ("pictures", {"sampling.every": 1, "sampling.steps": 2, "train.validate_every": 0}),
+    "alphafold-tiny": ("folds", {"folding.every": 1, "train.validate_every": 0, "train.microbatch_size": 1}),
+}
+"""A directory that is written late, and what to change of the recipe."""
+
+
+@pytest.mark.parametrize(("recipe", "name", "changes"), [(r, *more) for r, more in OUTPUTS.items()])
+def test_what_a_run_makes_late_takes_the_place_of_links(recipe, name, changes, tmp_path, monkeypatch):
+    """Links that are laid when its first step begins."""
+    theirs, run = tmp_path / "theirs", RunDirectory(tmp_path / "run")
+    (theirs / "2").mkdir(parents=True)
+    goes_on = Loop.run
+
+    def run_behind_links(loop, position):
+        for late in {"export", name}:
+            (run.path / late).symlink_to(theirs)
+        return goes_on(loop, position)
+
+    monkeypatch.setattr(Loop, "run", run_behind_links)
+    small = {
+        "train.steps": 2,
+        "train.global_batch": 2,
+        "train.microbatch_size": 2,
+        "train.device": "cpu",
+        "parallel.shard": 1,
+    }
+    small |= {"log.directory": str(run.path), "lr_schedule.decay_steps": 200}
+    config = recipes.load(recipe, small | changes)
+    applications.of(config).train(config, recipe, ())
+    assert [path for path in theirs.rglob("*") if path != theirs / "2"] == []
+    assert not [path for path in run.path.rglob("*") if path.is_symlink()]
+    assert any((run.path / name).iterdir()) and any(run.export.iterdir())
 
 
 def test_the_run_directory_may_be_a_link_and_a_checkpoint_hold_one(other, tmp_path):

@@ -7,6 +7,7 @@ the hub's cache is made of them, and who lays one there can write there. Nothing
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -64,6 +65,28 @@ def folder(path: Path, *, mode: int = DIRECTORY) -> Path:
     except FileExistsError:
         raise ConfigError(f"{path} is not a directory", fix="move the file away") from None
     return path
+
+
+def own_folder(path: Path, *, below: Path) -> Path:
+    """Makes a directory below another; a link or a file in its place, or on the way to it, is taken away first.
+
+    Args:
+        path: of the directory; it and those on the way are below `below`, which may be a link.
+    """
+    on_the_way = [below / part for part in path.relative_to(below).parents if part != Path()]
+    for directory in [*reversed(on_the_way), path]:
+        if directory.is_symlink() or directory.is_file():
+            directory.unlink()
+        directory.mkdir(mode=DIRECTORY, parents=True, exist_ok=True)
+    return path
+
+
+def remove(path: Path) -> None:
+    """Deletes a directory, as far as it goes; of a link, the link. It may be gone already."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def refuse_links(directory: Path, *, shallow: Path | None = None) -> None:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SEEN = 1e-4
-"""How far early logits may move for a later token, for each unit that the logits after it move. In float64 a causal
-model moves them by nothing, and by 1e-6 where parts of it compute in float32; one that reads both ways by 0.1 or more."""
+"""How far early logits may move for a later token, for each unit that the logits after it move. In float64 those of a
+causal model do not move, or by 1e-6 where parts compute in float32; of one that reads both ways they move by 0.1."""
 
 
 def check_reads_forwards(model: PreTrainedModel, name: str) -> None:

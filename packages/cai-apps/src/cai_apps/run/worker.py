@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from cai_apps.run.watch import Watch
 from cai_apps.run.watchdog import Watchdog
 from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
+from cai_mesh.paths import remove
 
 
 def run_rank(job: Job) -> None:
@@ -108,7 +108,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         leave(job, position, loop.stopped, guard)
     words.say("the export")
     if dist.get_rank() == 0:
-        shutil.rmtree(job.run.export, ignore_errors=True)  # of a shorter run in the same directory
+        remove(job.run.export)  # of a shorter run in the same directory
     dist.barrier()
     job.task.export(session, job)
     dist.barrier()

@@ -13,6 +13,7 @@ from cai_mesh.checkpoint import lock as locks
 from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import MANIFEST, STEP, Manifest, fsync, problems, save_of
 from cai_mesh.errors import CheckpointError
+from cai_mesh.paths import remove
 
 LOCK = "save.lock"
 BESIDE = 2**20
@@ -136,7 +137,7 @@ def _prune(kept: Path, keep_last: int, save: str) -> None:
         except OSError as error:
             warnings.warn(f"{old} could not be deleted for keep_last: {error}", stacklevel=2)
             continue
-        _remove(doomed)
+        remove(doomed)
 
 
 def _sweep(directory: Path, lock: Lock) -> None:
@@ -145,16 +146,8 @@ def _sweep(directory: Path, lock: Lock) -> None:
     under_way = lock.saves
     for path, match in left:
         if match[2] == "deleting" or match[1] not in under_way:
-            _remove(path)
+            remove(path)
     locks.sweep(lock.path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a directory as far as it goes; of a link, the link. What stays is tried again by the next save."""
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def steps(directory: str | os.PathLike) -> list[Path]:

@@ -8,7 +8,6 @@ RUN_DIR/pictures/before/last/0.png      of the first prompt, by the pretrained w
 from __future__ import annotations
 
 import html
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.sample import open_sampler, options
 from cai_apps.report.embed import picture
 from cai_apps.run.directory import RunDirectory
-from cai_mesh.paths import folder, replaced
+from cai_mesh.paths import own_folder, remove, replaced
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
@@ -56,18 +55,20 @@ def draw_on_the_way(session: Session, job: Job, design: Design, step: int) -> No
         return
     home = job.run.path / PICTURES
     weights = home / WEIGHTS
+    if dist.get_rank() == 0:
+        own_folder(home, below=job.run.path)
+        remove(weights)
+    dist.barrier()
     export(session, design, config, weights, job.run.path)
     if dist.get_rank() == 0:
         _draw_all(job, weights, home / str(step))
-        shutil.rmtree(weights)
+        remove(weights)
     dist.barrier()
 
 
 def draw_at_the_end(job: Job) -> None:
     """Pictures by a run's export. One process."""
-    shutil.rmtree(
-        job.run.path / PICTURES / WEIGHTS, ignore_errors=True
-    )  # of a run that was killed while it drew
+    remove(job.run.path / PICTURES / WEIGHTS)  # of a run that was killed while it drew
     _draw_all(job, job.run.export, job.run.path / PICTURES / str(job.config.train.steps))
 
 
@@ -88,7 +89,7 @@ def _draw(job: Job, directory: Path, home: Path, *, raw: bool = False) -> None:
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     sampler = open_sampler(directory, raw=raw, device=device)
     found = sampler.in_batches(config.sampling.prompts, options(config), batch=AT_ONCE)
-    folder(home)
+    own_folder(home, below=job.run.path)
     for number, drawn in enumerate(found):
         with replaced(home / f"{number}.png") as file:
             Image.fromarray(drawn).save(file, format="PNG")

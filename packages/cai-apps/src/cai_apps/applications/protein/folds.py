@@ -9,7 +9,6 @@ RUN_DIR/folds/500/NAME.cif         after 500 steps, by the averaged weights wher
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from cai_apps.applications.protein.data.structures import write_chain
 from cai_apps.applications.protein.export import export, load_export
 from cai_apps.applications.protein.fold import Options, fold, likeness
 from cai_apps.compose.sharding import DTYPES
-from cai_mesh.paths import folder, write_text
+from cai_mesh.paths import own_folder, remove, write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
@@ -38,10 +37,14 @@ def fold_on_the_way(session: Session, job: Job, step: int) -> None:
     if not every or not config.folding.chains or step % every or step >= config.train.steps:
         return
     weights = job.run.path / FOLDS / WEIGHTS
+    if dist.get_rank() == 0:
+        own_folder(weights.parent, below=job.run.path)
+        remove(weights)
+    dist.barrier()
     export(session, config, weights)
     if dist.get_rank() == 0:
         _fold_all(job, weights, step)
-        shutil.rmtree(weights)
+        remove(weights)
     dist.barrier()
 
 
@@ -50,9 +53,7 @@ def fold_at_the_end(job: Job) -> None:
     config: Config = job.config
     if not config.folding.chains:
         return
-    shutil.rmtree(
-        job.run.path / FOLDS / WEIGHTS, ignore_errors=True
-    )  # of a run that was killed while it folded
+    remove(job.run.path / FOLDS / WEIGHTS)  # of a run that was killed while it folded
     scores = _fold_all(job, job.run.export, config.train.steps)
     for name, score in scores.items():
         print(
@@ -67,7 +68,7 @@ def _fold_all(job: Job, weights: Path, step: int) -> dict[str, dict[str, float]]
     model = load_export(weights).to(device, DTYPES[config.precision.compute])
     home, truth = job.run.path / FOLDS / str(step), job.run.path / FOLDS / TRUTH
     for directory in (home, truth):
-        folder(directory)
+        own_folder(directory, below=job.run.path)
     data, objective = config.data, config.objective
     options = Options(
         objective.rounds,
