@@ -90,3 +90,13 @@ def test_machines_read_errors(capsys):
     assert json.loads(capsys.readouterr().err)["error"] == {
         "what": "no such thing", "got": "3", "expected": "", "cause": "", "fix": "another",
     }  # fmt: skip
+
+
+def test_a_rank_that_lost_another_is_no_fault(capsys):
+    lost = RuntimeError(
+        "[pair.cc:537] Read error [127.0.0.1]:12437: Connection reset by peer. This is typically"
+    )
+    assert failures.told(lost) is None, "exit code 1"
+    failures.show(lost)
+    told = capsys.readouterr().err
+    assert "this rank has lost another one" in told and "should not" not in told

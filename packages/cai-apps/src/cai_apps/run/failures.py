@@ -57,6 +57,8 @@ FOREIGN = {
 REFUSALS = (ValueError, OSError, LookupError, TypeError, AttributeError, AssertionError)
 """What code raises over values that it does not take."""
 TRAINING = "cai_apps.run.loop"
+LOST = ("by peer", "Broken pipe", "Connection refused", "remote process exited", "ncclRemoteError")
+"""What gloo and NCCL say where the other end of a connection has gone."""
 
 
 def told(error: BaseException) -> CaiError | None:
@@ -119,6 +121,13 @@ def show(error: BaseException, *, machine: bool = False) -> None:
 
 
 def _unknown(error: BaseException) -> CaiError:
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
+        return CaiError(
+            "this rank has lost another one",
+            got=_line(error),
+            cause="that rank ended first, or the network between them",
+            fix="see the error of that rank",
+        )
     return CaiError(
         "this should not have happened",
         got=f"{type(error).__name__}: {_line(error)}, in {_place(error)}",

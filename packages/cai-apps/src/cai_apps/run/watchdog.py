@@ -49,14 +49,17 @@ class Watchdog:
         self._run, self._step = run, step
         self._fixed = hang_limit()
         self._seconds: deque[float] = deque(maxlen=50)
-        self._idle, self._paused, self._ended = 0.0, 0, threading.Event()
+        self._idle, self._paused = 0.0, 0
+        self._ended, self._ending = threading.Event(), threading.Event()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         if self._ranks > 1 and self._fixed != 0:
             self._store = dist.PrefixStore("cai/hang", dist.distributed_c10d._get_default_store())
             threading.Thread(target=self._watch, name=f"{OWN}watchdog", daemon=True).start()
 
     def after_step(self, step: int, seconds: float) -> None:
-        """A step has ended, which took so many seconds."""
+        """A step has ended, which took so many seconds. Does not return once the run has been given up."""
+        while self._ending.is_set():
+            time.sleep(TICK)
         self._step, self._idle = step, 0.0
         self._seconds.append(seconds)
 
@@ -99,6 +102,7 @@ class Watchdog:
         text = f"no step has ended for {idle:.0f} s\n{blame(self._reports())}"
         if self._ended.is_set():  # it went on meanwhile
             return
+        self._ending.set()
         error = RunHung(text)
         with contextlib.suppress(OSError):
             self._run.record_crash(self._rank, error)
