@@ -5,28 +5,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import SHARDING, TRANSFERS, Action, Program, from_text
+from cai_pipeline.actions import SHARDING, TRANSFERS, Program, from_text
 from cai_pipeline.check import check
 from cai_pipeline.lower import lower
+from cai_pipeline.placement import Placement, place
 from cai_pipeline.schedules import SCHEDULES, forward_only, program
 
 names = st.sampled_from(sorted(SCHEDULES))
+CHUNKED = ("interleaved", "bfs")
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 12)
 
 
 @settings(deadline=None)
-@given(names, stages, microbatches)
+@given(st.sampled_from(["gpipe", "1f1b"]), stages, microbatches)
 def test_every_schedule_is_right_at_every_size(name: str, p: int, m: int) -> None:
-    report = check(lower(program(name, p, m)), m)
+    report = check(lower(program(name, place(p), m)), m)
     expected = {"gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m)}[name]
     assert report.peak_live == tuple(expected(stage) for stage in range(p))
 
 
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(CHUNKED), st.integers(1, 8), st.integers(1, 4), st.integers(1, 20))
+def test_schedules_of_several_chunks_are_right_at_every_size(name: str, p: int, v: int, m: int) -> None:
+    """Microbatches that divide over the ranks, and that do not."""
+    peaks = check(lower(program(name, place(p, v), m)), m).peak_live
+    if name == "bfs":
+        assert peaks == (m,) * (p * v)
+    elif v > 1 and m % p == 0:
+        for rank in range(
+            p
+        ):  # Narayanan et al. 2021: as many as there are forwards before the first backward
+            warmup = min(2 * (p - 1 - rank) + (v - 1) * p + 1, m * v)
+            assert sum(peaks[rank::p]) >= warmup
+
+
+@pytest.mark.parametrize(("name", "v"), [("interleaved", 8), ("bfs", 4), ("1f1b", 1)])
+def test_large_programs(name: str, v: int) -> None:
+    check(lower(program(name, place(64 // v, v), 512)), 512)
+
+
 @settings(deadline=None)
-@given(stages, microbatches)
-def test_evaluation_is_right_and_holds_one_activation(p: int, m: int) -> None:
-    assert check(lower(forward_only(p, m)), m, backward=False).peak_live == (1,) * p
+@given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(["loop", "v"]), st.integers(1, 2))
+def test_evaluation_is_right_and_holds_one_activation(p: int, m: int, placement: Placement, v: int) -> None:
+    held = place(p, v, placement)
+    assert check(lower(forward_only(held, m)), m, backward=False).peak_live == (1,) * (p * v)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_neighbours_on_one_rank_of_a_v_exchange_nothing(p: int, m: int) -> None:
+    lowered = lower(program("bfs", place(p, 2, "v"), m))
+    check(lowered, m)
+    moved = [action for action in lowered[p - 1] if action.kind in TRANSFERS]
+    assert not [action for action in moved if {action.stage, action.partner.stage} == {p - 1, p}]
 
 
 def places(lowered: Program) -> list[tuple[int, int]]:
@@ -36,7 +68,7 @@ def places(lowered: Program) -> list[tuple[int, int]]:
 @given(names, stages, microbatches, st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
-    lowered = lower(program(name, p, m))
+    lowered = lower(program(name, place(p), m))
     rank, position = data.draw(st.sampled_from(places(lowered)))
     dropped = lowered[rank].pop(position)
     with pytest.raises(PlanError) as refusal:
@@ -50,7 +82,7 @@ def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObjec
 @settings(deadline=None)
 @given(names, stages, microbatches, st.data())
 def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
-    lowered = lower(program(name, p, m))
+    lowered = lower(program(name, place(p), m))
     rank, position = data.draw(st.sampled_from(places(lowered)))
     repeated = lowered[rank][position]
     lowered[rank].insert(position, repeated)
@@ -62,7 +94,7 @@ def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObje
 @settings(max_examples=200, deadline=None)
 def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
     """Moving a backward or a send to the front of its rank breaks its dependency."""
-    lowered = lower(program(name, p, m))
+    lowered = lower(program(name, place(p), m))
     movable = [
         (r, i) for r, i in places(lowered) if lowered[r][i].kind.name in ("BACKWARD", "SEND_F", "SEND_B")
     ]
@@ -78,7 +110,7 @@ def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st
 def test_receives_in_another_order_than_sends_are_named(
     name: str, p: int, m: int, data: st.DataObject
 ) -> None:
-    lowered = lower(program(name, p, m))
+    lowered = lower(program(name, place(p), m))
     rank = data.draw(st.integers(1, p - 1))
     receives = [i for i, action in enumerate(lowered[rank]) if action.kind.name == "RECV_F"]
     at = data.draw(st.integers(0, len(receives) - 2))
@@ -132,4 +164,4 @@ def test_wrong_use_of_a_stage_is_named(text: str, named: str) -> None:
 
 def test_stages_without_gaps() -> None:
     with pytest.raises(PlanError, match="gaps"):
-        check(lower([[Action.parse("1F0")]]), 1, backward=False)
+        check([from_text("1UNSHARD 1F0 1RESHARD")], 1, backward=False)

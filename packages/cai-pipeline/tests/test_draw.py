@@ -3,29 +3,30 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from cai_pipeline import draw
+from cai_pipeline.placement import place
 from cai_pipeline.schedules import program
 from cai_pipeline.simulate import simulate
 
 
 def test_the_picture_has_a_box_per_action() -> None:
-    picture = ElementTree.fromstring(draw.svg(simulate(program("1f1b", 4, 8))))
+    picture = ElementTree.fromstring(draw.svg(simulate(program("1f1b", place(4), 8))))
     titles = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 4 * 8 * 2
     assert "3B7 " in "".join(f"{title} " for title in titles if title)
 
 
 def test_the_boxes_stay_inside() -> None:
-    picture = ElementTree.fromstring(draw.svg(simulate(program("gpipe", 3, 5)), width=400))
+    picture = ElementTree.fromstring(draw.svg(simulate(program("gpipe", place(3), 5)), width=400))
     for box in picture.iter("{http://www.w3.org/2000/svg}rect"):
         assert float(box.get("x", 0)) + float(box.get("width", 0)) <= 400.01
 
 
 def test_the_terminal_form_in_full() -> None:
-    assert draw.text(simulate(program("1f1b", 2, 2)), width=60) == (
+    assert draw.text(simulate(program("1f1b", place(2), 2)), width=60) == (
         "2 ranks, time 9, bubble 33.3%\n  0  01..aa.bb\n  1  .0aa1bb.."
     )
 
 
 def test_long_steps_fit_the_width() -> None:
-    lines = draw.text(simulate(program("1f1b", 8, 200)), width=80).splitlines()
+    lines = draw.text(simulate(program("1f1b", place(8), 200)), width=80).splitlines()
     assert max(map(len, lines)) <= 80

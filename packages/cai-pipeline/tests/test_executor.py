@@ -17,8 +17,11 @@ from cai_mesh.errors import PlanError
 from cai_mesh.layout import canonical_name
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import PipelineRunner, split
+from cai_pipeline.actions import from_text
+from cai_pipeline.placement import Placement
 
 STEPS = 3
+LAYERS = 8
 
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -38,7 +41,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def reference(family: str, microbatches: int, ragged: bool) -> list[dict[str, torch.Tensor]]:
     """Loss, gradients and parameters after each step of a plain loop in this process."""
-    model = build(config_of(family, 5))
+    model = build(config_of(family, LAYERS))
     optimizer = optimizer_of(model)
     steps = []
     for step in range(STEPS):
@@ -63,12 +66,18 @@ def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -
 
 
 def train(
-    family: str, stages: int, schedule: str, counts: tuple[int, ...], ragged: bool
+    family: str,
+    ranks: int,
+    schedule: str,
+    counts: tuple[int, ...],
+    ragged: bool,
+    chunks: int = 1,
+    placement: Placement = "loop",
 ) -> dict[int, list[dict[str, torch.Tensor]]]:
-    mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     trained = {}
     for microbatches in counts:
-        model = split(build(config_of(family, 5)), mesh)
+        model = split(build(config_of(family, LAYERS)), mesh, chunks=chunks, placement=placement)
         optimizer = optimizer_of(model)
         runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=microbatches, loss_fn=loss_of)
         trained[microbatches] = []
@@ -87,7 +96,30 @@ def train(
 )
 def test_training_is_that_of_one_process(family: str, stages: int, schedule: str, ragged: bool) -> None:
     counts = (1, 2, 4, 5)
-    ranks = run_ranks(stages, train, family, stages, schedule, counts, ragged)
+    compare(run_ranks(stages, train, family, stages, schedule, counts, ragged), family, counts, ragged)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "schedule", "chunks", "placement", "ragged"),
+    [
+        ("llama", 2, "interleaved", 2, "loop", True),
+        ("gpt2", 2, "interleaved", 3, "loop", False),
+        ("gpt2", 4, "interleaved", 2, "loop", True),
+        ("gemma2", 2, "bfs", 2, "loop", False),
+        ("gpt2", 2, "bfs", 2, "v", True),
+        ("bloom", 4, "bfs", 2, "v", False),
+    ],
+)
+def test_several_stages_a_rank(
+    family: str, ranks: int, schedule: str, chunks: int, placement: Placement, ragged: bool
+) -> None:
+    """Tied embeddings among them: on two ranks in a loop, on one in a V. Microbatches divide over the ranks or not."""
+    counts = (1, 4, 6)
+    trained = run_ranks(ranks, train, family, ranks, schedule, counts, ragged, chunks, placement)
+    compare(trained, family, counts, ragged)
+
+
+def compare(ranks: list[Any], family: str, counts: tuple[int, ...], ragged: bool) -> None:
     for microbatches in counts:
         for step, expected in enumerate(reference(family, microbatches, ragged)):
             for rank in ranks:
@@ -97,10 +129,10 @@ def test_training_is_that_of_one_process(family: str, stages: int, schedule: str
             assert held == set(expected)
 
 
-def evaluate(family: str, stages: int) -> tuple[float, float, Any]:
-    mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
-    model = split(build(config_of(family, 5)), mesh)
-    runner = PipelineRunner(model, mesh, microbatches=2, loss_fn=loss_of)
+def evaluate(family: str, chunks: int, placement: Placement) -> tuple[float, float, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = split(build(config_of(family, 5)), mesh, chunks=chunks, placement=placement)
+    runner = PipelineRunner(model, mesh, schedule="bfs", microbatches=2, loss_fn=loss_of)
     inputs, targets = batches(3, 0, ragged=True)
     loss = runner.evaluate(inputs, targets)
     output = runner.forward(inputs[1])
@@ -108,17 +140,19 @@ def evaluate(family: str, stages: int) -> tuple[float, float, Any]:
     return float(loss), float(loss), None if output is None else output.logits
 
 
-def test_evaluation_and_forward() -> None:
+@pytest.mark.parametrize(("chunks", "placement"), [(1, "loop"), (2, "loop"), (2, "v")])
+def test_evaluation_and_forward(chunks: int, placement: Placement) -> None:
     model = build(config_of("gptj", 5))
     inputs, targets = batches(3, 0, ragged=True)
     with torch.no_grad():
         expected = sum(float(loss_of(model(**i), t)) for i, t in zip(inputs, targets, strict=True))
         logits = model(**inputs[1]).logits
-    ranks = run_ranks(2, evaluate, "gptj", 2)
+    ranks = run_ranks(2, evaluate, "gptj", chunks, placement)
+    last = 0 if placement == "v" else 1
     # GPT-J multiplies attention in float32, whose sums depend on how memory is aligned on some CPUs
     assert [rank[0] for rank in ranks] == pytest.approx([expected] * 2, rel=1e-8)
-    assert ranks[0][2] is None
-    torch.testing.assert_close(ranks[1][2], logits, rtol=1e-8, atol=1e-8)
+    assert ranks[1 - last][2] is None
+    torch.testing.assert_close(ranks[last][2], logits, rtol=1e-8, atol=1e-8)
 
 
 class Recorder:
@@ -205,7 +239,7 @@ def count_live(schedule: str) -> int:
         peak = max(peak, len(alive))
         return Mark.apply(output, token)
 
-    model.model.layers[model.cai_stage.layers.start].register_forward_hook(mark)
+    model.model.layers[next(iter(model.cai_stages.own.values())).layers.start].register_forward_hook(mark)
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=5, loss_fn=loss_of)
     runner.step(*batches(5, 0, ragged=False))
     return peak
@@ -214,6 +248,30 @@ def count_live(schedule: str) -> int:
 def test_live_activations_are_what_the_checker_says() -> None:
     assert run_ranks(2, count_live, "gpipe") == [5, 5]
     assert run_ranks(2, count_live, "1f1b") == [2, 1]
+
+
+def count_deferred(schedule: str) -> list[tuple[int, bool]]:
+    """Of each backward its stage, and whether it was deferred."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = split(build(config_of("llama", 4)), mesh, chunks=2)
+    recorder, seen = Recorder(), []
+    for stage in model.cai_stages.own.values():
+        weight = model.model.layers[stage.layers.start].self_attn.q_proj.weight
+        weight.register_post_accumulate_grad_hook(
+            lambda _, index=stage.index: seen.append((index, recorder.calls[-1:] == ["defer"]))
+        )
+    runner = PipelineRunner(
+        model, mesh, schedule=schedule, microbatches=4, loss_fn=loss_of, grad_sync=recorder
+    )
+    runner.step(*batches(4, 0, ragged=False))
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "bfs"])
+def test_gradients_are_deferred_up_to_the_last_backward_of_their_stage(schedule: str) -> None:
+    for rank, seen in enumerate(run_ranks(2, count_deferred, schedule)):
+        for stage in (rank, rank + 2):
+            assert [deferred for index, deferred in seen if index == stage] == [True] * 3 + [False]
 
 
 def left_after_a_step(schedule: str) -> int:
@@ -275,12 +333,17 @@ def refused() -> list[str]:
     expect(lambda: runner.step(inputs, targets[:1]))
     expect(lambda: runner.evaluate([], []))
     expect(lambda: split(model, mesh))
+    swapped = [from_text("1F0 1B0"), from_text("0F0 0B0")]
+    expect(lambda: PipelineRunner(model, mesh, schedule=swapped, microbatches=1, loss_fn=loss_of))
+    chunked = split(build(config_of("llama", 4)), mesh, chunks=2)
+    expect(lambda: PipelineRunner(chunked, mesh, microbatches=1, loss_fn=loss_of))
     return messages
 
 
 def test_wrong_use_is_refused_before_anything_is_sent() -> None:
     expected = ["not split", "unknown schedule", "nothing to do", "number of microbatches"]
-    expected += ["needs a target", "needs a target", "split already"]
+    expected += ["needs a target", "needs a target", "split already", "not split for this schedule"]
+    expected += ["one chunk per rank"]
     for messages in run_ranks(2, refused):
         for message, part in zip(messages, expected, strict=True):
             assert part in message

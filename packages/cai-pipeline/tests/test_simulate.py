@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cai_mesh.errors import PlanError
 from cai_pipeline.actions import Action, Kind, from_text
 from cai_pipeline.lower import lower
+from cai_pipeline.placement import place
 from cai_pipeline.schedules import SCHEDULES, program
 from cai_pipeline.simulate import simulate
 
@@ -14,29 +15,47 @@ names = st.sampled_from(sorted(SCHEDULES))
 
 
 @settings(deadline=None)
-@given(names, st.integers(1, 8), st.integers(1, 16), st.floats(0.5, 4.0))
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 16), st.floats(0.5, 4.0))
 def test_the_bubble_of_both_schedules_is_the_known_one(name: str, p: int, m: int, backward: float) -> None:
-    timeline = simulate(program(name, p, m), {Kind.FORWARD: 1.0, Kind.BACKWARD: backward})
+    timeline = simulate(program(name, place(p), m), {Kind.FORWARD: 1.0, Kind.BACKWARD: backward})
     assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert timeline.makespan == pytest.approx((m + p - 1) * (1.0 + backward))
 
 
 @settings(deadline=None)
+@given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 5), st.floats(0.5, 4.0))
+def test_the_bubble_of_interleaved_chunks(p: int, v: int, rounds: int, backward: float) -> None:
+    """(p - 1) / (v m + p - 1), and so for looped breadth first."""
+    m = rounds * p
+    for name in ("interleaved", "bfs"):
+        timeline = simulate(program(name, place(p, v), m), {Kind.FORWARD: 1.0, Kind.BACKWARD: backward})
+        assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@settings(deadline=None)
+@given(st.integers(2, 8), st.integers(2, 4), st.integers(1, 20))
+def test_microbatches_that_do_not_divide_cost_less_than_those_that_would(p: int, v: int, m: int) -> None:
+    whole = -(-m // p) * p
+    found, more = (simulate(program("interleaved", place(p, v), count)).makespan for count in (m, whole))
+    assert found <= more
+
+
+@settings(deadline=None)
 @given(names, st.integers(1, 6), st.integers(1, 8))
 def test_lowering_changes_no_time(name: str, p: int, m: int) -> None:
-    compute = program(name, p, m)
+    compute = program(name, place(p), m)
     assert simulate(lower(compute)) == simulate(compute)
 
 
 def test_transfers_delay_the_next_stage() -> None:
-    assert simulate(program("gpipe", 2, 1), transfer=0.5).makespan == 2 * 3.0 + 2 * 0.5
+    assert simulate(program("gpipe", place(2), 1), transfer=0.5).makespan == 2 * 3.0 + 2 * 0.5
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
     def slow_middle(action: Action) -> float:
         return 3.0 if action.stage == 1 else 1.0
 
-    assert simulate(program("1f1b", 3, 4), slow_middle).makespan == 1 + 4 * 6.0 + 1
+    assert simulate(program("1f1b", place(3), 4), slow_middle).makespan == 1 + 4 * 6.0 + 1
 
 
 def test_actions_that_wait_for_each_other_are_refused() -> None:

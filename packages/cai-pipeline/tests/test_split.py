@@ -16,30 +16,38 @@ from cai_mesh.testing import assert_names_kept, run_ranks
 from cai_pipeline import Trial, split
 from cai_pipeline.balance import balance_layers
 from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.placement import Held, place
 from cai_pipeline.small_model import find_layers, small_model
 from cai_pipeline.stage import Placeholder, run_stage
 from cai_pipeline.verify_split import chain, gradients, verify_split
 
 
-def parts_of(whole: Any, count: int) -> list[Any]:
+def parts_of(whole: Any, held: Held) -> list[Any]:
+    """The model of each stage; one for all stages of a rank."""
     structure = verify_split(small_model(whole))
-    stage_layers = balance_layers([1.0] * len(whole.get_submodule(structure.layers)), count)
+    stage_layers = balance_layers([1.0] * len(whole.get_submodule(structure.layers)), len(held))
     parts = []
-    for index in range(count):
+    for rank in range(max(held) + 1):
         part = copy.deepcopy(whole)
         tied = tied_parameters(part, structure, stage_layers)
-        partition(part, structure, stage_layers, index, tied)
+        partition(part, structure, stage_layers, held, rank, tied)
         for name, parameter in tied.items():
             attach(parameter, name=name)
         parts.append(part)
-    return parts
+    return [parts[rank] for rank in held]
+
+
+PLACED = {"4 ranks": place(4), "loop": place(2, 2), "v": place(2, 2, "v"), "loop of 3": place(2, 3)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_stages_compute_what_the_model_computes(family: str, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("padded", "placed"),
+    [(False, "4 ranks"), (True, "4 ranks"), (True, "loop"), (True, "v"), (False, "loop of 3")],
+)
+def test_the_stages_compute_what_the_model_computes(family: str, padded: bool, placed: str) -> None:
     whole = build(config_of(family, 7))
-    parts = parts_of(whole, 4)
+    parts = parts_of(whole, PLACED[placed])
     inputs = {"input_ids": token_ids(1), "labels": token_ids(2)}
     if padded:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -51,7 +59,7 @@ def test_the_stages_compute_what_the_model_computes(family: str, padded: bool) -
     wide = 1e-8 if family == "gptj" else 0
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=wide)
     torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=wide)
-    found = gradients(parts)
+    found = gradients(dict.fromkeys(parts))
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(found.pop(name), parameter.grad, rtol=1e-12, atol=max(wide, 1e-12))
     assert not found
@@ -62,7 +70,7 @@ def test_names_are_kept_and_every_parameter_has_one_owner(family: str) -> None:
     whole = build(config_of(family, 5))
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     held: list[str] = []
-    for part in parts_of(whole, 3):
+    for part in parts_of(whole, place(3)):
         own = [name for name, _ in part.named_parameters()]
         assert_names_kept(names, own)
         held += own
@@ -71,7 +79,7 @@ def test_names_are_kept_and_every_parameter_has_one_owner(family: str) -> None:
 
 
 def test_a_layer_keeps_its_index_and_a_placeholder_its_attributes() -> None:
-    parts = parts_of(build(config_of("gemma3", 6)), 3)
+    parts = parts_of(build(config_of("gemma3", 6)), place(3))
     names = [name for name, _ in parts[1].named_parameters()]
     assert {name.split(".")[2] for name in names} == {"2", "3"}
     placeholder = parts[1].model.layers[5]
@@ -81,7 +89,7 @@ def test_a_layer_keeps_its_index_and_a_placeholder_its_attributes() -> None:
 
 
 def test_a_stage_refuses_to_run_alone() -> None:
-    parts = parts_of(build(config_of("llama", 2)), 2)
+    parts = parts_of(build(config_of("llama", 2)), place(2))
     for part in parts:
         with pytest.raises(PlanError, match="one stage of a pipeline"):
             part(input_ids=token_ids(0))
@@ -92,7 +100,7 @@ def test_a_stage_refuses_to_run_alone() -> None:
 def test_skipped_layers_are_noticed() -> None:
     config = config_of("opt", 2)
     config.layerdrop = 1.0
-    first, last = (part.train() for part in parts_of(build(config), 2))
+    first, last = (part.train() for part in parts_of(build(config), place(2)))
     with pytest.raises(PlanError, match="layerdrop"):
         run_stage(first, None, {"input_ids": token_ids(0)})
     with pytest.raises(PlanError, match="layerdrop"):
@@ -156,7 +164,7 @@ def split_on_ranks(family: str, layers: int, shape: tuple[int, ...]) -> dict[str
     assert model is whole
     specs = {name: reduce_of(parameter) for name, parameter in model.named_parameters()}
     return {
-        "layers": model.cai_stage.layers,
+        "layers": next(iter(model.cai_stages.own.values())).layers,
         "names": {name: canonical_name(name, parameter) for name, parameter in model.named_parameters()},
         "tied": {
             name: (torch.distributed.get_process_group_ranks(spec.tied), spec.owner)
@@ -203,8 +211,10 @@ def refused_split(layers: int, options: dict[str, Any], axis: str) -> str:
     ("layers", "options", "axis", "message"),
     [
         (1, {}, "pp", "fewer layers"),
-        (4, {"chunks": 2}, "pp", "one chunk"),
-        (4, {"stages": 3}, "pp", "one stage per"),
+        (3, {"chunks": 2}, "pp", "fewer layers"),
+        (4, {"chunks": 0}, "pp", "no stages"),
+        (6, {"chunks": 3, "placement": "v"}, "pp", "two chunks"),
+        (4, {"placement": "loops"}, "pp", "did you mean 'loop'"),
         (4, {"balance": [1, 2]}, "pp", "does not divide"),
         (4, {"balance": "speed"}, "pp", "unknown balance"),
         (4, {}, "tp", "'pp'"),

@@ -10,10 +10,11 @@ from cai_apps import recipes
 from cai_apps.applications.language import APPLICATION
 from cai_apps.applications.language.plan import plan
 from cai_apps.cli import main
-from cai_apps.planner.memory import model_state, most_in_flight
+from cai_apps.config.file import change
+from cai_apps.planner.memory import model_state, most_kept
 from cai_apps.planner.plan import unsharded_bytes
 from cai_mesh.errors import ConfigError, MeshError, PlanError
-from cai_pipeline import program
+from cai_pipeline import place, program
 
 GIB = 2**30
 
@@ -65,11 +66,31 @@ def test_model_state_of_100_elements_on_4_ranks(tiny, zero, compute, parameters,
 
 
 @pytest.mark.parametrize(
-    "schedule, stages, microbatches, expected",
-    [("gpipe", 2, 5, [5, 5]), ("1f1b", 4, 8, [4, 3, 2, 1]), ("1f1b", 1, 8, [1])],
+    "schedule, ranks, chunks, microbatches, expected",
+    [
+        ("gpipe", 2, 1, 5, [5, 5]),
+        ("1f1b", 4, 1, 8, [4, 3, 2, 1]),
+        ("1f1b", 1, 1, 8, [1]),
+        ("bfs", 2, 2, 3, [6, 6]),
+        ("interleaved", 2, 2, 4, [5, 3]),
+    ],
 )
-def test_microbatches_in_flight(schedule, stages, microbatches, expected):
-    assert [most_in_flight(order) for order in program(schedule, stages, microbatches)] == expected
+def test_microbatches_in_flight(schedule, ranks, chunks, microbatches, expected):
+    held = place(ranks, chunks)
+    kept = dict.fromkeys(range(len(held)), 1)
+    assert [most_kept(order, kept) for order in program(schedule, held, microbatches)] == expected
+
+
+def test_stages_of_several_chunks(tiny):
+    """Every block once, and the parameters of the whole."""
+    pipeline = {"parallel.pipeline.chunks": 2, "parallel.pipeline.schedule": "interleaved"}
+    planned, one = plan(change(tiny, pipeline)), plan(tiny)
+    assert [stage.blocks for stage in planned.stages] == [
+        ("model.layers.0", "model.layers.2"),
+        ("model.layers.1", "model.layers.3"),
+    ]
+    assert sum(s.parameters for s in planned.stages) == sum(s.parameters for s in one.stages)
+    assert planned.stages[1].activations > one.stages[1].activations, "more is in flight"
 
 
 def test_zero_1_holds_unsharded_gradients_only_to_accumulate(tiny):

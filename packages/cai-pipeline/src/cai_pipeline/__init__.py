@@ -8,10 +8,11 @@ from cai_pipeline.actions import Action, Kind
 from cai_pipeline.check import check
 from cai_pipeline.executor import PipelineRunner
 from cai_pipeline.lower import lower
+from cai_pipeline.placement import place
 from cai_pipeline.schedules import SCHEDULES, program
 from cai_pipeline.simulate import simulate
 from cai_pipeline.split import split
-from cai_pipeline.stage import run_stage
+from cai_pipeline.stage import Stages, run_stage
 
 __version__ = "0.1.0"
 
@@ -20,10 +21,12 @@ __all__ = [
     "Action",
     "Kind",
     "PipelineRunner",
+    "Stages",
     "Trial",
     "check",
     "draw",
     "lower",
+    "place",
     "program",
     "run_stage",
     "simulate",

@@ -49,7 +49,7 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
     for rank, actions in enumerate(program):
         peaks |= _check_rank(rank, actions, held, backward)
     _check_message_order(program, held)
-    _check_deadlock(program, held)
+    _check_deadlock(program)
     return Report(tuple(peaks.get(stage, 0) for stage in range(stages)))
 
 
@@ -161,9 +161,9 @@ def _check_message_order(program: Program, held: Mapping[int, int]) -> None:
 class _Rank:
     """A rank in the run with blocking transfers: where it is, and which transfers it waits for."""
 
-    def __init__(self, actions: Sequence[Action], held: Mapping[int, int]):
+    def __init__(self, grouped: Sequence[tuple[Action, ...]]):
         self.phases: list[tuple[Action, list[tuple[str, Action]]]] = []
-        for batch in batches(actions, held):
+        for batch in grouped:
             moves = [(a if a.kind in SENDS else a.partner) for a in batch if a.kind in TRANSFERS]
             shapes = [("shape", move) for move in moves if move.kind is Kind.SEND_F]
             if shapes:
@@ -174,12 +174,12 @@ class _Rank:
         self.waiting: set[tuple[str, Action]] = set()
 
 
-def _check_deadlock(program: Program, held: Mapping[int, int]) -> None:
+def _check_deadlock(program: Program) -> None:
     """Run all ranks' transfers as if they were blocking; raise when some never end.
 
     Compute only waits for earlier actions of its own rank, so only transfers can block a rank.
     """
-    ranks = [_Rank(actions, held) for actions in program]
+    ranks = [_Rank(grouped) for grouped in batches(program)]
     posted: dict[tuple[str, Action], int] = {}
     ready = deque(range(len(ranks)))
     while ready:

@@ -17,8 +17,9 @@ from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
 from cai_pipeline.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.check import check
 from cai_pipeline.lower import batches, lower
+from cai_pipeline.placement import Held
 from cai_pipeline.schedules import forward_only, program
-from cai_pipeline.stage import Stage, run_stage
+from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.transfer import P2PCommunicator, PendingReceive, TensorMeta
 
 Inputs = Mapping[str, Any]
@@ -35,16 +36,16 @@ class PipelineRunner:
     Args:
         model: what `split` returned.
         mesh: the mesh given to `split`.
-        schedule: name in SCHEDULES.
+        schedule: name in SCHEDULES; or the compute actions of each rank, for the stages that `split` placed there.
         microbatches: microbatches per step.
         loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
             microbatches, so `loss_fn` does any averaging.
-        grad_sync: combines gradients over data ranks; deferred in all backwards but the last, and finished at the
-            end of a step.
+        grad_sync: combines gradients over data ranks; deferred in all backwards of a stage but its last, and
+            finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
 
     Raises:
-        PlanError: the schedule is unknown or does not fit, or the model is not split for this mesh.
+        PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh.
         MeshError: the mesh has no axis "pp".
     """
 
@@ -53,7 +54,7 @@ class PipelineRunner:
         model: nn.Module,
         mesh: AnyMesh,
         *,
-        schedule: str = "1f1b",
+        schedule: str | Program = "1f1b",
         microbatches: int,
         loss_fn: LossFn,
         grad_sync: GradSync | None = None,
@@ -61,15 +62,18 @@ class PipelineRunner:
     ):
         mesh = ParallelMesh.of(mesh, alone="pp")
         mesh.require("pp", "PipelineRunner")
-        self.stages = mesh.degree("pp")
-        stage = Stage.of(model)
-        if stage.count != self.stages:
+        self.held = Stages.of(model).held
+        ranks = mesh.degree("pp")
+        if max(self.held) + 1 != ranks:
             raise PlanError(
                 "the model is not split for this mesh",
-                got=f"{stage.count} stages, pp degree {self.stages}",
+                got=f"stages on {max(self.held) + 1} ranks, pp degree {ranks}",
                 fix="call split(model, mesh) with the same mesh first",
             )
-        self.program = lower(program(schedule, self.stages, microbatches))
+        if isinstance(schedule, str):
+            schedule = program(schedule, self.held, microbatches)
+        _check_placed(schedule, self.held)
+        self.program = lower(schedule)
         check(self.program, microbatches)
         self.model = model
         self.microbatches = microbatches
@@ -105,25 +109,37 @@ class PipelineRunner:
         state.perform(self.program)
         if self.grad_sync is not None:
             self.grad_sync.finish()
-        return self._on_all_stages(state.loss)
+        return self._on_all_ranks(state.loss)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
         """The loss of any number of microbatches, forward only, returned as by `step`. Keeps the train or eval mode."""
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=False)
-        state.perform(lower(forward_only(self.stages, len(microbatches))))
-        return self._on_all_stages(state.loss)
+        state.perform(lower(forward_only(self.held, len(microbatches))))
+        return self._on_all_ranks(state.loss)
 
     @torch.no_grad()
     def forward(self, microbatch: Inputs) -> Any:
-        """What the model returns for one microbatch, on the last stage; None on the others."""
+        """What the model returns for one microbatch, on the rank of the last stage; None on the others."""
         state = _StepState(self, [microbatch], None, training=False)
-        state.perform(lower(forward_only(self.stages, 1)))
+        state.perform(lower(forward_only(self.held, 1)))
         return state.output
 
-    def _on_all_stages(self, loss: torch.Tensor) -> torch.Tensor:
-        broadcast(loss, self.stages - 1, self.group).wait()
+    def _on_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        broadcast(loss, self.held[-1], self.group).wait()
         return loss
+
+
+def _check_placed(given: Program, held: Held) -> None:
+    """Raise PlanError where a program has its stages on other ranks than the model."""
+    found = holders(given)
+    if len(given) != max(held) + 1 or [found.get(stage) for stage in range(len(held))] != list(held):
+        raise PlanError(
+            "the model is not split for this schedule",
+            got=f"stages on ranks {list(held)}",
+            expected=f"stages on ranks {[rank for _, rank in sorted(found.items())]}",
+            fix="call split(model, mesh, chunks=..., placement=...) as the schedule has them",
+        )
 
 
 def _targets(microbatches: Sequence[Inputs], targets: Sequence[Any]) -> Sequence[Any]:
@@ -153,9 +169,9 @@ class _StepState:
         *,
         training: bool,
     ):
-        stage = Stage.of(runner.model)
-        for each in inputs if stage.check is not None else ():
-            stage.check(runner.model, each)  # type: ignore[misc]
+        self.stages = Stages.of(runner.model)
+        for each in inputs if self.stages.check is not None else ():
+            self.stages.check(runner.model, each)  # type: ignore[misc]
         self.runner = runner
         self.inputs = inputs
         self.targets = targets
@@ -167,7 +183,7 @@ class _StepState:
         self.outgoing: dict[Action, torch.Tensor] = {}
         self.saved: dict[tuple[int, int | None], _SavedForward] = {}
         self.unsharding: CommHandle | None = None
-        self.backwards_left = len(inputs)
+        self.backwards_left = dict.fromkeys(self.stages.own, len(inputs))
 
     def perform(self, whole: Program) -> None:
         """Perform this rank's part of a lowered program."""
@@ -179,10 +195,9 @@ class _StepState:
             Kind.RESHARD: self._reshard,
             Kind.REDUCE: self._reduce,
         }
-        held = holders(whole)
-        for batch in batches(whole[self.runner.rank], held):
+        for batch in batches(whole)[self.runner.rank]:
             if batch[0].kind in TRANSFERS:
-                self._transfer(batch, held[batch[0].partner.stage])
+                self._transfer(batch, self.runner.held[batch[0].partner.stage])
             else:
                 performers[batch[0].kind](batch[0])
         if self.runner.p2p is not None:
@@ -192,12 +207,12 @@ class _StepState:
         self._wait_unsharded()
         runner, m = self.runner, action.microbatch
         assert m is not None
-        received = self._received(Kind.RECV_F, action)
+        received = self._taken(Kind.RECV_F, action)
         if received is not None and self.training:
             received.requires_grad_()
-        result = run_stage(runner.model, received, self.inputs[m])
-        if not Stage.of(runner.model).is_last:
-            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = result
+        result = run_stage(runner.model, received, self.inputs[m], index=action.stage)
+        if not self.stages.own[action.stage].is_last:
+            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = result.detach()
             root = get_gradient_edge(result) if result.requires_grad else None
         elif self.targets is None:
             self.output, root = result, None
@@ -212,10 +227,10 @@ class _StepState:
     def _backward(self, action: Action) -> None:
         self._wait_unsharded()
         saved = self.saved.pop((action.stage, action.microbatch))
-        gradient = self._received(Kind.RECV_B, action)
-        self.backwards_left -= 1
-        sync = self.runner.grad_sync
-        with sync.defer() if sync is not None and self.backwards_left else nullcontext():
+        gradient = self._taken(Kind.RECV_B, action)
+        self.backwards_left[action.stage] -= 1
+        sync, left = self.runner.grad_sync, self.backwards_left[action.stage]
+        with sync.defer() if sync is not None and left else nullcontext():
             if saved.root is not None:
                 torch.autograd.backward((saved.root,), (gradient,))
         if saved.received is not None:
@@ -241,16 +256,18 @@ class _StepState:
         if self.runner.sharding is not None:
             self.runner.sharding.reduce(self.runner.model)
 
-    def _received(self, kind: Kind, action: Action) -> torch.Tensor | None:
-        pending = self.receiving.pop(Action(kind, action.stage, action.microbatch), None)
-        return None if pending is None else pending.wait()
+    def _taken(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        """What another rank has sent for an action, or the stage beside it on this one; None at the ends."""
+        receive = Action(kind, action.stage, action.microbatch)
+        pending = self.receiving.pop(receive, None)
+        return self.outgoing.pop(receive.partner, None) if pending is None else pending.wait()
 
     def _transfer(self, batch: tuple[Action, ...], peer: int) -> None:
         p2p, metas = self.runner.p2p, self.runner.metas
         assert p2p is not None
         send = next((action for action in batch if action.kind in SENDS), None)
         receive = next((action for action in batch if action.kind in RECEIVES), None)
-        tensor = self.outgoing.pop(send).detach().contiguous() if send is not None else None
+        tensor = self.outgoing.pop(send).contiguous() if send is not None else None
         meta_to_send = self._meta_to_send(send, tensor)
         unknown = receive is not None and self._boundary(receive) not in metas
         if meta_to_send is not None or unknown:

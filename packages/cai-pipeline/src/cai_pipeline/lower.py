@@ -7,41 +7,55 @@ what is executed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.simulate import simulate
 
 
 def add_transfers(program: Program) -> Program:
-    """Insert a receive before each action with input from another rank, and a send after each with output to one.
+    """Insert a send after each action whose output another rank takes, and a receive before that rank's action.
 
+    Transfers are ordered by when their data are there, on a clock on which a backward takes twice as long as a forward.
+    All ranks have them in the order of this one clock, so none waits for another in a circle, even where a transfer
+    blocks both its ranks; and a receive is posted when its data are sent, which may be long before they are used.
     Neighbouring stages on one rank need no transfer.
-    Raises PlanError for actions that are not compute.
+
+    Raises PlanError for actions that are not compute, and for compute that can never start.
     """
     held = holders(program)
-
-    def elsewhere(stage: int, rank: int) -> bool:
-        return stage in held and held[stage] != rank
-
-    lowered: Program = []
-    for rank, actions in enumerate(program):
-        out: list[Action] = []
+    for actions in program:
         for action in actions:
-            if action.kind not in _DIRECTION:
+            if action.kind not in COMPUTE:
                 raise PlanError(
                     f"action {action} is not a compute action", expected="a program not yet lowered"
                 )
-            step, receive, send = _DIRECTION[action.kind]
-            if elsewhere(action.stage - step, rank):
-                out.append(Action(receive, action.stage, action.microbatch))
-            out.append(action)
-            if elsewhere(action.stage + step, rank):
-                out.append(Action(send, action.stage, action.microbatch))
-        lowered.append(out)
-    return lowered
+    spans = simulate(program).spans
+    timed: list[list[tuple[float, int, int, Action]]] = [[] for _ in program]
+    for span in spans:
+        timed[span.rank].append((span.start, _COMPUTE, 0, span.action))
+        step, send = _OUTPUT[span.action.kind]
+        stage = span.action.stage
+        receiver = held.get(stage + step)
+        if receiver not in (None, span.rank):
+            sent = Action(send, stage, span.action.microbatch)
+            boundary = min(stage, stage + step)
+            timed[span.rank].append((span.end, _TRANSFER, boundary, sent))
+            timed[receiver].append((span.end, _TRANSFER, boundary, sent.partner))
+    return [[action for *_, action in sorted(of_rank, key=_when)] for of_rank in timed]
 
 
-_DIRECTION = {Kind.FORWARD: (1, Kind.RECV_F, Kind.SEND_F), Kind.BACKWARD: (-1, Kind.RECV_B, Kind.SEND_B)}
+_TRANSFER, _COMPUTE = 0, 1
+"""What happens first of what begins at one time."""
+_OUTPUT = {Kind.FORWARD: (1, Kind.SEND_F), Kind.BACKWARD: (-1, Kind.SEND_B)}
+
+
+def _when(timed: tuple[float, int, int, Action]) -> tuple[float, int, int, bool, int]:
+    """By time, then boundary: both directions of a boundary are neighbours; then forwards first."""
+    time, what, boundary, action = timed
+    backwards = action.kind in (Kind.SEND_B, Kind.RECV_B)
+    return time, what, boundary, backwards, action.microbatch or 0
 
 
 def add_sharding(program: Program) -> Program:
@@ -75,28 +89,36 @@ def lower(program: Program) -> Program:
     return add_sharding(add_transfers(program))
 
 
-def batches(actions: Sequence[Action], held: Mapping[int, int]) -> list[tuple[Action, ...]]:
-    """Group a rank's actions into batches that are started together.
+def batches(program: Program) -> list[list[tuple[Action, ...]]]:
+    """Group each rank's actions into batches that are started together.
 
-    An adjacent send and receive with the same neighbour form one batch; otherwise two ranks that both send first
-    would wait for each other. A batch has at most one send and one receive, so messages keep the order of the list.
-    Every other action is a batch of its own.
-
-    Args:
-        actions: one rank's lowered actions.
-        held: stage -> rank, from `holders`.
+    A send and a receive that are neighbours on both ranks form one batch, so that both directions of a link are used
+    at once. A batch has at most one send and one receive, so messages keep the order of the list. Every other action
+    is a batch of its own.
     """
+    held = holders(program)
+    after = [{a: b for a, b in pairwise(actions) if _can_batch(a, b, held)} for actions in program]
+    return [_grouped(actions, after, held) for actions in program]
+
+
+def _grouped(
+    actions: Sequence[Action], after: Sequence[Mapping[Action, Action]], held: Mapping[int, int]
+) -> list[tuple[Action, ...]]:
     grouped: list[tuple[Action, ...]] = []
     for action in actions:
         before = grouped[-1] if grouped else ()
         if len(before) == 1 and _can_batch(before[0], action, held):
-            grouped[-1] = (before[0], action)
-        else:
-            grouped.append((action,))
+            a, b = before[0].partner, action.partner
+            there = after[held[a.stage]]
+            if there.get(a) == b or there.get(b) == a:
+                grouped[-1] = (before[0], action)
+                continue
+        grouped.append((action,))
     return grouped
 
 
 def _can_batch(a: Action, b: Action, held: Mapping[int, int]) -> bool:
+    """Whether one is a send, the other a receive, and both with the same rank."""
     if a.kind not in TRANSFERS or b.kind not in TRANSFERS:
         return False
     if (a.kind in SENDS) == (b.kind in SENDS):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_pipeline.placement import Held, stages_of
 from cai_pipeline.stage import (
     Placeholder,
     PlaceholderEmbedding,
@@ -16,6 +17,7 @@ from cai_pipeline.stage import (
     Role,
     Stage,
     StageIO,
+    Stages,
 )
 from cai_pipeline.structure import ModelStructure
 
@@ -24,37 +26,66 @@ def partition(
     model: nn.Module,
     structure: ModelStructure,
     stage_layers: Sequence[range],
-    index: int,
+    held: Held,
+    rank: int,
     tied: Iterable[str] = (),
-) -> Stage:
-    """Replace in place what other stages own by placeholders.
+) -> Stages:
+    """Replace in place what other ranks own by placeholders.
 
     Args:
         model: the whole model.
         structure: where its parts lie.
         stage_layers: the layers of each stage.
-        index: the stage to keep.
-        tied: names of parameters that the first and last stage share.
+        held: the rank of each stage.
+        rank: whose stages are kept.
+        tied: names of parameters that the ranks of the first and of the last stage share.
 
     Returns:
-        the stage, also stored at `model.cai_stage`.
+        the rank's stages, also stored at `model.cai_stages`.
     """
-    stage = Stage(index, len(stage_layers), stage_layers[index])
-    io = stage.io
-    stack = model.get_submodule(structure.layers)
-    roles: dict[int, Role] = {stage.layers.start - 1: "input", stage.layers.stop: "output"}
-    for position, (name, layer) in enumerate(list(stack.named_children())):
-        if position not in stage.layers:
-            role = roles.get(position, "pass")
-            setattr(stack, name, PlaceholderLayer(layer, io, structure.outputs, role))
-    for name in () if stage.is_first else structure.before:
-        _replace(model, name, _placeholder(model.get_submodule(name), io))
-    for name in () if stage.is_last else structure.after:
-        _replace(model, name, PlaceholderPassThrough(model.get_submodule(name), io))
+    own = {index: Stage(index, len(held), stage_layers[index]) for index in stages_of(held, rank)}
+    for name, owner in _parts(model, structure, stage_layers):
+        module = model.get_submodule(name)
+        for stage in own.values():
+            if stage.index != owner:
+                stage.others[name] = _stand_in(name, module, structure, stage_layers, stage)
+    for name, owner in _parts(model, structure, stage_layers):
+        if owner not in own:
+            stands = next(iter(own.values())).others[name]
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, stands)
+    if len(own) == 1:
+        next(iter(own.values())).others.clear()  # they are in the model
     if tied:
         _disable_tie_weights(model)
-    model.cai_stage = stage  # type: ignore[assignment]
-    return stage
+    stages = Stages(held, own)
+    model.cai_stages = stages  # type: ignore[assignment]
+    return stages
+
+
+def _parts(
+    model: nn.Module, structure: ModelStructure, stage_layers: Sequence[range]
+) -> list[tuple[str, int]]:
+    """The modules that are on one stage, by name, and the number of that stage."""
+    stack = model.get_submodule(structure.layers)
+    owners = [stage for stage, layers in enumerate(stage_layers) for _ in layers]
+    layers = [f"{structure.layers}.{name}" for name, _ in stack.named_children()]
+    ends = [(name, 0) for name in structure.before]
+    ends += [(name, len(stage_layers) - 1) for name in structure.after]
+    return list(zip(layers, owners, strict=True)) + ends
+
+
+def _stand_in(
+    name: str, module: nn.Module, structure: ModelStructure, stage_layers: Sequence[range], stage: Stage
+) -> nn.Module:
+    """What stands for a module while a stage runs that does not own it."""
+    if name in structure.before:
+        return _placeholder(module, stage.io)
+    if name in structure.after:
+        return PlaceholderPassThrough(module, stage.io)
+    layer = int(name.rpartition(".")[2])
+    roles: dict[int, Role] = {stage.layers.start - 1: "input", stage.layers.stop: "output"}
+    return PlaceholderLayer(module, stage.io, structure.outputs, roles.get(layer, "pass"))
 
 
 def _placeholder(module: nn.Module, io: StageIO) -> Placeholder:
@@ -63,11 +94,6 @@ def _placeholder(module: nn.Module, io: StageIO) -> Placeholder:
     if isinstance(module, nn.Linear):
         return PlaceholderLinear(module, io)
     return PlaceholderPassThrough(module, io)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _disable_tie_weights(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Turn a whole model into one stage of a pipeline, in place, with all parameter names kept."""
+"""Turn a whole model into the stages of one rank of a pipeline, in place, with all parameter names kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_mesh.trial import Trial
 from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
 from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.placement import Placement, place
 from cai_pipeline.small_model import small_model
-from cai_pipeline.stage import Stage
+from cai_pipeline.stage import Stage, Stages
 from cai_pipeline.structure import ModelStructure
 from cai_pipeline.verify_split import CallCheck, Tried, structure_of, verify_split
 
@@ -27,12 +28,12 @@ def split(
     model: nn.Module,
     mesh: AnyMesh,
     *,
-    stages: int | None = None,
     chunks: int = 1,
+    placement: Placement = "loop",
     balance: Balance = "auto",
     trial: Trial | None = None,
 ) -> Any:
-    """Keep this rank's stage of a model; placeholders without parameters replace the rest.
+    """Keep this rank's stages of a model; placeholders without parameters replace the rest.
 
     Call it on all ranks, on the whole model (best on the meta device), before any other transform. First a small
     model of the same kind is split, its stages are run one after the other, and loss and all gradients are compared
@@ -44,14 +45,14 @@ def split(
     Args:
         model: a causal LM of transformers >= 5, or any model with a list of layers; may be on the meta device.
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
-        stages: number of stages; the pp degree, which is also the default.
-        chunks: stages per rank, 1.
+        chunks: stages per rank.
+        placement: which stages they are: "loop" or "v", see `cai_pipeline.placement`.
         balance: "auto" for stages of equal cost, where cost is the number of parameters and those of an embedding
-            count an eighth; or the number of layers of each stage.
+            count an eighth; or the number of layers of each stage, in the order of the stages.
         trial: the small model to try the split on; None: made of the model's transformers config.
 
     Returns:
-        `model`, with its `Stage` at `model.cai_stage`.
+        `model`, with its `Stages` at `model.cai_stages`.
 
     Raises:
         PlanError: the model cannot be split, or not into so many stages.
@@ -59,41 +60,47 @@ def split(
     """
     mesh = ParallelMesh.of(mesh, alone="pp")
     mesh.require("pp", "split")
-    count = mesh.degree("pp")
-    _check_request(model, count, stages, chunks)
-    if count == 1:
-        model.cai_stage = Stage(0, 1, range(0))  # type: ignore[assignment]
+    ranks = mesh.degree("pp")
+    if hasattr(model, "cai_stages"):
+        raise PlanError("the model is split already", got=model.cai_stages)
+    held = place(ranks, chunks, placement)
+    if ranks == 1:
+        _check_alone(chunks)
+        model.cai_stages = Stages(held, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
         return model
     tried = trial or small_model(model)
     layers = len(list(model.get_submodule(tried.layers).children()))
-    check_enough_layers(layers, count)
+    check_enough_layers(layers, len(held))
     structure = structure_of(tried)
     _check_same_parts(model, structure)
-    stage_layers = _assign_layers(model, structure, count, balance)
-    verify_split(tried, stage_layers)
-    index, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
-    group = _tied_group(mesh) if tied else None
-    stage = partition(model, structure, stage_layers, index, tied)
-    stage.check = CallCheck(Tried(tried, tuple(stage_layers)))
-    for name, parameter in tied.items():
-        if index not in (0, count - 1):
-            continue
-        spec = replace(reduce_of(parameter), tied=group, owner=index == 0)
-        for module, local, held in list(sites(model)):
-            if held is parameter:
-                attach_to(module, local, name=name, reduce=spec)
+    stage_layers = _assign_layers(model, structure, len(held), balance)
+    verify_split(tried, stage_layers, held)
+    rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
+    stages = partition(model, structure, stage_layers, held, rank, tied)
+    stages.check = CallCheck(Tried(tried, tuple(stage_layers), held))
+    if held[0] != held[-1]:
+        _share(model, mesh, tied)
     return model
 
 
-def _check_request(model: nn.Module, count: int, stages: int | None, chunks: int) -> None:
+def _check_alone(chunks: int) -> None:
     if chunks != 1:
-        raise PlanError("a rank holds one chunk", got=f"chunks={chunks}", expected=1)
-    if stages is not None and stages != count:
         raise PlanError(
-            "one stage per pipeline rank", got=f"stages={stages}", expected=f"{count}, the pp degree"
+            "a pipeline of one rank has one stage", got=f"chunks={chunks}", expected="chunks=1, or more ranks"
         )
-    if hasattr(model, "cai_stage"):
-        raise PlanError("the model is split already", got=model.cai_stage)
+
+
+def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, nn.Parameter]) -> None:
+    """Tell of parameters that the first and the last rank hold whom they are shared with, and who owns them."""
+    group = _tied_group(mesh) if tied else None
+    rank, last = mesh.index("pp"), mesh.degree("pp") - 1
+    for name, parameter in tied.items():
+        if rank not in (0, last):
+            continue
+        spec = replace(reduce_of(parameter), tied=group, owner=rank == 0)
+        for module, local, held in list(sites(model)):
+            if held is parameter:
+                attach_to(module, local, name=name, reduce=spec)
 
 
 def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,7 +19,8 @@ from cai_pipeline.balance import balance_layers
 from cai_pipeline.call import Call
 from cai_pipeline.draws import draws_by_place
 from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.stage import run_stage
+from cai_pipeline.placement import Held, place
+from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.structure import ModelStructure, find_structure
 
 TOLERANCE = 1e-10
@@ -33,10 +34,12 @@ class Tried:
     Args:
         trial: the small model.
         stage_layers: the layers of each stage; None: up to three stages.
+        held: the rank of each stage; None: each has its own.
     """
 
     trial: Trial | SmallModel
     stage_layers: tuple[range, ...] | None = None
+    held: Held | None = None
 
     @cached_property
     def known(self) -> dict[str, int]:
@@ -54,13 +57,16 @@ class CallCheck:
         return verify_call(self.tried, Call.of(model, inputs, self.tried.trial, self.tried.known))
 
 
-def verify_split(trial: Trial | SmallModel, stage_layers: Sequence[range] | None = None) -> ModelStructure:
+def verify_split(
+    trial: Trial | SmallModel, stage_layers: Sequence[range] | None = None, held: Held | None = None
+) -> ModelStructure:
     """Split a small model into stages and compare with it unsplit: output, loss and all gradients.
 
     Done once per trial (of transformers: per class and config) and division.
 
     Args:
         stage_layers: the layers of each stage; None, or a trial with another number of layers: up to three stages.
+        held: the rank of each stage; None: each has its own.
 
     Returns:
         where the parts of the model lie; the large model has the same structure.
@@ -69,7 +75,7 @@ def verify_split(trial: Trial | SmallModel, stage_layers: Sequence[range] | None
         PlanError: the split model computes something else, or its code does not run when split.
     """
     structure = structure_of(trial)
-    verify_call(Tried(trial, None if stage_layers is None else tuple(stage_layers)), Call())
+    verify_call(Tried(trial, None if stage_layers is None else tuple(stage_layers), held), Call())
     return structure
 
 
@@ -93,17 +99,17 @@ def verify_call(tried: Tried, call: Call) -> frozenset[str]:
     with torch.device("cpu"), torch.enable_grad():
         whole = trial.build().double().train(call.training)
         stack = whole.get_submodule(structure.layers)
-        stage_layers = _division(tried, len(list(stack.children())))
+        stage_layers, held = _division(tried, len(list(stack.children())))
         owners = [stage for stage, layers in enumerate(stage_layers) for _ in layers]
         name, inputs = f"{type(whole).__name__} in {call}", call.inputs(trial)
         with _explained(name):
-            parts = [_part(whole, structure, stage_layers, index) for index in range(len(stage_layers))]
+            parts = [_part(whole, structure, stage_layers, held, rank) for rank in range(max(held) + 1)]
             _check_all_run(whole, stack, owners, inputs, call)
             with draws_by_place(stack, None, owners):
                 expected = whole(**arguments_of(whole, inputs))
             loss = _loss(trial, call)
             loss(expected).backward()
-            output = chain(parts, inputs, loss, structure.layers, owners)
+            output = chain([parts[rank] for rank in held], inputs, loss, structure.layers, owners)
     _compare(name, "loss", loss(output), loss(expected))
     _compare(name, "output", _main(output), _main(expected))
     found = gradients(parts)
@@ -113,10 +119,14 @@ def verify_call(tried: Tried, call: Call) -> frozenset[str]:
     return _differing(output, expected)
 
 
-def _division(tried: Tried, layers: int) -> list[range]:
-    if tried.stage_layers is not None and tried.stage_layers[-1].stop == layers:
-        return list(tried.stage_layers)
-    return balance_layers([1.0] * layers, min(3, layers))
+def _division(tried: Tried, layers: int) -> tuple[list[range], Held]:
+    """The layers of each stage, and the rank of each."""
+    stage_layers = list(tried.stage_layers or ())
+    if not stage_layers or stage_layers[-1].stop != layers:
+        count = 3 if tried.held is None else len(tried.held)
+        stage_layers = balance_layers([1.0] * layers, min(count, layers))
+    whole = tried.held is not None and len(tried.held) == len(stage_layers)
+    return stage_layers, tried.held if whole and tried.held else place(len(stage_layers))
 
 
 @contextmanager
@@ -171,11 +181,11 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _part(
-    whole: nn.Module, structure: ModelStructure, stage_layers: Sequence[range], index: int
+    whole: nn.Module, structure: ModelStructure, stage_layers: Sequence[range], held: Held, rank: int
 ) -> nn.Module:
     part = copy.deepcopy(whole)
     tied = tied_parameters(part, structure, stage_layers)
-    partition(part, structure, stage_layers, index, tied)
+    partition(part, structure, stage_layers, held, rank, tied)
     for name, parameter in tied.items():
         attach(parameter, name=name)
     return part
@@ -191,7 +201,7 @@ def chain(
     """Run all stages of a model one after the other in this process, then backward through all of them.
 
     Args:
-        parts: all stages, in order.
+        parts: the model of each stage, in order; one that holds several stages is there for each.
         inputs: keyword arguments of the whole model.
         loss: of the last stage's output.
         layers: name of the list of layers, for random numbers as `draws_by_place` has them; None: as they come.
@@ -203,10 +213,14 @@ def chain(
     received: torch.Tensor | None = None
     boundaries: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    def _draws(part: nn.Module, index: int) -> AbstractContextManager[Any]:
+        return draws_by_place(part.get_submodule(layers), index, owners) if layers else nullcontext()
+
     def run(index: int) -> Any:
         part = parts[index]
-        with draws_by_place(part.get_submodule(layers), index, owners) if layers else nullcontext():
-            return run_stage(part, received, inputs)
+        stage = Stages.of(part).own[index]
+        with stage.shown(part), _draws(part, index):
+            return run_stage(part, received, inputs, index=index)
 
     for index in range(len(parts) - 1):
         sent = run(index)
@@ -224,8 +238,8 @@ def _main(output: Any) -> torch.Tensor | None:
     return output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
 
 
-def gradients(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """The gradients of all stages by canonical name; a tied parameter's are summed over its stages."""
+def gradients(parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks' models by canonical name; a tied parameter's are summed over those."""
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, parameter in part.named_parameters():

@@ -31,9 +31,10 @@ def narrow_placeholders(model: nn.Module, roles: dict[str, Role], ranks: int) ->
     A placeholder has no parameters and the sizes of the layer it stands for.
     """
     width = _width(model, roles)
-    if width is None or getattr(model, "cai_stage", None) is None:
+    stages = getattr(model, "cai_stages", None)
+    if width is None or stages is None:
         return
-    for module in model.modules():
+    for module in (*model.modules(), *stages.stand_ins()):
         for size in ("embedding_dim", "out_features"):
             if next(module.parameters(), None) is None and getattr(module, size, None) == width:
                 setattr(module, size, width // ranks)

@@ -87,8 +87,8 @@ def _gatherer(model: nn.Module, context: ModeContext, batch: dict[str, int]) -> 
         )
 
     def gather(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        stage = getattr(module, "cai_stage", None)
-        if stage is not None and not stage.is_last:
+        stages = getattr(module, "cai_stages", None)
+        if stages is not None and stages.hands_on:
             return output  # it sends its part of the stream on, and nobody reads this
         if not hasattr(output, "keys"):
             return whole("output", output)

@@ -108,7 +108,7 @@ def rewrite(
             expected='"none", "selective", "most" or "full"',
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
         )
-    split(model, mesh, trial=workload.trial)
+    split(model, mesh, chunks=config.parallel.pipeline.chunks, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)

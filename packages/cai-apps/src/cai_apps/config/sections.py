@@ -34,9 +34,12 @@ class Tensor:
 @dataclass(frozen=True)
 class Pipeline:
     size: DEGREE = 1
-    """Pipeline stages."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of the forward and backward passes."""
+    """Pipeline ranks."""
+    chunks: DEGREE = 1
+    """Pipeline stages of each rank."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "bfs"] = "1f1b"
+    """Order of the forward and backward passes; gpipe and 1f1b are for one chunk, interleaved is 1f1b for several. bfs
+    (breadth first) runs all microbatches through a stage before it begins with the next."""
     microbatches: Annotated[int | None, COUNT] = None
     """Microbatches of a data rank in one step; None: global_batch / (data ranks * microbatch_size)."""
 

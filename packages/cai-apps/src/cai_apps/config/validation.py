@@ -9,7 +9,7 @@ from typing import TypeVar
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
-from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, RunConfig
+from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, Pipeline, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 
@@ -140,6 +140,28 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
+CHUNKED = ("interleaved", "bfs")
+"""Schedules that take several stages a rank."""
+
+
+def check_pipeline(pipeline: Pipeline) -> None:
+    """Raises ConfigError for chunks that no rank, or not this schedule, can have."""
+    if pipeline.chunks == 1:
+        return
+    if pipeline.size == 1:
+        raise ConfigError(
+            "a pipeline of one rank has one stage",
+            got=f"parallel.pipeline.size = 1, chunks = {pipeline.chunks}",
+            fix="leave parallel.pipeline.chunks out, or raise the size",
+        )
+    if pipeline.schedule not in CHUNKED:
+        raise ConfigError(
+            f'the schedule "{pipeline.schedule}" is for one stage on each rank',
+            got=f"parallel.pipeline.chunks = {pipeline.chunks}",
+            fix='set parallel.pipeline.schedule to "interleaved" or "bfs", or leave chunks out',
+        )
+
+
 def check_wire(parallel: Parallel) -> None:
     """Raises ConfigError for compression where nothing is compressed, `shard` being resolved."""
     for name in ("wire_weights", "wire_gradients"):
@@ -182,6 +204,7 @@ def resolve(config: R, world_size: int) -> R:
     check_samples(config)
     check_wire(config.parallel)
     check_tensor(config)
+    check_pipeline(config.parallel.pipeline)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     schedule = schedule_of(config)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)

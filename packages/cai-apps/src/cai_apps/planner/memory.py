@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -85,10 +86,14 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     )
 
 
-def most_in_flight(actions: list[Action]) -> int:
-    """Most microbatches that a rank's actions have run forward and not yet backward."""
+def most_kept(actions: Sequence[Action], kept: Mapping[int, int]) -> int:
+    """Most bytes that microbatches keep which a rank's actions have run forward and not yet backward.
+
+    Args:
+        kept: bytes of one microbatch, by stage.
+    """
     most = now = 0
     for action in actions:
-        now += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+        now += ((action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)) * kept[action.stage]
         most = max(most, now)
     return most

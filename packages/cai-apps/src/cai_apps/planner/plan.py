@@ -21,13 +21,13 @@ from cai_apps.planner.memory import (
     clips_samples,
     model_state,
     moment_bytes,
-    most_in_flight,
+    most_kept,
 )
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
 from cai_mesh.storage import units
-from cai_pipeline import program
+from cai_pipeline import Action, Stages, place, program
 
 AWAY = 3
 """Inputs of blocks on the device where they wait on the host: those of the last block, and two on their way."""
@@ -35,13 +35,14 @@ AWAY = 3
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One rank of a pipeline stage; the stage's other ranks hold as much. Bytes, where not said otherwise."""
+    """One pipeline rank, with all its stages; others at its place hold as much. Bytes, where not said otherwise."""
 
-    stage: int
+    rank: int
+    """Its place in the pipeline."""
     blocks: tuple[str, ...]
-    """Names of the blocks of layers on this stage."""
+    """Names of its blocks of layers."""
     parameters: int
-    """Elements of the stage's tensor shard, before ZeRO."""
+    """Elements of its tensor shard, before ZeRO."""
     state: ModelState
     unsharded: int
     """Parameters that ZeRO-3 holds gathered at once, and gradients on their way to their shards."""
@@ -100,7 +101,7 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
     """
     device = device_of(config)
     saved = saved or saved_bytes(config, workload, device)
-    stages = tuple(_stage(config, workload, stage, saved) for stage in range(config.parallel.pipeline.size))
+    stages = tuple(_stage(config, workload, rank, saved) for rank in range(config.parallel.pipeline.size))
     whole, spec = on_meta(workload), mesh_spec(config)
     trained, frozen = elements(whole)
     needs = offload_needs(config, whole, stages[0].activations) if ranks == 1 else None
@@ -116,25 +117,37 @@ def elements(model: nn.Module) -> tuple[int, int]:
     return sizes[True], sizes[False]
 
 
-def _stage(config: RunConfig, workload: Workload, stage: int, saved: Saved) -> StagePlan:
+def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> StagePlan:
     spec, pipeline = mesh_spec(config), config.parallel.pipeline
     model = on_meta(workload)
-    with imaginary_rank(spec, stage * (spec.world_size // spec.pp)) as mesh:
+    with imaginary_rank(spec, rank * (spec.world_size // spec.pp)) as mesh:
         rewrite(config, workload, model, mesh, device=device_of(config))
     names = {module: name for name, module in model.named_modules()}
     own = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
-    order = program(pipeline.schedule, pipeline.size, pipeline.microbatches or 1)[stage]
-    last = stage == pipeline.size - 1
+    order = program(pipeline.schedule, place(pipeline.size, pipeline.chunks), pipeline.microbatches or 1)[
+        rank
+    ]
     return StagePlan(
-        stage,
+        rank,
         own,
         trained + frozen,
         model_state(config, trained, moment_bytes(config, model), frozen=frozen),
         unsharded_bytes(config, model),
-        _activations(config, saved, own, most_in_flight(order), last=last),
+        _activations(config, saved, _blocks(model, own), order, last=Stages.of(model).has_last),
         accumulates(config),
     )
+
+
+def _blocks(model: nn.Module, names: tuple[str, ...]) -> dict[int, list[str]]:
+    """Names of a rank's blocks by stage."""
+    stages = Stages.of(model).own
+    if len(stages) == 1:
+        return {next(iter(stages)): list(names)}
+    return {
+        index: [name for name in names if int(name.rpartition(".")[2]) in stage.layers]
+        for index, stage in stages.items()
+    }
 
 
 def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
@@ -161,24 +174,39 @@ def _most_of_two(sizes: list[int]) -> int:
     return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
 
 
-def _activations(config: RunConfig, saved: Saved, own: tuple[str, ...], in_flight: int, *, last: bool) -> int:
-    """Bytes kept when most microbatches are in flight, and what comes and goes then.
+def _activations(
+    config: RunConfig, saved: Saved, blocks: dict[int, list[str]], order: list[Action], *, last: bool
+) -> int:
+    """Bytes kept when most is kept, and what comes and goes then.
 
     With recompute a block keeps its input (and results that selective and most keep), and one block at a time has all
     it would keep without. Inputs that wait on the host are on the device for the last block, and on their way from and
     to it.
+
+    Args:
+        blocks: names of the rank's blocks, by stage.
+        order: the rank's actions.
+        last: whether it has the end of the model.
     """
+    recompute, away = config.memory.recompute, config.memory.activations == "host"
+    own = [name for names in blocks.values() for name in names]
 
-    def total(of: dict[str, int]) -> int:
-        return sum(of.get(name, 0) for name in own)
+    def kept(*tables: dict[str, int]) -> int:
+        """With what comes after the last block."""
+        found = {
+            index: sum(table.get(name, 0) for table in tables for name in names)
+            for index, names in blocks.items()
+        }
+        if last:
+            found[max(found)] += saved.rest
+        return most_kept(order, found)
 
-    rest, loss = (saved.rest, saved.loss) if last else (0, 0)
-    recompute = config.memory.recompute
+    loss = saved.loss if last else 0
     if recompute == "none":
-        return in_flight * (total(saved.kept) + rest) + loss
-    results = {"selective": total(saved.products), "most": total(saved.attention), "full": 0}[recompute]
-    away = config.memory.activations == "host"
-    largest = max((saved.inputs.get(name, 0) for name in own), default=0)
-    inputs = min(len(own), AWAY) * largest if away else in_flight * total(saved.inputs)
+        return kept(saved.kept) + loss
+    results = {"selective": [saved.products], "most": [saved.attention], "full": []}[recompute]
     again = max((saved.kept.get(name, 0) for name in own), default=0)
-    return inputs + in_flight * (rest + results) + max(loss, again)
+    if not away:
+        return kept(saved.inputs, *results) + max(loss, again)
+    largest = max((saved.inputs.get(name, 0) for name in own), default=0)
+    return min(len(own), AWAY) * largest + kept(*results) + max(loss, again)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from cai_apps.config.sections import Pipeline
 from cai_apps.planner.fit import Planner, Verdict, judge, needed
 from cai_apps.planner.plan import Plan, StagePlan
 from cai_apps.planner.shown import Shown
@@ -64,7 +65,7 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
 
 
 def render(plan: Plan, title: str, batch: str) -> str:
-    """The plan as text: the mesh, a row per pipeline stage, and what the columns mean."""
+    """The plan as text: the mesh, a row per pipeline rank, and what the columns mean."""
     config = plan.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
     parts = f"{config.parallel.pipeline.microbatches} microbatches of {config.train.microbatch_size}"
@@ -73,19 +74,23 @@ def render(plan: Plan, title: str, batch: str) -> str:
             f"{title}, {plan.parameters:,} parameters{_learn(plan)}",
             f"mesh      {mesh}  ({plan.ranks} ranks)",
             f"training  ZeRO-{config.parallel.zero}, {config.precision.compute},"
-            f" recompute {config.memory.recompute}, {config.parallel.pipeline.schedule}, on {plan.device}",
+            f" recompute {config.memory.recompute}, {_schedule(config.parallel.pipeline)}, on {plan.device}",
             f"batch     {batch} a step; {parts} on each data rank",
             "",
-            "bytes on each rank of a pipeline stage:",
+            "bytes on each rank, by its place in the pipeline:",
             *_table(plan.stages),
             "",
-            "elements: of the stage's tensor shard, before ZeRO. optimizer: with master weights. unsharded: what ZeRO",
+            "elements: of the rank's tensor shard, before ZeRO. optimizer: with master weights. unsharded: what ZeRO",
             "holds whole for a while, parameters and gradients. activations: kept for backward at the fullest moment,",
             "and what backward or the loss takes beside. peak: of all tensors; in a step of one microbatch gradients",
             "come as activations go.",
             *_offload(plan),
         ]
     )
+
+
+def _schedule(pipeline: Pipeline) -> str:
+    return f"{pipeline.schedule} with {pipeline.chunks} chunks" if pipeline.chunks > 1 else pipeline.schedule
 
 
 def _learn(plan: Plan) -> str:
@@ -120,7 +125,7 @@ def _offload(plan: Plan) -> list[str]:
 
 HEADER = (
     *(
-        "stage",
+        "place",
         "blocks",
         "elements",
         "parameters",
@@ -145,7 +150,7 @@ def _table(stages: tuple[StagePlan, ...]) -> list[str]:
             stage.activations,
             stage.peak,
         ]
-        rows.append([str(stage.stage), str(len(stage.blocks)), f"{stage.parameters:,}", *map(size, held)])
+        rows.append([str(stage.rank), str(len(stage.blocks)), f"{stage.parameters:,}", *map(size, held)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Schedules by name: each is a function of (stages, microbatches, rank, chunks) to a rank's compute actions."""
+"""Schedules by name: each is a function of (rank of each stage, microbatches, rank) to a rank's compute actions."""
 
 from __future__ import annotations
 
@@ -6,33 +6,52 @@ from collections.abc import Callable
 
 from cai_mesh.errors import PlanError, did_you_mean
 from cai_pipeline.actions import Action, Kind, Program
-from cai_pipeline.schedules.gpipe import gpipe
+from cai_pipeline.placement import Held, stages_of
+from cai_pipeline.schedules.breadth_first import breadth_first, gpipe
+from cai_pipeline.schedules.interleaved import interleaved
 from cai_pipeline.schedules.one_f_one_b import one_f_one_b
 
-ScheduleFn = Callable[[int, int, int, int], list[Action]]
+ScheduleFn = Callable[[Held, int, int], list[Action]]
 
-SCHEDULES: dict[str, ScheduleFn] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, ScheduleFn] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "bfs": breadth_first,
+}
 
 
-def program(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Program:
+def program(schedule: str, held: Held, microbatches: int) -> Program:
     """The compute actions of all ranks under a schedule of SCHEDULES.
 
     Args:
         schedule: name, e.g. "1f1b".
-        stages: stages over all ranks; each rank holds `chunks` of them.
+        held: rank of each stage, as from `place(ranks, chunks)`.
         microbatches: microbatches per step.
-        chunks: stages per rank.
 
     Raises:
-        PlanError: the name is unknown, or the schedule does not take these numbers.
+        PlanError: the name is unknown, or the schedule does not take these numbers or this placement.
     """
     if schedule not in SCHEDULES:
         raise PlanError(f"unknown schedule {schedule!r}", got=schedule, fix=did_you_mean(schedule, SCHEDULES))
-    if chunks < 1 or stages % chunks:
-        raise PlanError("stages do not divide into chunks", got=f"{stages} stages, {chunks} chunks per rank")
-    return [SCHEDULES[schedule](stages, microbatches, rank, chunks) for rank in range(stages // chunks)]
+    return [SCHEDULES[schedule](held, microbatches, rank) for rank in range(max(held, default=-1) + 1)]
 
 
-def forward_only(stages: int, microbatches: int) -> Program:
-    """The compute actions of an evaluation: every microbatch through every stage, one stage per rank."""
-    return [[Action(Kind.FORWARD, stage, m) for m in range(microbatches)] for stage in range(stages)]
+def forward_only(held: Held, microbatches: int) -> Program:
+    """The compute actions of an evaluation: every microbatch through every stage, as many at a time as there are ranks.
+
+    Args:
+        held: rank of each stage.
+        microbatches: any number.
+    """
+    ranks = max(held) + 1
+    rounds = [range(at, min(at + ranks, microbatches)) for at in range(0, microbatches, ranks)]
+    return [
+        [
+            Action(Kind.FORWARD, stage, m)
+            for of_round in rounds
+            for stage in stages_of(held, rank)
+            for m in of_round
+        ]
+        for rank in range(ranks)
+    ]

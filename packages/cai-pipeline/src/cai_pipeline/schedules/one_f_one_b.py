@@ -7,26 +7,32 @@ GPipe, but stage `s` holds at most `stages - s` live activations, for any number
 from __future__ import annotations
 
 from cai_pipeline.actions import Action, Kind
-from cai_pipeline.schedules._arguments import check_arguments
+from cai_pipeline.placement import Held
+from cai_pipeline.schedules._arguments import check_arguments, check_one_chunk
 
 
-def one_f_one_b(stages: int, microbatches: int, rank: int, chunks: int = 1) -> list[Action]:
+def one_f_one_b(held: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank.
 
     Args:
-        stages: number of stages, which is the number of pipeline ranks.
-        microbatches: microbatches per step, at least 1; below `stages` the bubble dominates.
-        rank: pipeline rank, 0 <= rank < stages.
-        chunks: stages per rank; this schedule has 1.
+        held: rank of each stage; one stage a rank, in order.
+        microbatches: microbatches per step, at least 1; below the number of stages the bubble dominates.
+        rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("1f1b", stages, microbatches, rank, chunks)
-    warmup = min(stages - 1 - rank, microbatches)
-    actions = [Action(Kind.FORWARD, rank, m) for m in range(warmup)]
-    for m in range(microbatches):
-        if m + warmup < microbatches:
-            actions.append(Action(Kind.FORWARD, rank, m + warmup))
-        actions.append(Action(Kind.BACKWARD, rank, m))
-    return actions
+    check_arguments("1f1b", held, microbatches, rank)
+    check_one_chunk("1f1b", held)
+    forwards, backwards = (
+        [Action(kind, rank, m) for m in range(microbatches)] for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    return alternate(forwards, backwards, len(held) - 1 - rank)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    actions = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[max(len(forwards) - warmup, 0) :]

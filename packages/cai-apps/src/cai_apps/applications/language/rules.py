@@ -55,7 +55,7 @@ def check_model(config: Config, model: Any) -> None:
     _check_sizes(model)
     if config.precision.linear == "fp8":
         check_fp8(config, model)
-    tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline.size
+    tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline
     heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
     if isinstance(heads, int) and not _some_each(config, heads, tensor):
         raise ConfigError(
@@ -70,12 +70,13 @@ def check_model(config: Config, model: Any) -> None:
             got=f"data.sequence_length = {config.data.sequence_length} over {tensor} ranks",
             expected=f"a multiple of {tensor}",
         )
-    if isinstance(layers, int) and layers < pipeline:
+    if isinstance(layers, int) and layers < pipeline.size * pipeline.chunks:
         raise ConfigError(
-            f"{layers} layers cannot be split over parallel.pipeline.size = {pipeline} stages",
-            got=f"{layers} layers",
+            f"{layers} layers cannot be split into so many pipeline stages",
+            got=f"parallel.pipeline.size = {pipeline.size}, chunks = {pipeline.chunks}: "
+            f"{pipeline.size * pipeline.chunks} stages",
             expected=f"at most {layers} stages",
-            fix=f"set parallel.pipeline.size to {layers} or less",
+            fix="set one of them lower",
         )
     positions = getattr(model, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < config.data.sequence_length:  # XLNet says -1: no limit
