@@ -21,10 +21,10 @@ EVEN = 8
 """A length that two ranks can divide."""
 
 
-def train(name: str, schedule: str, sequence: bool = False, mode: str = "1d"):
+def train(name: str, schedule: str, sequence: bool = False, mode: str = "1d", chunks: int = 1):
     axes = {"pp": 2} | sub_axes(mode, 2 if mode == "1d" else 4)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    stage = split(twin.build(name), mesh)
+    stage = split(twin.build(name), mesh, chunks=chunks)
     model = parallelize(stage, mesh, logits="sharded", mode=mode, sequence=sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -65,3 +65,17 @@ def test_a_stream_that_is_cut_passes_from_stage_to_stage(name: str, monkeypatch:
 def test_a_stream_that_a_grid_cuts_passes_from_stage_to_stage():
     results = run_ranks(8, train, "gpt2", "1f1b", False, "2d", timeout=300)
     twin.assert_equals_one_process("gpt2", results)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", list(twin.DEEP))
+def test_several_stages_a_rank(name: str, sequence: bool, monkeypatch: pytest.MonkeyPatch):
+    whole = twin.batch
+    if sequence:
+        monkeypatch.setattr(twin, "batch", lambda *args: whole(*args)[:, :EVEN])
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, "interleaved", sequence, "1d", 2))
+
+
+def test_several_stages_of_a_grid():
+    results = run_ranks(8, train, "gpt2, 4 layers", "interleaved", False, "2d", 2, timeout=300)
+    twin.assert_equals_one_process("gpt2, 4 layers", results)

@@ -23,11 +23,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 32, **QUIET},
 }
+DEEP = {
+    "llama, 4 layers": MODELS["llama"] | {"num_hidden_layers": 4},
+    "gpt2, 4 layers": MODELS["gpt2"] | {"n_layer": 4},
+}
+"""For two pipeline ranks with two stages each."""
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(name, **MODELS[name])
+    config = AutoConfig.for_model(name.partition(",")[0], **(MODELS | DEEP)[name])
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64)
 
 

@@ -13,14 +13,21 @@ from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.layout import canonical_name
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
+from cai_pipeline.placement import Placement
 from cai_zero import shard_module, shard_optimizer, sharding_of
 
 MICROBATCHES = 4
 
 
-def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "actions"] = "hooks"):
+def train(
+    name: str,
+    stage: int,
+    schedule: str,
+    driver: Literal["hooks", "actions"] = "hooks",
+    placement: Placement | None = None,
+):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    model = split(twin.build(name), mesh)
+    model = split(twin.build(name), mesh, chunks=2 if placement else 1, placement=placement or "loop")
     if stage == 3:
         sync = sharding_of(shard_module(model, mesh, driver=driver))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -63,3 +70,30 @@ def train(name: str, stage: int, schedule: str, driver: Literal["hooks", "action
 )
 def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
     twin.assert_equals_one_process(name, run_ranks(4, train, name, stage, schedule, driver))
+
+
+@pytest.mark.parametrize("driver", ["hooks", "actions"])
+@pytest.mark.parametrize(
+    ("name", "schedule", "placement"),
+    [
+        ("llama, 4 layers", "interleaved", "loop"),
+        ("gpt2, 4 layers", "interleaved", "loop"),
+        ("gpt2, 4 layers", "bfs", "v"),
+    ],
+)
+def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Placement, driver: str):
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, 3, schedule, driver, placement))
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "schedule", "placement"),
+    [
+        ("llama, 4 layers", 0, "bfs", "v"),
+        ("gpt2, 4 layers", 1, "interleaved", "loop"),
+        ("gpt2, 4 layers", 2, "interleaved", "loop"),
+        ("gpt2, 4 layers", 1, "bfs", "v"),
+        ("gpt2, 4 layers", 2, "bfs", "v"),
+    ],
+)
+def test_zero_of_several_stages_a_rank(name: str, stage: int, schedule: str, placement: Placement):
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, stage, schedule, "hooks", placement))

@@ -182,7 +182,9 @@ class _StepState:
         self.receiving: dict[Action, PendingReceive] = {}
         self.outgoing: dict[Action, torch.Tensor] = {}
         self.saved: dict[tuple[int, int | None], _SavedForward] = {}
-        self.unsharding: CommHandle | None = None
+        self.unsharding: dict[int, CommHandle] = {}
+        self.unsharded: set[int] = set()
+        self.reduced: set[int] = set()
         self.backwards_left = dict.fromkeys(self.stages.own, len(inputs))
 
     def perform(self, whole: Program) -> None:
@@ -204,7 +206,7 @@ class _StepState:
             self.runner.p2p.finish()
 
     def _forward(self, action: Action) -> None:
-        self._wait_unsharded()
+        self._wait_unsharded(action.stage)
         runner, m = self.runner, action.microbatch
         assert m is not None
         received = self._taken(Kind.RECV_F, action)
@@ -225,7 +227,7 @@ class _StepState:
             self.saved[action.stage, m] = _SavedForward(received, root)
 
     def _backward(self, action: Action) -> None:
-        self._wait_unsharded()
+        self._wait_unsharded(action.stage)
         saved = self.saved.pop((action.stage, action.microbatch))
         gradient = self._taken(Kind.RECV_B, action)
         self.backwards_left[action.stage] -= 1
@@ -240,21 +242,38 @@ class _StepState:
             self.outgoing[Action(Kind.SEND_B, action.stage, action.microbatch)] = gradient_to_send
 
     def _unshard(self, action: Action) -> None:
-        if self.runner.sharding is not None:
-            self.unsharding = self.runner.sharding.unshard(self.runner.model)
+        model, sharding = self.runner.model, self.runner.sharding
+        if sharding is not None:
+            self.unsharded.add(action.stage)
+            with self.stages.own[action.stage].shown(model):
+                self.unsharding[action.stage] = sharding.unshard(model)
 
-    def _wait_unsharded(self) -> None:
-        if self.unsharding is not None:
-            self.unsharding.wait()
-            self.unsharding = None
+    def _wait_unsharded(self, stage: int) -> None:
+        under_way = self.unsharding.pop(stage, None)
+        if under_way is not None:
+            under_way.wait()
 
     def _reshard(self, action: Action) -> None:
         if self.runner.sharding is not None:
-            self.runner.sharding.reshard(self.runner.model)
+            self.unsharded.remove(action.stage)
+            self._done_with(action.stage, self.runner.sharding.reshard, last=not self.unsharded)
 
     def _reduce(self, action: Action) -> None:
         if self.runner.sharding is not None:
-            self.runner.sharding.reduce(self.runner.model)
+            self.reduced.add(action.stage)
+            self._done_with(
+                action.stage, self.runner.sharding.reduce, last=self.reduced == self.stages.own.keys()
+            )
+
+    def _done_with(self, index: int, do: Callable[[nn.Module], None], *, last: bool) -> None:
+        """Do something to what a stage holds; what belongs to no part of the model waits for the rank's last stage."""
+        stage, model = self.stages.own[index], self.runner.model
+        if last:
+            with stage.shown(model):
+                do(model)
+        else:
+            for name in stage.parts:
+                do(model.get_submodule(name))
 
     def _taken(self, kind: Kind, action: Action) -> torch.Tensor | None:
         """What another rank has sent for an action, or the stage beside it on this one; None at the ends."""

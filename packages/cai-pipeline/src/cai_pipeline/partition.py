@@ -43,13 +43,19 @@ def partition(
     Returns:
         the rank's stages, also stored at `model.cai_stages`.
     """
-    own = {index: Stage(index, len(held), stage_layers[index]) for index in stages_of(held, rank)}
-    for name, owner in _parts(model, structure, stage_layers):
+    parts = _parts(model, structure, stage_layers)
+    own = {
+        index: Stage(
+            index, len(held), stage_layers[index], tuple(name for name, owner in parts if owner == index)
+        )
+        for index in stages_of(held, rank)
+    }
+    for name, owner in parts:
         module = model.get_submodule(name)
         for stage in own.values():
             if stage.index != owner:
                 stage.others[name] = _stand_in(name, module, structure, stage_layers, stage)
-    for name, owner in _parts(model, structure, stage_layers):
+    for name, owner in parts:
         if owner not in own:
             stands = next(iter(own.values())).others[name]
             parent, _, child = name.rpartition(".")

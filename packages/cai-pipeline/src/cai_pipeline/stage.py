@@ -73,12 +73,14 @@ class Stage:
         index: stage number, 0 <= index < count.
         count: number of stages.
         layers: the layers it owns, by their index in the whole model.
+        parts: names of the modules it owns: its layers, and what comes before the first or after the last.
         others: placeholders by name, for the parts of the rank's other stages.
     """
 
     index: int
     count: int
     layers: range
+    parts: tuple[str, ...] = ()
     io: StageIO = field(default_factory=StageIO, repr=False)
     others: dict[str, nn.Module] = field(default_factory=dict, repr=False, compare=False)
 

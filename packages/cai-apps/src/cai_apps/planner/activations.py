@@ -76,7 +76,7 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
 
     Raises what the transforms raise, and `PlanError` where sizes depend on values.
     """
-    pipeline = replace(config.parallel.pipeline, size=1)
+    pipeline = replace(config.parallel.pipeline, size=1, chunks=1)
     config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=1))
     compute = DTYPES[config.precision.compute]
     with imaginary_rank(mesh_spec(config), 0) as mesh, _silence():

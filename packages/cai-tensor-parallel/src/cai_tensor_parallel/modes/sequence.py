@@ -122,7 +122,8 @@ class Places:
     """Where the stream of a model is cut, gathered and put together: names of modules.
 
     Args:
-        first, last: the blocks at which the stream is cut and put together, of every stack of blocks.
+        first, last: the blocks at which the stream is cut and put together, of every stack of blocks, or of every
+            pipeline stage.
         gathered: before these it is gathered for the layers inside.
         enclosed: modules that see the whole sequence, as those with experts, which choose among all tokens: it is
             gathered before them, and each rank keeps its part of what they return.
@@ -179,10 +180,10 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
         and roles.get(name, Role("")).kind not in ALIKE
         and not _is_below(name, places | enclosed)
     ]
-    stacks = [_blocks(model, top) for top in tops]
+    stacks = [blocks for top in tops for blocks in _stacks(model, top)]
     return Places(
-        tuple(f"{top}.{blocks[0]}" for top, blocks in zip(tops, stacks, strict=True)) or ("",),
-        tuple(f"{top}.{blocks[-1]}" for top, blocks in zip(tops, stacks, strict=True)) or ("",),
+        tuple(blocks[0] for blocks in stacks) or ("",),
+        tuple(blocks[-1] for blocks in stacks) or ("",),
         frozenset(places),
         frozenset(enclosed),
         tuple(streams),
@@ -200,6 +201,16 @@ def _blocks(model: nn.Module, top: str) -> list[str]:
     """Names of a list's blocks that are here: others stand for those of another pipeline stage."""
     blocks = model.get_submodule(top).named_children()
     return [name for name, block in blocks if next(block.parameters(), None) is not None]
+
+
+def _stacks(model: nn.Module, top: str) -> list[list[str]]:
+    """Names of a list's blocks that run one after the other: all, or those of each of this rank's pipeline stages."""
+    stages = getattr(model, "cai_stages", None)
+    of_stage = {name: stage.index for stage in stages.own.values() for name in stage.parts} if stages else {}
+    found: dict[int | None, list[str]] = {}
+    for name in (f"{top}.{block}" for block in _blocks(model, top)):
+        found.setdefault(of_stage.get(name), []).append(name)
+    return list(found.values())
 
 
 def _gathering(model: nn.Module, name: str, roles: dict[str, Role]) -> str:
