@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
 from cai_pipeline.placement import Placement
 from cai_zero import shard_module, shard_optimizer, sharding_of
+from cai_zero.gathering import Gatherer
 
 MICROBATCHES = 4
 
@@ -97,3 +99,41 @@ def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Pl
 )
 def test_zero_of_several_stages_a_rank(name: str, stage: int, schedule: str, placement: Placement):
     twin.assert_equals_one_process(name, run_ranks(4, train, name, stage, schedule, "hooks", placement))
+
+
+def gathers(driver: Literal["hooks", "actions"], chunks: int) -> set[int]:
+    """How often the units of a model with 4 microbatches are gathered in its second step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    model = split(twin.build("llama, 4 layers"), mesh, chunks=chunks)
+    sync = sharding_of(shard_module(model, mesh, driver=driver))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    runner = PipelineRunner(
+        model,
+        mesh,
+        schedule="interleaved",
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
+        grad_sync=sync,
+        sharding=sync,
+    )
+    backward, seen = twin.in_microbatches(runner, MICROBATCHES), Counter[int]()
+    gather = Gatherer._gather
+
+    def counted(self: Gatherer, part: Any, coming: Any) -> Any:
+        seen[id(part)] += 1
+        return gather(self, part, coming)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gatherer, "_gather", counted)
+        for step in range(2):
+            seen.clear()
+            backward(twin.batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    return set(seen.values())
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_schedule_gathers_once_a_step(chunks: int):
+    assert run_ranks(4, gathers, "actions", chunks) == [{1}] * 4
+    assert all(max(found) >= MICROBATCHES for found in run_ranks(4, gathers, "hooks", chunks))

@@ -55,6 +55,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         microbatches=microbatches(config),
         loss_fn=_divided(loss, scale),
         grad_sync=weights.sync if samples is None else samples,
+        sharding=weights.sync if isinstance(weights.sync, ModuleSharding) else None,
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)

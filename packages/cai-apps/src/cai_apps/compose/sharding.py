@@ -118,7 +118,13 @@ def _shard_module(
     gather = Gather(copy_engines=_copy_engines(config, mesh))
     compression = _compression(config.parallel)
     shard_module(
-        model, mesh, precision=precision, residency=residency, gather=gather, compression=compression
+        model,
+        mesh,
+        precision=precision,
+        residency=residency,
+        gather=gather,
+        compression=compression,
+        driver="actions" if config.parallel.pipeline.unshard == "step" else "hooks",
     )
     optimizer = make_optimizer(config, model, mesh, offloaded=residency is not None)
     sharding = sharding_of(model)

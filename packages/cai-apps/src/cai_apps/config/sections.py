@@ -40,6 +40,9 @@ class Pipeline:
     schedule: Literal["gpipe", "1f1b", "interleaved", "bfs"] = "1f1b"
     """Order of the forward and backward passes; gpipe and 1f1b are for one chunk, interleaved is 1f1b for several. bfs
     (breadth first) runs all microbatches through a stage before it begins with the next."""
+    unshard: Literal["pass", "step"] = "pass"
+    """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
+    once, and its gradients are reduced once; both are whole on every rank meanwhile."""
     microbatches: Annotated[int | None, COUNT] = None
     """Microbatches of a data rank in one step; None: global_batch / (data ranks * microbatch_size)."""
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
-from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, Pipeline, RunConfig
+from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 
@@ -144,8 +144,18 @@ CHUNKED = ("interleaved", "bfs")
 """Schedules that take several stages a rank."""
 
 
-def check_pipeline(pipeline: Pipeline) -> None:
-    """Raises ConfigError for chunks that no rank, or not this schedule, can have."""
+def check_pipeline(config: RunConfig) -> None:
+    """Raises ConfigError for chunks that no rank can have, or not this schedule, and for parameters nobody shards."""
+    pipeline = config.parallel.pipeline
+    whole = config.parallel.zero == 3 and config.memory.residency == "device" and pipeline.size > 1
+    if pipeline.unshard == "step" and not whole:
+        raise ConfigError(
+            'parallel.pipeline.unshard = "step" is for stages whose parameters are sharded, and stay on the device',
+            got=f"parallel.zero = {config.parallel.zero}, parallel.pipeline.size = {pipeline.size}, "
+            f'memory.residency = "{config.memory.residency}"',
+            expected='zero = 3, a size of at least 2, residency = "device"',
+            fix="leave it out",
+        )
     if pipeline.chunks == 1:
         return
     if pipeline.size == 1:
@@ -204,7 +214,7 @@ def resolve(config: R, world_size: int) -> R:
     check_samples(config)
     check_wire(config.parallel)
     check_tensor(config)
-    check_pipeline(config.parallel.pipeline)
+    check_pipeline(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     schedule = schedule_of(config)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)

@@ -172,6 +172,8 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
         yield {"memory.recompute": "full"}
     if train.microbatch_size > 1:
         yield {"train.microbatch_size": 1}
+    if parallel.pipeline.unshard == "step":
+        yield {"parallel.pipeline.unshard": "pass"}
     if config.precision.compute == "fp32":
         yield {"precision.compute": "bf16"}
     if parallel.shard != 1 and parallel.zero < 3:

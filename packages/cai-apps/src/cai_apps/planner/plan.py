@@ -153,8 +153,9 @@ def _blocks(model: nn.Module, names: tuple[str, ...]) -> dict[int, list[str]]:
 def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     """Bytes of parameters and gradients that are whole for a while, on ranks that share them.
 
-    Stage 3 gathers a unit and the one ahead of it; stages 2 and 3, and 1 where nothing accumulates, fill the gradients
-    of a unit while those of the one before are reduced. Where samples are clipped, those of a sample are all there.
+    Stage 3 gathers a unit and the one ahead of it, or all for a step of a pipeline. Stages 2 and 3, and 1 where nothing
+    accumulates, fill the gradients of a unit while those of the one before are reduced. Where samples are clipped,
+    those of a sample are all there.
     """
     parallel = config.parallel
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
@@ -162,6 +163,9 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     sample = elements(model)[0] * master if clips else 0  # beside those of the samples before it
     if parallel.shard == 1:
         return sample
+    if parallel.pipeline.unshard == "step":
+        learned, frozen = elements(model)
+        return (learned + frozen) * compute + learned * master
     held = [[parameter for _, parameter in unit] for unit in units(model).values()]
     gathered = _most_of_two([sum(p.numel() for p in unit) for unit in held])
     learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in held])
