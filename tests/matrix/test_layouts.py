@@ -41,7 +41,7 @@ replicate = {replicate}
 shard = {shard}
 zero = {zero}
 tensor = {{ mode = "{mode}", size = {tensor}, sequence = {sequence} }}
-pipeline = {{ size = {pipeline}, schedule = "{schedule}" }}
+pipeline = {{ size = {pipeline}, chunks = {chunks}, schedule = "{schedule}", unshard = "{unshard}" }}
 [precision]
 compute = "fp64"
 [train]
@@ -66,12 +66,15 @@ class Case(NamedTuple):
     mode: str = "1d"
     sequence: str = "false"
     samples: int = 1
+    chunks: int = 1
+    unshard: str = "pass"
 
     def __str__(self) -> str:
         degrees = f"replicate{self.replicate}-shard{self.shard}-tensor{self.tensor}-pipeline{self.pipeline}"
         form = (
             "" if (self.mode, self.sequence) == ("1d", "false") else f"-{self.mode}-sequence {self.sequence}"
         )
+        form += "-unshard step" if self.unshard == "step" else ""
         return f"{self.model}-{degrees}-zero{self.zero}-{self.schedule}{form}"
 
 
@@ -88,6 +91,17 @@ def cases() -> list[Case]:
         for zero, schedule in itertools.product(stages, schedules):
             found.append(Case(model, replicate, shard, zero, tensor, pipeline, schedule))
     return found
+
+
+def chunk_cases() -> list[Case]:
+    """Several stages a rank, under every ZeRO stage, with and without tensor ranks."""
+    found = []
+    for model, schedule, tensor in itertools.product(
+        ("llama-tiny", "gpt2-tiny"), ("interleaved", "bfs"), (1, 2)
+    ):
+        found += [Case(model, 1, 2, zero, tensor, 2, schedule, chunks=2) for zero in range(4)]
+        found += [Case(model, 1, 2, 3, tensor, 2, schedule, chunks=2, unshard="step")]
+    return found + [Case("llama-tiny", 1, 2, 3, 1, 2, unshard="step")]
 
 
 def tensor_cases() -> list[Case]:
@@ -143,7 +157,7 @@ def one_rank(folder: Path):
     return losses_of
 
 
-@pytest.mark.parametrize("case", [*cases(), *tensor_cases()], ids=str)
+@pytest.mark.parametrize("case", [*cases(), *chunk_cases(), *tensor_cases()], ids=str)
 def test_losses_are_those_of_one_rank(case: Case, folder: Path, one_rank, record_property):
     expected, got = one_rank(case.model), losses(case, folder)
     difference = max(abs(a - b) for a, b in zip(expected, got, strict=True))

@@ -42,6 +42,8 @@ class Case:
     mode: str = "1d"
     sequence: bool = False
     microbatches: int = 4
+    chunks: int = 1
+    unshard: str = "pass"
 
     @property
     def world(self) -> int:
@@ -59,6 +61,11 @@ CASES = {
     "pipeline2-1f1b": Case(pipeline=2),
     "tensor2-pipeline2": Case(tensor=2, pipeline=2),
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
+    "pipeline2-interleaved": Case(pipeline=2, chunks=2, schedule="interleaved"),
+    "data2-pipeline2-bfs-zero3": Case(data=2, pipeline=2, chunks=2, schedule="bfs", zero=3, unshard="step"),
+    "2x2x2-interleaved-zero2": Case(
+        data=2, tensor=2, pipeline=2, chunks=2, schedule="interleaved", zero=2, kernels="on"
+    ),
 }
 MODES = {
     "tensor2-sequence": Case(tensor=2, sequence=True),
@@ -120,7 +127,12 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
         shard=case.data,
         zero=case.zero,  # type: ignore[arg-type]
         tensor=c.Tensor(case.mode, case.tensor, sequence=case.sequence),  # type: ignore[arg-type]
-        pipeline=c.Pipeline(size=case.pipeline, schedule=case.schedule),  # type: ignore[arg-type]
+        pipeline=c.Pipeline(
+            size=case.pipeline,
+            chunks=case.chunks,
+            schedule=case.schedule,  # type: ignore[arg-type]
+            unshard=case.unshard,  # type: ignore[arg-type]
+        ),
     )
     ranks = case.data * case.replicate
     train = c.Train(

@@ -23,6 +23,7 @@ LAYOUTS = {
     "tensor2": Case(tensor=2),
     "pipeline2": Case(pipeline=2),
     "2x2x2": Case(data=2, tensor=2, pipeline=2),
+    "chunks2": Case(pipeline=2, chunks=2, schedule="interleaved"),
 }
 
 
@@ -63,8 +64,9 @@ def test_on_the_same_layout_it_is_bitwise(model, layout, tmp_path):
     ("model", "saved", "loaded"),
     [
         ("llama", "one", ("data2-zero1", "2x2x2")),
-        ("gpt2", "2x2x2", ("one", "data2-zero3", "tensor2", "pipeline2")),
+        ("gpt2", "2x2x2", ("one", "data2-zero3", "tensor2", "pipeline2", "chunks2")),
         ("llama", "data2-zero3", ("pipeline2",)),
+        ("gpt2", "chunks2", ("one",)),
         ("llama", "tensor2", ("data2-zero1",)),
         ("gpt2", "pipeline2", ("tensor2",)),
     ],
@@ -93,7 +95,7 @@ def test_values_are_bitwise_on_every_layout(saved, tmp_path):
     run_ranks(LAYOUTS[saved].world, first_half, "gpt2", LAYOUTS[saved], "fp32", str(tmp_path), timeout=240)
     expected, groups = run_ranks(1, stored, "gpt2", LAYOUTS["one"], str(tmp_path), timeout=240)[0]
     assert float(expected["optimizer.transformer.wte.weight.step"]) == HALF
-    for name in ("data2-zero1", "data2-zero3", "tensor2", "pipeline2", "2x2x2"):
+    for name in ("data2-zero1", "data2-zero3", "tensor2", "pipeline2", "2x2x2", "chunks2"):
         got, other = run_ranks(
             LAYOUTS[name].world, stored, "gpt2", LAYOUTS[name], str(tmp_path), timeout=240
         )[0]
