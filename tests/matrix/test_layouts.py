@@ -101,7 +101,7 @@ def chunk_cases() -> list[Case]:
     ):
         found += [Case(model, 1, 2, zero, tensor, 2, schedule, chunks=2) for zero in range(4)]
         found += [Case(model, 1, 2, 3, tensor, 2, schedule, chunks=2, unshard="step")]
-    return found + [Case("llama-tiny", 1, 2, 3, 1, 2, unshard="step")]
+    return [*found, Case("llama-tiny", 1, 2, 3, 1, 2, unshard="step")]
 
 
 def tensor_cases() -> list[Case]:

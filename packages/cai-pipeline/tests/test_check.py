@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import SHARDING, TRANSFERS, Program, from_text
+from cai_pipeline.actions import SHARDING, TRANSFERS, Kind, Program, from_text
 from cai_pipeline.check import check
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import Placement, place
