@@ -11,6 +11,7 @@ import twin
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
+from cai_mesh.gradients import Deferred
 from cai_mesh.layout import canonical_name
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
@@ -68,6 +69,11 @@ def train(
         ("gpt2", 2, "1f1b", "hooks"),
         ("gpt2", 3, "gpipe", "hooks"),
         ("gpt2", 3, "gpipe", "actions"),
+        ("gpt2", 0, "zb-h1", "hooks"),
+        ("gpt2", 1, "zb-h1", "hooks"),
+        ("llama", 2, "zb-h1", "hooks"),
+        ("gpt2", 3, "zb-h1", "hooks"),
+        ("llama", 3, "zb-h1", "actions"),
     ],
 )
 def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
@@ -99,6 +105,43 @@ def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Pl
 )
 def test_zero_of_several_stages_a_rank(name: str, stage: int, schedule: str, placement: Placement):
     twin.assert_equals_one_process(name, run_ranks(4, train, name, stage, schedule, "hooks", placement))
+
+
+def waiting(stage: int, driver: Literal["hooks", "actions"]) -> list[int]:
+    """How many weight gradients each action W of a step makes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    model = split(twin.build("llama"), mesh)
+    if stage == 3:
+        sync = sharding_of(shard_module(model, mesh, driver=driver))
+    else:
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sync = shard_optimizer(plain, mesh, model=model, stage=stage)
+    runner = PipelineRunner(
+        model,
+        mesh,
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
+        grad_sync=sync,
+        sharding=sync if stage == 3 else None,
+    )
+    made: list[int] = []
+    flush = Deferred.flush
+
+    def counted(self: Deferred) -> None:
+        made.append(sum(kept.operands is not None for kept in self._kept))
+        flush(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Deferred, "flush", counted)
+        twin.in_microbatches(runner, MICROBATCHES)(twin.batch(0))
+    return made
+
+
+@pytest.mark.parametrize(("stage", "driver"), [(0, "hooks"), (1, "hooks"), (3, "actions")])
+def test_weight_gradients_wait_for_their_action(stage: int, driver: str):
+    layer, end = 7, 1  # linear layers, and the embedding or the head
+    assert run_ranks(4, waiting, stage, driver) == [[layer + end] * MICROBATCHES] * 4
 
 
 def gathers(driver: Literal["hooks", "actions"], chunks: int) -> set[int]:

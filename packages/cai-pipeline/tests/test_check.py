@@ -18,11 +18,13 @@ microbatches = st.integers(1, 12)
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["gpipe", "1f1b"]), stages, microbatches)
+@given(st.sampled_from(["gpipe", "1f1b", "zb-h1"]), stages, microbatches)
 def test_every_schedule_is_right_at_every_size(name: str, p: int, m: int) -> None:
     report = check(lower(program(name, place(p), m)), m)
-    expected = {"gpipe": lambda s: m, "1f1b": lambda s: min(p - s, m)}[name]
+    expected = {"gpipe": lambda s: m}.get(name, lambda s: min(p - s, m))
     assert report.peak_live == tuple(expected(stage) for stage in range(p))
+    waiting = {"zb-h1": lambda s: min(s + 1, m)}.get(name, lambda s: 0)
+    assert report.peak_stashed == tuple(waiting(stage) for stage in range(p))
 
 
 @settings(deadline=None, max_examples=200)
@@ -101,7 +103,9 @@ def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st
     """Moving a backward or a send to the front of its rank breaks its dependency."""
     lowered = lower(program(name, place(p), m))
     movable = [
-        (r, i) for r, i in places(lowered) if lowered[r][i].kind.name in ("BACKWARD", "SEND_F", "SEND_B")
+        (r, i)
+        for r, i in places(lowered)
+        if lowered[r][i].kind.name in ("BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "SEND_F", "SEND_B")
     ]
     rank, position = data.draw(st.sampled_from(movable))
     moved = lowered[rank].pop(position)

@@ -30,3 +30,10 @@ def test_the_terminal_form_in_full() -> None:
 def test_long_steps_fit_the_width() -> None:
     lines = draw.text(simulate(program("1f1b", place(8), 200)), width=80).splitlines()
     assert max(map(len, lines)) <= 80
+
+
+def test_weight_gradients_are_capitals() -> None:
+    assert draw.text(simulate(program("zb-h1", place(2), 3)), width=15).splitlines()[1:] == [
+        "  0  01.aA2bBcC",
+        "  1  .0a1bA2cBC",
+    ]

@@ -89,7 +89,7 @@ def train(
     return trained
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("family", "stages", "ragged"),
     [("llama", 2, False), ("llama", 4, True), ("gpt2", 2, True), ("gpt2", 4, False), ("llama", 1, True)],

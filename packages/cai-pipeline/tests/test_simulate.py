@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,18 @@ def test_the_bubble_of_both_schedules_is_the_known_one(name: str, p: int, m: int
     timeline = simulate(program(name, place(p), m), {Kind.FORWARD: 1.0, Kind.BACKWARD: backward})
     assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert timeline.makespan == pytest.approx((m + p - 1) * (1.0 + backward))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(0, 16))
+def test_the_time_of_zb_h1(p: int, more: int) -> None:
+    """m (F + I + W) + (p - 1) (F + I - W), all alike; Qi et al. 2023, table 1."""
+    m = p + more
+    compute = program("zb-h1", place(p), m)
+    assert simulate(compute).makespan == 3 * m + p - 1
+    for rank, actions in enumerate(compute):  # what p microbatches keep, until their weight gradients
+        held = [(a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD_WEIGHT) for a in actions]
+        assert max(itertools.accumulate(held)) <= p + (rank > 0), rank
 
 
 @settings(deadline=None)

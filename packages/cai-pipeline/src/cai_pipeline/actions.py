@@ -2,6 +2,9 @@
 
 Stages are numbered over the whole model (stage 0 holds the embeddings). A rank that holds several chunks has actions
 of several stages. A stage is on the rank that has its actions.
+
+A backward is one action, B, or two: I makes the gradients of a stage's input, which the stage before waits for, and W
+those of its weights, which nobody waits for (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ class Kind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -28,7 +33,9 @@ class Kind(Enum):
     REDUCE = "REDUCE"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+TOWARDS_START = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""What makes the gradient that the stage before takes."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES

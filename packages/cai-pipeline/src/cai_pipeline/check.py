@@ -10,11 +10,22 @@ transfer. A program that ends under these assumptions also ends when sends overl
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import COMPUTE, RECEIVES, SENDS, SHARDING, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    SHARDING,
+    TOWARDS_START,
+    TRANSFERS,
+    Action,
+    Kind,
+    Program,
+    holders,
+)
 from cai_pipeline.lower import batches
 
 
@@ -23,10 +34,14 @@ class Report:
     """What a correct program needs.
 
     Args:
-        peak_live: for each stage, the largest number of microbatches whose activations it holds at one time.
+        peak_live: for each stage, the largest number of microbatches at one time that have run forward and not yet
+            backward to the stage's input. Their activations are all held.
+        peak_stashed: the largest number that wait for their weight gradients after that. What these are made from is
+            held.
     """
 
     peak_live: tuple[int, ...]
+    peak_stashed: tuple[int, ...]
 
 
 def check(program: Program, microbatches: int, *, backward: bool = True) -> Report:
@@ -45,12 +60,26 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
     if sorted(held) != list(range(stages)) or not stages:
         raise PlanError("stages are not counted from 0 without gaps", got=sorted(held))
     _check_counts(program, held, microbatches, backward)
-    peaks: dict[int, int] = {}
+    live, stashed = Counter[int](), Counter[int]()
     for rank, actions in enumerate(program):
-        peaks |= _check_rank(rank, actions, held, backward)
+        _check_rank(rank, actions, held, backward)
+        live |= _peaks(actions, Kind.FORWARD, TOWARDS_START if backward else {Kind.FORWARD})
+        stashed |= _peaks(actions, Kind.BACKWARD_INPUT, {Kind.BACKWARD_WEIGHT})
     _check_message_order(program, held)
     _check_deadlock(program)
-    return Report(tuple(peaks.get(stage, 0) for stage in range(stages)))
+    return Report(
+        tuple(live[stage] for stage in range(stages)), tuple(stashed[stage] for stage in range(stages))
+    )
+
+
+def _peaks(actions: Sequence[Action], begins: Kind, ends: Collection[Kind]) -> Counter[int]:
+    """By stage, the most microbatches at one time between one kind of action and others."""
+    now, most = Counter[int](), Counter[int]()
+    for action in actions:
+        now[action.stage] += action.kind is begins
+        most[action.stage] = max(most[action.stage], now[action.stage])
+        now[action.stage] -= action.kind in ends
+    return most
 
 
 def _refuse(action: Action, rank: int, why: str, position: int | None = None) -> PlanError:
@@ -60,13 +89,15 @@ def _refuse(action: Action, rank: int, why: str, position: int | None = None) ->
 
 def _check_counts(program: Program, held: Mapping[int, int], microbatches: int, backward: bool) -> None:
     stages = len(held)
+    halves = {(a.stage, a.microbatch) for actions in program for a in actions if a.kind in SPLIT}
     wanted: Counter[Action] = Counter()
     for stage in range(stages):
         wanted.update([Action(Kind.UNSHARD, stage), Action(Kind.RESHARD, stage)])
         wanted.update([Action(Kind.REDUCE, stage)] if backward else [])
         for m in range(microbatches):
             wanted[Action(Kind.FORWARD, stage, m)] += 1
-            wanted.update([Action(Kind.BACKWARD, stage, m)] if backward else [])
+            kinds = SPLIT if (stage, m) in halves else (Kind.BACKWARD,)
+            wanted.update([Action(kind, stage, m) for kind in kinds] if backward else [])
             if stage + 1 < stages and held[stage] != held[stage + 1]:
                 sends = [Action(Kind.SEND_F, stage, m)] + [Action(Kind.SEND_B, stage + 1, m)] * backward
                 wanted.update(sends + [send.partner for send in sends])
@@ -83,27 +114,20 @@ def _check_counts(program: Program, held: Mapping[int, int], microbatches: int, 
             raise _refuse(action, held[action.stage], why)
 
 
-def _check_rank(
-    rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool
-) -> dict[int, int]:
-    """Check one rank's order; return the peak of live activations of each of its stages."""
+def _check_rank(rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool) -> None:
+    """Check one rank's order."""
     done: set[Action] = set()
     unsharded: set[int] = set()
     left = Counter(action.stage for action in actions if action.kind in COMPUTE)
-    live: Counter[int] = Counter()
-    peaks: dict[int, int] = {}
     for position, action in enumerate(actions):
-        for earlier in _prerequisites(action, held):
-            if earlier not in done:
-                raise _refuse(action, rank, f"comes before {earlier}", position)
+        for either in _prerequisites(action, held):
+            if not done.intersection(either):
+                raise _refuse(action, rank, f"comes before {either[0]}", position)
         stage = action.stage
         if action.kind in COMPUTE:
             if stage not in unsharded:
                 raise _refuse(action, rank, "uses a stage that is not unsharded", position)
             left[stage] -= 1
-            live[stage] += 1 if action.kind is Kind.FORWARD and backward else 0
-            peaks[stage] = max(peaks.get(stage, 1), live[stage])
-            live[stage] -= 1 if action.kind is Kind.BACKWARD else 0
         elif action.kind is Kind.UNSHARD:
             if stage in unsharded:
                 raise _refuse(action, rank, "comes when the stage is already unsharded", position)
@@ -117,28 +141,35 @@ def _check_rank(
         done.add(action)
     for stage in sorted(unsharded):
         raise _refuse(Action(Kind.RESHARD, stage), rank, "is missing at the end")
-    return peaks
 
 
-def _prerequisites(action: Action, held: Mapping[int, int]) -> list[Action]:
-    """The actions that the same rank must do before `action`."""
+def _prerequisites(action: Action, held: Mapping[int, int]) -> list[tuple[Action, ...]]:
+    """What the same rank must do before `action`: of each, one or the other."""
     stage, m, last = action.stage, action.microbatch, len(held) - 1
-    needs: list[Action] = []
+
+    def of(*kinds: Kind, at: int = stage) -> tuple[Action, ...]:
+        return tuple(Action(kind, at, m) for kind in kinds)
+
+    needs: list[tuple[Action, ...]] = []
     if action.kind is Kind.FORWARD and stage > 0:
         same = held[stage - 1] == held[stage]
-        needs.append(Action(Kind.FORWARD, stage - 1, m) if same else Action(Kind.RECV_F, stage, m))
-    elif action.kind is Kind.BACKWARD:
-        needs.append(Action(Kind.FORWARD, stage, m))
+        needs.append(of(Kind.FORWARD, at=stage - 1) if same else of(Kind.RECV_F))
+    elif action.kind in TOWARDS_START:
+        needs.append(of(Kind.FORWARD))
         if stage < last:
             same = held[stage + 1] == held[stage]
-            needs.append(Action(Kind.BACKWARD, stage + 1, m) if same else Action(Kind.RECV_B, stage, m))
-    elif action.kind is Kind.SEND_F:
-        needs.append(Action(Kind.FORWARD, stage, m))
+            needs.append(of(*BACKWARDS, at=stage + 1) if same else of(Kind.RECV_B))
+    elif action.kind is Kind.BACKWARD_WEIGHT:
+        needs.append(of(Kind.BACKWARD_INPUT))
+    elif action.kind in (Kind.SEND_F, Kind.RECV_B):
+        needs.append(of(Kind.FORWARD))
     elif action.kind is Kind.SEND_B:
-        needs.append(Action(Kind.BACKWARD, stage, m))
-    elif action.kind is Kind.RECV_B:
-        needs.append(Action(Kind.FORWARD, stage, m))
+        needs.append(of(*BACKWARDS))
     return needs
+
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def _check_message_order(program: Program, held: Mapping[int, int]) -> None:

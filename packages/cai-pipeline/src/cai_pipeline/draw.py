@@ -7,7 +7,12 @@ from html import escape
 from cai_pipeline.actions import Kind
 from cai_pipeline.simulate import Span, Timeline
 
-_FILL = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#f58518"}
+_FILL = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#f58518",
+    Kind.BACKWARD_INPUT: "#f58518",
+    Kind.BACKWARD_WEIGHT: "#54a24b",
+}
 _LANE, _GAP, _LEFT, _TOP = 28, 4, 64, 24
 
 
@@ -53,7 +58,8 @@ def _box(span: Span, scale: float) -> str:
 def text(timeline: Timeline, *, width: int = 100) -> str:
     """The chart as one line per rank, at most `width` characters each.
 
-    A forward is drawn as its microbatch's last digit, a backward as a letter (a for microbatch 0), idle time as a dot.
+    A forward is drawn as its microbatch's last digit, a backward as a letter (a for microbatch 0), the part of one that
+    makes weight gradients as a capital letter, idle time as a dot.
     Time is rounded to columns, so a very short action may not be drawn.
     """
     columns = max(width - 5, 1)
@@ -63,7 +69,8 @@ def text(timeline: Timeline, *, width: int = 100) -> str:
     lanes = [["."] * round(timeline.makespan * scale) for _ in range(timeline.ranks)]
     for span in timeline.spans:
         m = span.action.microbatch or 0
-        mark = str(m % 10) if span.action.kind is Kind.FORWARD else chr(ord("a") + m % 26)
+        first = "A" if span.action.kind is Kind.BACKWARD_WEIGHT else "a"
+        mark = str(m % 10) if span.action.kind is Kind.FORWARD else chr(ord(first) + m % 26)
         for column in range(round(span.start * scale), round(span.end * scale)):
             lanes[span.rank][column] = mark
     lines = [f"{rank:>3}  {''.join(lane)}" for rank, lane in enumerate(lanes)]

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, broadcast
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
 from cai_pipeline.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.check import check
@@ -40,8 +41,8 @@ class PipelineRunner:
         microbatches: microbatches per step.
         loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
             microbatches, so `loss_fn` does any averaging.
-        grad_sync: combines gradients over data ranks; deferred in all backwards of a stage but its last, and
-            finished at the end of a step.
+        grad_sync: combines gradients over data ranks; deferred in all backwards of a stage but its last, and in all
+            that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
 
     Raises:
@@ -182,6 +183,8 @@ class _StepState:
         self.receiving: dict[Action, PendingReceive] = {}
         self.outgoing: dict[Action, torch.Tensor] = {}
         self.saved: dict[tuple[int, int | None], _SavedForward] = {}
+        self.deferred: dict[tuple[int, int | None], Deferred] = {}
+        self.parameters: dict[int, list[nn.Parameter]] = {}
         self.unsharding: dict[int, CommHandle] = {}
         self.unsharded: set[int] = set()
         self.reduced: set[int] = set()
@@ -193,6 +196,8 @@ class _StepState:
         performers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.UNSHARD: self._unshard,
             Kind.RESHARD: self._reshard,
             Kind.REDUCE: self._reduce,
@@ -231,8 +236,9 @@ class _StepState:
         saved = self.saved.pop((action.stage, action.microbatch))
         gradient = self._taken(Kind.RECV_B, action)
         self.backwards_left[action.stage] -= 1
-        sync, left = self.runner.grad_sync, self.backwards_left[action.stage]
-        with sync.defer() if sync is not None and left else nullcontext():
+        sync = self.runner.grad_sync
+        last = not self.backwards_left[action.stage] and action.kind is Kind.BACKWARD
+        with sync.defer() if sync is not None and not last else nullcontext():
             if saved.root is not None:
                 torch.autograd.backward((saved.root,), (gradient,))
         if saved.received is not None:
@@ -240,6 +246,20 @@ class _StepState:
             if gradient_to_send is None:
                 gradient_to_send = torch.zeros_like(saved.received)
             self.outgoing[Action(Kind.SEND_B, action.stage, action.microbatch)] = gradient_to_send
+
+    def _backward_input(self, action: Action) -> None:
+        with defer(self._parameters(action.stage)) as deferred:
+            self._backward(action)
+        self.deferred[action.stage, action.microbatch] = deferred
+
+    def _backward_weight(self, action: Action) -> None:
+        self.deferred.pop((action.stage, action.microbatch)).flush()
+
+    def _parameters(self, stage: int) -> list[nn.Parameter]:
+        if stage not in self.parameters:
+            with self.stages.own[stage].shown(self.runner.model):
+                self.parameters[stage] = list(self.runner.model.parameters())
+        return self.parameters[stage]
 
     def _unshard(self, action: Action) -> None:
         model, sharding = self.runner.model, self.runner.sharding

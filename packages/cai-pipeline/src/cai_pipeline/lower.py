@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.actions import COMPUTE, SENDS, TOWARDS_START, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.simulate import simulate
 
 
@@ -35,6 +35,8 @@ def add_transfers(program: Program) -> Program:
     timed: list[list[tuple[float, int, int, Action]]] = [[] for _ in program]
     for span in spans:
         timed[span.rank].append((span.start, _COMPUTE, 0, span.action))
+        if span.action.kind not in _OUTPUT:
+            continue
         step, send = _OUTPUT[span.action.kind]
         stage = span.action.stage
         receiver = held.get(stage + step)
@@ -48,7 +50,7 @@ def add_transfers(program: Program) -> Program:
 
 _TRANSFER, _COMPUTE = 0, 1
 """What happens first of what begins at one time."""
-_OUTPUT = {Kind.FORWARD: (1, Kind.SEND_F), Kind.BACKWARD: (-1, Kind.SEND_B)}
+_OUTPUT = {Kind.FORWARD: (1, Kind.SEND_F)} | dict.fromkeys(TOWARDS_START, (-1, Kind.SEND_B))
 
 
 def _when(timed: tuple[float, int, int, Action]) -> tuple[float, int, int, bool, int]:
@@ -70,7 +72,7 @@ def add_sharding(program: Program) -> Program:
         for position, action in enumerate(actions):
             first.setdefault(action.stage, position)
             last[action.stage] = position
-        has_backward = {action.stage for action in actions if action.kind is Kind.BACKWARD}
+        has_backward = {action.stage for action in actions if action.kind in TOWARDS_START}
         out: list[Action] = []
         for position, action in enumerate(actions):
             if first[action.stage] == position:

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import COMPUTE, Action, Kind, Program, holders
+from cai_pipeline.actions import COMPUTE, TOWARDS_START, Action, Kind, Program, holders
 
-UNIT_DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
-"""A backward takes twice as long as a forward, as matrix products do without recompute."""
+UNIT_DURATIONS: Mapping[Kind, float] = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
+"""A backward takes twice as long as a forward, as matrix products do without recompute; each half as long as one."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +104,19 @@ def _start(
 ) -> float | None:
     """When the inputs of an action are there, or None while one is missing."""
     stage, m = action.stage, action.microbatch
-    inputs = []
+    inputs: list[tuple[Action, ...]] = []
+    """Of each, one or the other."""
     if action.kind is Kind.FORWARD:
-        inputs += [Action(Kind.FORWARD, stage - 1, m)] * (stage > 0)
+        inputs += [(Action(Kind.FORWARD, stage - 1, m),)] * (stage > 0)
+    elif action.kind is Kind.BACKWARD_WEIGHT:
+        inputs.append((Action(Kind.BACKWARD_INPUT, stage, m),))
     else:
-        inputs += [Action(Kind.FORWARD, stage, m)] + [Action(Kind.BACKWARD, stage + 1, m)] * (
-            stage + 1 in held
-        )
-    if any(needed not in ends for needed in inputs):
-        return None
-    return max((ends[i] + (transfer if held[i.stage] != rank else 0.0) for i in inputs), default=0.0)
+        inputs.append((Action(Kind.FORWARD, stage, m),))
+        inputs += [tuple(Action(kind, stage + 1, m) for kind in TOWARDS_START)] * (stage + 1 in held)
+    latest = 0.0
+    for either in inputs:
+        found = next((action for action in either if action in ends), None)
+        if found is None:
+            return None
+        latest = max(latest, ends[found] + (transfer if held[found.stage] != rank else 0.0))
+    return latest

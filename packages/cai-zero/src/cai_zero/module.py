@@ -401,8 +401,8 @@ class ModuleSharding:
 
     def _collect(self, unit: Sharded) -> None:
         for part in unit.parts:
-            if part.reducible is not None and part.reducible.buffer.has_gradients:
-                part.reducible.buffer.take()
+            if part.reducible is not None:
+                part.reducible.buffer.collect()
 
     def finish(self) -> None:
         """Reduce what is pending (tied parameters, a last backward under `no_sync`) and wait for every reduction."""

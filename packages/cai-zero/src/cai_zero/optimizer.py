@@ -200,8 +200,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def backward_done(self) -> None:
         for chunk in self._chunks:
-            if not chunk.collected and chunk.buffer.has_gradients:
-                chunk.buffer.take()
+            if not chunk.collected:
+                chunk.buffer.collect()
         self._reducer.end_backward()
         self._phase = "open"
         for chunk in self._chunks:
@@ -224,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer.reset()
 
     def _collect(self, chunk: Chunk) -> None:
-        chunk.buffer.take()
+        chunk.buffer.collect()
         chunk.collected = True
         self._reducer.ready(chunk)
 

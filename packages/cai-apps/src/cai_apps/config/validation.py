@@ -140,8 +140,8 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-CHUNKED = ("interleaved", "bfs")
-"""Schedules that take several stages a rank."""
+CHUNKED, SPLIT = ("interleaved", "bfs"), ("zb-h1",)
+"""Schedules that take several stages a rank, and whose backwards are split."""
 
 
 def check_pipeline(config: RunConfig) -> None:
@@ -155,6 +155,20 @@ def check_pipeline(config: RunConfig) -> None:
             f'memory.residency = "{config.memory.residency}"',
             expected='zero = 3, a size of at least 2, residency = "device"',
             fix="leave it out",
+        )
+    waits = config.parallel.zero <= 1 or pipeline.unshard == "step"
+    if (
+        pipeline.schedule in SPLIT
+        and pipeline.size > 1
+        and not (waits and config.memory.residency == "device")
+    ):
+        raise ConfigError(
+            f'the schedule "{pipeline.schedule}" has weight gradients wait, but they would be reduced after every '
+            "backward",
+            got=f'parallel.zero = {config.parallel.zero}, parallel.pipeline.unshard = "{pipeline.unshard}", '
+            f'memory.residency = "{config.memory.residency}"',
+            expected='zero 0 or 1, or 3 with unshard = "step"; residency = "device"',
+            fix='set one of these, or parallel.pipeline.schedule to "1f1b"',
         )
     if pipeline.chunks == 1:
         return

@@ -89,11 +89,14 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
 def most_kept(actions: Sequence[Action], kept: Mapping[int, int]) -> int:
     """Most bytes that microbatches keep which a rank's actions have run forward and not yet backward.
 
+    Of a backward that is split, what weight gradients are made from counts as much as all that was kept.
+
     Args:
         kept: bytes of one microbatch, by stage.
     """
     most = now = 0
     for action in actions:
-        now += ((action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)) * kept[action.stage]
+        ends = action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        now += ((action.kind is Kind.FORWARD) - ends) * kept[action.stage]
         most = max(most, now)
     return most

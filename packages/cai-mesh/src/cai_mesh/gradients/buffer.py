@@ -171,22 +171,31 @@ class GradBuffer:
         """The gradients, [chunk.numel]: what was written here plus every `.grad`, which are dropped; zero elsewhere."""
         self.open()
         self._flush()
-        late = self._late()
-        self.arrived.update(late)
-        fresh = [i for i in late if i in self._unwritten]
-        empty = [self.views[i] for i in sorted(self._unwritten.difference(late))]
+        self.collect()
+        empty = [self.views[i] for i in sorted(self._unwritten)]
         if empty:
             torch._foreach_zero_(empty)
+        self._unwritten = set()
+        return self.tensor
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add every `.grad` to the chunk, and drop it. Weight gradients that wait go on waiting."""
+        late = self._late()
+        if not late:
+            return
+        self.open()
+        self.arrived.update(late)
+        fresh = [i for i in late if i in self._unwritten]
         if fresh:
             torch._foreach_copy_([self.views[i] for i in fresh], [self._grad(i) for i in fresh])
         again = [i for i in late if i not in self._unwritten]
         if again:
             grads = [self._grad(i).to(self.tensor.dtype) for i in again]
             torch._foreach_add_([self.views[i] for i in again], grads)
-        self._unwritten = set()
+        self._unwritten.difference_update(late)
         for i in late:
             set_raw_grad(self.params[i], None)
-        return self.tensor
 
     @torch.no_grad()
     def put(self, gradients: torch.Tensor) -> None:

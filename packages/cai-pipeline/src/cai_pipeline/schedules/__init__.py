@@ -10,6 +10,7 @@ from cai_pipeline.placement import Held, stages_of
 from cai_pipeline.schedules.breadth_first import breadth_first, gpipe
 from cai_pipeline.schedules.interleaved import interleaved
 from cai_pipeline.schedules.one_f_one_b import one_f_one_b
+from cai_pipeline.schedules.zero_bubble import zb_h1
 
 ScheduleFn = Callable[[Held, int, int], list[Action]]
 
@@ -18,6 +19,7 @@ SCHEDULES: dict[str, ScheduleFn] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "bfs": breadth_first,
+    "zb-h1": zb_h1,
 }
 
 
