@@ -131,6 +131,21 @@ CASES: dict[str, list[Case]] = {
         language("--parallel.pipeline.microbatches=0", "microbatches is too small"),
         language("--parallel.pipeline.microbatches=3", "batch sizes disagree"),
         language("--parallel.pipeline.schedule=zigzag", "parallel.pipeline.schedule"),
+        language("--parallel.pipeline.chunks=0", "chunks is too small"),
+        language("--parallel.pipeline.chunks=2", "one rank has one stage"),
+        language("--parallel.pipeline.size=2 --parallel.pipeline.chunks=2", "one stage on each rank"),
+        language(
+            "--parallel.pipeline.size=2 --parallel.pipeline.chunks=9 --parallel.pipeline.schedule=bfs",
+            "18 stages",
+        ),
+        language(
+            "--parallel.pipeline.size=2 --parallel.pipeline.chunks=3 --parallel.pipeline.schedule=zb-v",
+            "two stages",
+        ),
+        language(
+            "--parallel.pipeline.size=2 --parallel.pipeline.schedule=zb-h1 --parallel.zero=2", "zero 0 or 1"
+        ),
+        language("--parallel.pipeline.size=2 --parallel.pipeline.unshard=step", "zero = 3"),
         language("--parallel.wire_weights=int8", "compresses"),
         language("--parallel.wire_gradients=fp8 --parallel.zero=0 --parallel.shard=2", "compresses"),
         language("--parallel.shard=4096", "4096"),

@@ -87,6 +87,7 @@ def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
         ("llama, 4 layers", "interleaved", "loop"),
         ("gpt2, 4 layers", "interleaved", "loop"),
         ("gpt2, 4 layers", "bfs", "v"),
+        ("gpt2, 4 layers", "zb-v", "v"),
     ],
 )
 def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Placement, driver: str):
@@ -101,6 +102,7 @@ def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Pl
         ("gpt2, 4 layers", 2, "interleaved", "loop"),
         ("gpt2, 4 layers", 1, "bfs", "v"),
         ("gpt2, 4 layers", 2, "bfs", "v"),
+        ("gpt2, 4 layers", 1, "zb-v", "v"),
     ],
 )
 def test_zero_of_several_stages_a_rank(name: str, stage: int, schedule: str, placement: Placement):

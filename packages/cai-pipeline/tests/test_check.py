@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,11 +10,18 @@ from cai_mesh.errors import PlanError
 from cai_pipeline.actions import SHARDING, TRANSFERS, Kind, Program, from_text
 from cai_pipeline.check import check
 from cai_pipeline.lower import lower
-from cai_pipeline.placement import Placement, place
-from cai_pipeline.schedules import SCHEDULES, forward_only, program
+from cai_pipeline.placement import Held, Placement, place
+from cai_pipeline.schedules import SCHEDULES, forward_only, placement_of, program
 
 names = st.sampled_from(sorted(SCHEDULES))
 CHUNKED = ("interleaved", "bfs")
+
+
+def place_for(name: str, ranks: int) -> Held:
+    """Where a schedule's stages lie, as few as it takes."""
+    return place(ranks, 2, "v") if placement_of(name) == "v" else place(ranks)
+
+
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 12)
 
@@ -20,7 +29,7 @@ microbatches = st.integers(1, 12)
 @settings(deadline=None)
 @given(st.sampled_from(["gpipe", "1f1b", "zb-h1"]), stages, microbatches)
 def test_every_schedule_is_right_at_every_size(name: str, p: int, m: int) -> None:
-    report = check(lower(program(name, place(p), m)), m)
+    report = check(lower(program(name, place_for(name, p), m)), m)
     expected = {"gpipe": lambda s: m}.get(name, lambda s: min(p - s, m))
     assert report.peak_live == tuple(expected(stage) for stage in range(p))
     waiting = {"zb-h1": lambda s: min(s + 1, m)}.get(name, lambda s: 0)
@@ -52,6 +61,17 @@ def test_large_programs(name: str, v: int) -> None:
     check(lower(program(name, place(64 // v, v), 512)), 512)
 
 
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_zb_v_is_right_at_every_size(p: int, m: int) -> None:
+    """Also with fewer microbatches than it is made for. No rank holds more than what p microbatches keep."""
+    compute = program("zb-v", place(p, 2, "v"), m)
+    check(lower(compute), m)
+    for actions in compute:
+        held = [(a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD_WEIGHT) for a in actions]
+        assert max(accumulate(held)) <= 2 * p
+
+
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(["loop", "v"]), st.integers(1, 2))
 def test_evaluation_is_right_and_holds_one_activation(p: int, m: int, placement: Placement, v: int) -> None:
@@ -75,7 +95,7 @@ def places(lowered: Program) -> list[tuple[int, int]]:
 @given(names, stages, microbatches, st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
-    lowered = lower(program(name, place(p), m))
+    lowered = lower(program(name, place_for(name, p), m))
     rank, position = data.draw(st.sampled_from(places(lowered)))
     dropped = lowered[rank].pop(position)
     with pytest.raises(PlanError) as refusal:
@@ -89,7 +109,7 @@ def test_a_dropped_action_is_named(name: str, p: int, m: int, data: st.DataObjec
 @settings(deadline=None)
 @given(names, stages, microbatches, st.data())
 def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
-    lowered = lower(program(name, place(p), m))
+    lowered = lower(program(name, place_for(name, p), m))
     rank, position = data.draw(st.sampled_from(places(lowered)))
     repeated = lowered[rank][position]
     lowered[rank].insert(position, repeated)
@@ -101,7 +121,7 @@ def test_a_repeated_action_is_named(name: str, p: int, m: int, data: st.DataObje
 @settings(max_examples=200, deadline=None)
 def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st.DataObject) -> None:
     """Moving a backward or a send to the front of its rank breaks its dependency."""
-    lowered = lower(program(name, place(p), m))
+    lowered = lower(program(name, place_for(name, p), m))
     movable = [
         (r, i)
         for r, i in places(lowered)
@@ -119,7 +139,7 @@ def test_an_action_before_its_input_is_named(name: str, p: int, m: int, data: st
 def test_receives_in_another_order_than_sends_are_named(
     name: str, p: int, m: int, data: st.DataObject
 ) -> None:
-    lowered = lower(program(name, place(p), m))
+    lowered = lower(program(name, place_for(name, p), m))
     rank = data.draw(st.integers(1, p - 1))
     receives = [i for i, action in enumerate(lowered[rank]) if action.kind.name == "RECV_F"]
     at = data.draw(st.integers(0, len(receives) - 2))

@@ -108,6 +108,8 @@ def test_training_is_that_of_one_process(family: str, stages: int, schedule: str
         ("gemma2", 2, "bfs", 2, "loop", False),
         ("gpt2", 2, "bfs", 2, "v", True),
         ("bloom", 4, "bfs", 2, "v", False),
+        ("gpt2", 2, "zb-v", 2, "v", True),
+        ("llama", 4, "zb-v", 2, "v", False),
     ],
 )
 def test_several_stages_a_rank(

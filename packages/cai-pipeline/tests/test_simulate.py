@@ -10,7 +10,7 @@ from cai_mesh.errors import PlanError
 from cai_pipeline.actions import Action, Kind, from_text
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import place
-from cai_pipeline.schedules import SCHEDULES, program
+from cai_pipeline.schedules import SCHEDULES, placement_of, program
 from cai_pipeline.simulate import simulate
 
 names = st.sampled_from(sorted(SCHEDULES))
@@ -37,6 +37,19 @@ def test_the_time_of_zb_h1(p: int, more: int) -> None:
 
 
 @settings(deadline=None)
+@given(st.integers(1, 8), st.integers(0, 16))
+def test_zb_v_has_no_bubble_but_its_start(p: int, more: int) -> None:
+    """2 m (F + I + W) + (p - 1) F of a stage, from 2 p - 1 microbatches on; Qi et al. 2023, section 6."""
+    m = 2 * p - 1 + more
+    timeline = simulate(program("zb-v", place(p, 2, "v"), m))
+    assert timeline.makespan == 6 * m + p - 1
+    for rank in range(p):  # without a pause
+        spans = [span for span in timeline.spans if span.rank == rank]
+        assert spans[0].start == rank
+        assert spans[-1].end - rank == 6 * m
+
+
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 5), st.floats(0.5, 4.0))
 def test_the_bubble_of_interleaved_chunks(p: int, v: int, rounds: int, backward: float) -> None:
     """(p - 1) / (v m + p - 1), and so for looped breadth first."""
@@ -57,7 +70,8 @@ def test_microbatches_that_do_not_divide_cost_less_than_those_that_would(p: int,
 @settings(deadline=None)
 @given(names, st.integers(1, 6), st.integers(1, 8))
 def test_lowering_changes_no_time(name: str, p: int, m: int) -> None:
-    compute = program(name, place(p), m)
+    held = place(p, 2, "v") if placement_of(name) == "v" else place(p)
+    compute = program(name, held, m)
     assert simulate(lower(compute)) == simulate(compute)
 
 

@@ -9,7 +9,7 @@ from cai_pipeline.check import check
 from cai_pipeline.executor import PipelineRunner
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import place
-from cai_pipeline.schedules import SCHEDULES, program
+from cai_pipeline.schedules import SCHEDULES, placement_of, program
 from cai_pipeline.simulate import simulate
 from cai_pipeline.split import split
 from cai_pipeline.stage import Stages, run_stage
@@ -27,6 +27,7 @@ __all__ = [
     "draw",
     "lower",
     "place",
+    "placement_of",
     "program",
     "run_stage",
     "simulate",

@@ -86,6 +86,7 @@ class PipelineRunner:
         self.device = torch.device(mesh.device_type)
         self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
         self.metas: dict[Boundary, TensorMeta] = {}
+        self._training = batches(self.program)[self.rank]
 
     def _peers(self) -> set[int]:
         held = holders(self.program)
@@ -107,7 +108,7 @@ class PipelineRunner:
         if len(microbatches) != self.microbatches:
             raise PlanError("wrong number of microbatches", got=len(microbatches), expected=self.microbatches)
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=True)
-        state.perform(self.program)
+        state.perform(self._training)
         if self.grad_sync is not None:
             self.grad_sync.finish()
         return self._on_all_ranks(state.loss)
@@ -116,15 +117,18 @@ class PipelineRunner:
     def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
         """The loss of any number of microbatches, forward only, returned as by `step`. Keeps the train or eval mode."""
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=False)
-        state.perform(lower(forward_only(self.held, len(microbatches))))
+        state.perform(self._forwards(len(microbatches)))
         return self._on_all_ranks(state.loss)
 
     @torch.no_grad()
     def forward(self, microbatch: Inputs) -> Any:
         """What the model returns for one microbatch, on the rank of the last stage; None on the others."""
         state = _StepState(self, [microbatch], None, training=False)
-        state.perform(lower(forward_only(self.held, 1)))
+        state.perform(self._forwards(1))
         return state.output
+
+    def _forwards(self, microbatches: int) -> list[tuple[Action, ...]]:
+        return batches(lower(forward_only(self.held, microbatches)))[self.rank]
 
     def _on_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         broadcast(loss, self.held[-1], self.group).wait()
@@ -190,8 +194,8 @@ class _StepState:
         self.reduced: set[int] = set()
         self.backwards_left = dict.fromkeys(self.stages.own, len(inputs))
 
-    def perform(self, whole: Program) -> None:
-        """Perform this rank's part of a lowered program."""
+    def perform(self, grouped: Sequence[tuple[Action, ...]]) -> None:
+        """Perform this rank's actions of a lowered program, as `batches` groups them."""
         # not kept: a step that refers to itself would hold its inputs until the next collection of garbage
         performers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -202,7 +206,7 @@ class _StepState:
             Kind.RESHARD: self._reshard,
             Kind.REDUCE: self._reduce,
         }
-        for batch in batches(whole)[self.runner.rank]:
+        for batch in grouped:
             if batch[0].kind in TRANSFERS:
                 self._transfer(batch, self.runner.held[batch[0].partner.stage])
             else:

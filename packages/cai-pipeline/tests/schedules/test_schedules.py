@@ -58,10 +58,17 @@ def test_arguments_out_of_range_are_refused(name: str, arguments: tuple[Held, in
 
 
 @pytest.mark.parametrize(
-    ("name", "held"), [("1f1b", place(2, 2)), ("gpipe", place(2, 2, "v")), ("interleaved", place(2, 2, "v"))]
+    ("name", "held"),
+    [
+        ("1f1b", place(2, 2)),
+        ("gpipe", place(2, 2, "v")),
+        ("interleaved", place(2, 2, "v")),
+        ("zb-h1", place(2, 2)),
+        ("zb-v", place(2, 2)),
+    ],
 )
 def test_placements_that_a_schedule_does_not_take_are_refused(name: str, held: Held) -> None:
-    with pytest.raises(PlanError, match=r"one chunk|in a loop"):
+    with pytest.raises(PlanError, match=r"one chunk|in a loop|in a V"):
         program(name, held, 4)
 
 

@@ -30,7 +30,7 @@ from cai_mesh.comm import build_mesh
 from cai_mesh.errors import ConfigError
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
-from cai_pipeline import PipelineRunner, split
+from cai_pipeline import PipelineRunner, placement_of, split
 from cai_tensor_parallel import parallelize
 from cai_zero import LossScale, ModuleSharding, SampleClip, ShardedOptimizer
 
@@ -109,7 +109,9 @@ def rewrite(
             expected='"none", "selective", "most" or "full"',
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
         )
-    split(model, mesh, chunks=config.parallel.pipeline.chunks, trial=workload.trial)
+    pipeline = config.parallel.pipeline
+    placement = placement_of(pipeline.schedule)
+    split(model, mesh, chunks=pipeline.chunks, placement=placement, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)

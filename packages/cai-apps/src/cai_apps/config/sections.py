@@ -37,10 +37,10 @@ class Pipeline:
     """Pipeline ranks."""
     chunks: DEGREE = 1
     """Pipeline stages of each rank."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1"] = "1f1b"
-    """Order of the forward and backward passes; gpipe, 1f1b and zb-h1 are for one chunk, interleaved is 1f1b for
-    several. bfs (breadth first) runs all microbatches through a stage before it begins with the next; zb-h1 is 1f1b
-    whose weight gradients fill what would be idle."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v"] = "1f1b"
+    """Order of the forward and backward passes. gpipe, 1f1b and zb-h1 are for one chunk, interleaved is 1f1b for
+    several, zb-v is for two. bfs (breadth first) runs all microbatches through a stage before it begins with the next.
+    Weight gradients of zb-h1 and zb-v fill what would be idle."""
     unshard: Literal["pass", "step"] = "pass"
     """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
     once, and its gradients are reduced once; both are whole on every rank meanwhile."""

@@ -140,7 +140,7 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-CHUNKED, SPLIT = ("interleaved", "bfs"), ("zb-h1",)
+CHUNKED, SPLIT = ("interleaved", "bfs", "zb-v"), ("zb-h1", "zb-v")
 """Schedules that take several stages a rank, and whose backwards are split."""
 
 
@@ -170,6 +170,12 @@ def check_pipeline(config: RunConfig) -> None:
             expected='zero 0 or 1, or 3 with unshard = "step"; residency = "device"',
             fix='set one of these, or parallel.pipeline.schedule to "1f1b"',
         )
+    if pipeline.schedule == "zb-v" and pipeline.chunks != 2:
+        raise ConfigError(
+            'the schedule "zb-v" has two stages on each rank',
+            got=f"parallel.pipeline.chunks = {pipeline.chunks}",
+            fix="set parallel.pipeline.chunks to 2",
+        )
     if pipeline.chunks == 1:
         return
     if pipeline.size == 1:
@@ -182,7 +188,7 @@ def check_pipeline(config: RunConfig) -> None:
         raise ConfigError(
             f'the schedule "{pipeline.schedule}" is for one stage on each rank',
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
-            fix='set parallel.pipeline.schedule to "interleaved" or "bfs", or leave chunks out',
+            fix='set parallel.pipeline.schedule to "interleaved", "bfs" or "zb-v", or leave chunks out',
         )
 
 

@@ -27,7 +27,7 @@ from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
 from cai_mesh.storage import units
-from cai_pipeline import Action, Stages, place, program
+from cai_pipeline import Action, Stages, place, placement_of, program
 
 AWAY = 3
 """Inputs of blocks on the device where they wait on the host: those of the last block, and two on their way."""
@@ -125,9 +125,8 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     names = {module: name for name, module in model.named_modules()}
     own = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
-    order = program(pipeline.schedule, place(pipeline.size, pipeline.chunks), pipeline.microbatches or 1)[
-        rank
-    ]
+    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule))
+    order = program(pipeline.schedule, held, pipeline.microbatches or 1)[rank]
     return StagePlan(
         rank,
         own,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from cai_mesh.errors import PlanError, did_you_mean
 from cai_pipeline.actions import Action, Kind, Program
-from cai_pipeline.placement import Held, stages_of
+from cai_pipeline.placement import Held, Placement, stages_of
 from cai_pipeline.schedules.breadth_first import breadth_first, gpipe
 from cai_pipeline.schedules.interleaved import interleaved
 from cai_pipeline.schedules.one_f_one_b import one_f_one_b
-from cai_pipeline.schedules.zero_bubble import zb_h1
+from cai_pipeline.schedules.zero_bubble import zb_h1, zb_v
 
 ScheduleFn = Callable[[Held, int, int], list[Action]]
 
@@ -20,7 +20,15 @@ SCHEDULES: dict[str, ScheduleFn] = {
     "interleaved": interleaved,
     "bfs": breadth_first,
     "zb-h1": zb_h1,
+    "zb-v": zb_v,
 }
+IN_A_V = ("zb-v",)
+"""Schedules whose stages lie in a V; those of others lie in a loop."""
+
+
+def placement_of(schedule: str) -> Placement:
+    """How the stages of a schedule of SCHEDULES are placed."""
+    return "v" if schedule in IN_A_V else "loop"
 
 
 def program(schedule: str, held: Held, microbatches: int) -> Program:

@@ -38,3 +38,13 @@ def check_one_chunk(name: str, held: Held) -> None:
             expected="1",
             fix='use the schedule "interleaved" or "bfs"',
         )
+
+
+def check_v(name: str, held: Held) -> None:
+    """Raise PlanError unless each rank has two stages, in a V."""
+    if held != place(max(held) + 1, 2, "v"):
+        raise PlanError(
+            f"schedule {name!r} takes two chunks per rank, in a V",
+            got=f"stages on ranks {list(held)}",
+            fix='call split(model, mesh, chunks=2, placement="v")',
+        )
