@@ -167,6 +167,19 @@ def oldest(session: nox.Session) -> None:
     )
 
 
+OLDEST_TORCH = "torch==2.11.*"  # as every package admits
+
+
+@nox.session(reuse_venv=True)
+def oldest_torch(session: nox.Session) -> None:
+    """Ranks start, stop, fail and go on with the oldest torch, too."""
+    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    session.install(OLDEST_TORCH)
+    session.run(
+        "pytest", "packages/cai-apps/tests/run", "tests/faults", *session.posargs, env=TEST_ENVIRONMENT
+    )
+
+
 @nox.session(reuse_venv=True)
 def matrix(session: nox.Session) -> None:
     """Whole products of options; resumable, results in docs/proof/matrix.json; `-- --force` repeats."""
