@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import canonical_name
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
-from cai_pipeline import PipelineRunner, split
-from cai_pipeline.actions import from_text
-from cai_pipeline.placement import Placement
+from cai_pipeline import Costs, PipelineRunner, search, split
+from cai_pipeline.actions import Program, from_text
+from cai_pipeline.placement import Placement, place
 
 STEPS = 3
 LAYERS = 8
@@ -68,7 +68,7 @@ def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -
 def train(
     family: str,
     ranks: int,
-    schedule: str,
+    schedule: str | Program,
     counts: tuple[int, ...],
     ragged: bool,
     chunks: int = 1,
@@ -119,6 +119,21 @@ def test_several_stages_a_rank(
     counts = (1, 4, 6)
     trained = run_ranks(ranks, train, family, ranks, schedule, counts, ragged, chunks, placement)
     compare(trained, family, counts, ragged)
+
+
+def train_searched(microbatches: int) -> dict[int, list[dict[str, torch.Tensor]]]:
+    """Under the schedule that is found for stages that differ and little memory."""
+    held = place(2, 2, "v")
+    costs = Costs(
+        (1.0, 2.0, 1.0, 1.5), (1.0, 1.5, 1.0, 2.0), (0.5, 1.0, 2.0, 1.0), (1.0,) * 4, (0.5,) * 4, 0.1
+    )
+    found = search(held, microbatches, costs, [3.0, 4.0])
+    assert found.name == "searched"
+    return train("gpt2", 2, found.program, (microbatches,), True, 2, "v")
+
+
+def test_a_schedule_that_was_searched() -> None:
+    compare(run_ranks(2, train_searched, 5), "gpt2", (5,), True)
 
 
 def compare(ranks: list[Any], family: str, counts: tuple[int, ...], ragged: bool) -> None:

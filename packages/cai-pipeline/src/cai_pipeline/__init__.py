@@ -10,6 +10,7 @@ from cai_pipeline.executor import PipelineRunner
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import place
 from cai_pipeline.schedules import SCHEDULES, placement_of, program
+from cai_pipeline.search import Costs, search
 from cai_pipeline.simulate import simulate
 from cai_pipeline.split import split
 from cai_pipeline.stage import Stages, run_stage
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Costs",
     "Kind",
     "PipelineRunner",
     "Stages",
@@ -30,6 +32,7 @@ __all__ = [
     "placement_of",
     "program",
     "run_stage",
+    "search",
     "simulate",
     "split",
 ]
