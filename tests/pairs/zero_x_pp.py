@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import twin
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.gradients import Deferred
@@ -20,6 +20,19 @@ from cai_zero import shard_module, shard_optimizer, sharding_of
 from cai_zero.gathering import Gatherer
 
 MICROBATCHES = 4
+
+
+def _runner(model: Any, mesh: DeviceMesh, schedule: str, sync: Any, stage: int) -> PipelineRunner:
+    """With the mean loss of a step's microbatches; of stage 3 the schedule may drive the sharding."""
+    return PipelineRunner(
+        model,
+        mesh,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
+        grad_sync=sync,
+        sharding=sync if stage == 3 else None,
+    )
 
 
 def train(
@@ -37,15 +50,7 @@ def train(
     else:
         plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer = sync = shard_optimizer(plain, mesh, model=model, stage=stage)
-    runner = PipelineRunner(
-        model,
-        mesh,
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
-        grad_sync=sync,
-        sharding=sync if stage == 3 else None,
-    )
+    runner = _runner(model, mesh, schedule, sync, stage)
 
     def clip():
         if stage == 3:
@@ -118,15 +123,7 @@ def waiting(stage: int, driver: Literal["hooks", "actions"]) -> list[int]:
     else:
         plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
         sync = shard_optimizer(plain, mesh, model=model, stage=stage)
-    runner = PipelineRunner(
-        model,
-        mesh,
-        schedule="zb-h1",
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
-        grad_sync=sync,
-        sharding=sync if stage == 3 else None,
-    )
+    runner = _runner(model, mesh, "zb-h1", sync, stage)
     made: list[int] = []
     flush = Deferred.flush
 
@@ -152,15 +149,7 @@ def gathers(driver: Literal["hooks", "actions"], chunks: int) -> set[int]:
     model = split(twin.build("llama, 4 layers"), mesh, chunks=chunks)
     sync = sharding_of(shard_module(model, mesh, driver=driver))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    runner = PipelineRunner(
-        model,
-        mesh,
-        schedule="interleaved",
-        microbatches=MICROBATCHES,
-        loss_fn=lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES,
-        grad_sync=sync,
-        sharding=sync,
-    )
+    runner = _runner(model, mesh, "interleaved", sync, 3)
     backward, seen = twin.in_microbatches(runner, MICROBATCHES), Counter[int]()
     gather = Gatherer._gather
 

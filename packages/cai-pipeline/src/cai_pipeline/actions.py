@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-TOWARDS_START = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+TOWARDS_START = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """What makes the gradient that the stage before takes."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})

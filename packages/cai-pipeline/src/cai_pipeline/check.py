@@ -158,17 +158,16 @@ def _prerequisites(action: Action, held: Mapping[int, int]) -> list[tuple[Action
         needs.append(of(Kind.FORWARD))
         if stage < last:
             same = held[stage + 1] == held[stage]
-            needs.append(of(*BACKWARDS, at=stage + 1) if same else of(Kind.RECV_B))
+            needs.append(of(*TOWARDS_START, at=stage + 1) if same else of(Kind.RECV_B))
     elif action.kind is Kind.BACKWARD_WEIGHT:
         needs.append(of(Kind.BACKWARD_INPUT))
     elif action.kind in (Kind.SEND_F, Kind.RECV_B):
         needs.append(of(Kind.FORWARD))
     elif action.kind is Kind.SEND_B:
-        needs.append(of(*BACKWARDS))
+        needs.append(of(*TOWARDS_START))
     return needs
 
 
-BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 

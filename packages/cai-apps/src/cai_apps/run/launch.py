@@ -137,7 +137,7 @@ def run_launcher(options: argparse.Namespace) -> None:
     if getattr(options, "shutdown_timeout", None) is None:
         options.shutdown_timeout = SAVE_SECONDS
     if not _patience(LaunchConfig):
-        PContext.close.__defaults__ = (None, SAVE_SECONDS)
+        PContext.close.__defaults__ = (None, SAVE_SECONDS)  # of this process, which is only the launcher
     with _failures_named([]):
         run(options)
 
