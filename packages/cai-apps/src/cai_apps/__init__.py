@@ -33,7 +33,7 @@ def train(config: Any, *, label: str = "run") -> RunDirectory:
     """
     from cai_apps import applications
 
-    return applications.of(config).train(config, label)
+    return applications.of(config).train(config, label, None)
 
 
 def __getattr__(name: str) -> object:

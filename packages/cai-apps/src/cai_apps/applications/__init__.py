@@ -38,7 +38,7 @@ class Application:
         name: its key in `TABLE`, and the value of `application` in a config.
         config: the dataclass of its TOML file.
         check: raises CaiError for a config that cannot run, as far as can be told without torch and transformers.
-        train: (config, label, keys given for this very start) -> the run's directory.
+        train: (config, label, keys given for this very start; None: all) -> the run's directory.
         plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need.
         report: what the page of a run shows.
         commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
@@ -47,7 +47,7 @@ class Application:
     name: str
     config: type
     check: Callable[[Any], None]
-    train: Callable[[Any, str, Collection[str]], RunDirectory]
+    train: Callable[[Any, str, Collection[str] | None], RunDirectory]
     plan: Callable[[Any, int | None, str, int | None], Shown]
     report: Callable[[], Page]
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -45,7 +45,7 @@ def _check(config: Config) -> None:
     check(config)
 
 
-def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
+def _train(config: Config, label: str, given: Collection[str] | None) -> RunDirectory:
     _need(config)
     from cai_apps.applications.diffusion.task import DIFFUSION
     from cai_apps.run.train import train

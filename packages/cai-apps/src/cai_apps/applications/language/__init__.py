@@ -20,7 +20,7 @@ def _check(config: Config) -> None:
     check(config)
 
 
-def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
+def _train(config: Config, label: str, given: Collection[str] | None) -> RunDirectory:
     from cai_apps.applications.language.task import LANGUAGE
     from cai_apps.run.train import train
 

@@ -29,7 +29,7 @@ def _check(config: Config) -> None:
     check(config)
 
 
-def _train(config: Config, label: str, given: Collection[str]) -> RunDirectory:
+def _train(config: Config, label: str, given: Collection[str] | None) -> RunDirectory:
     need_gemmi()
     from cai_apps.applications.protein.task import PROTEIN
     from cai_apps.run.train import train
