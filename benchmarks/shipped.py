@@ -3,7 +3,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/shipped.py --out row.jsonl train llama-8b
 
 It counts tokens, images or chains. Steps are those of metrics.jsonl; after them each rank traces some more and writes
-a row, and the run is stopped. A gap is time in which no kernel and no copy runs on the rank's GPU. Works on any version
+a row, and the run is killed. A gap is time in which no kernel and no copy runs on the rank's GPU. Works on any version
 of cai whose metrics have `step_seconds`, with all ranks on one host.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -131,16 +132,16 @@ def observe(options: argparse.Namespace, directory: Path) -> None:
     if options.out:
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
+    time.sleep(3)  # the other ranks write theirs
     if rank == 0:
-        time.sleep(1)  # the other ranks write theirs
-        os.kill(os.getppid(), signal.SIGTERM)
+        shutil.rmtree(directory, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)  # a run that is asked to stop would save first
 
 
 def main() -> None:
     options = arguments()
-    shared = Path(tempfile.gettempdir()) / f"shipped-{os.environ['MASTER_PORT']}"
-    if options.traced or os.environ["RANK"] == "0":
-        threading.Thread(target=observe, args=(options, shared), daemon=True).start()
+    shared = Path(tempfile.gettempdir()) / f"shipped-{os.getppid()}"  # of this launch: no metrics of another run
+    threading.Thread(target=observe, args=(options, shared), daemon=True).start()
     from cai_apps.cli import main as cai
 
     sys.argv = ["cai", *options.cai, "--log.directory", str(shared)]

@@ -89,7 +89,7 @@ def train(
     return trained
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "auto"])
 @pytest.mark.parametrize(
     ("family", "stages", "ragged"),
     [("llama", 2, False), ("llama", 4, True), ("gpt2", 2, True), ("gpt2", 4, False), ("llama", 1, True)],
@@ -103,6 +103,8 @@ def test_training_is_that_of_one_process(family: str, stages: int, schedule: str
     ("family", "ranks", "schedule", "chunks", "placement", "ragged"),
     [
         ("llama", 2, "interleaved", 2, "loop", True),
+        ("gpt2", 2, "auto", 2, "v", True),
+        ("llama", 2, "auto", 3, "loop", False),
         ("gpt2", 2, "interleaved", 3, "loop", False),
         ("gpt2", 4, "interleaved", 2, "loop", True),
         ("gemma2", 2, "bfs", 2, "loop", False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cai_mesh.trial import Trial
 from cai_pipeline import draw
 from cai_pipeline.actions import Action, Kind
+from cai_pipeline.auto import begin_with
 from cai_pipeline.check import check
 from cai_pipeline.executor import PipelineRunner
 from cai_pipeline.lower import lower
@@ -25,6 +26,7 @@ __all__ = [
     "PipelineRunner",
     "Stages",
     "Trial",
+    "begin_with",
     "check",
     "draw",
     "lower",

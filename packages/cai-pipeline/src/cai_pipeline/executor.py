@@ -15,11 +15,13 @@ from cai_mesh.comm import AnyMesh, ParallelMesh, broadcast
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
-from cai_pipeline.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.auto import MEASURED_STEP, Choice, begin_with, choose
 from cai_pipeline.check import check
 from cai_pipeline.lower import batches, lower
 from cai_pipeline.placement import Held
-from cai_pipeline.schedules import forward_only, program
+from cai_pipeline.recorder import Recorder
+from cai_pipeline.schedules import forward_only
 from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.transfer import P2PCommunicator, PendingReceive, TensorMeta
 
@@ -37,13 +39,16 @@ class PipelineRunner:
     Args:
         model: what `split` returned.
         mesh: the mesh given to `split`.
-        schedule: name in SCHEDULES; or the compute actions of each rank, for the stages that `split` placed there.
+        schedule: name in SCHEDULES; or "auto": the second step is measured, and the fastest schedule that `search`
+            finds for it, in the memory that is left, is used from the third on; or the compute actions of each rank, for
+            the stages that `split` placed there.
         microbatches: microbatches per step.
         loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
             microbatches, so `loss_fn` does any averaging.
         grad_sync: combines gradients over data ranks; deferred in all backwards of a stage but its last, and in all
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
+        told: called with what "auto" has chosen.
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh.
@@ -60,6 +65,7 @@ class PipelineRunner:
         loss_fn: LossFn,
         grad_sync: GradSync | None = None,
         sharding: ParameterSharding | None = None,
+        told: Callable[[Choice], object] | None = None,
     ):
         mesh = ParallelMesh.of(mesh, alone="pp")
         mesh.require("pp", "PipelineRunner")
@@ -71,21 +77,29 @@ class PipelineRunner:
                 got=f"stages on {max(self.held) + 1} ranks, pp degree {ranks}",
                 fix="call split(model, mesh) with the same mesh first",
             )
-        if isinstance(schedule, str):
-            schedule = program(schedule, self.held, microbatches)
-        _check_placed(schedule, self.held)
-        self.program = lower(schedule)
-        check(self.program, microbatches)
         self.model = model
         self.microbatches = microbatches
         self.loss_fn = loss_fn
         self.grad_sync = grad_sync
         self.sharding = sharding if sharding is not None and sharding.driver == "actions" else None
+        self.mesh = mesh
+        self.told = told
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
-        self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
         self.metas: dict[Boundary, TensorMeta] = {}
+        self.steps_to_measured = MEASURED_STEP if schedule == "auto" and ranks > 1 else None
+        self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
+        self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
+
+    def follow(self, schedule: Program) -> None:
+        """Take another program for the steps to come. All ranks of the pipeline do, between the same steps.
+
+        Raises PlanError for a program that is wrong, or for stages on other ranks.
+        """
+        _check_placed(schedule, self.held)
+        self.compute, self.program = schedule, lower(schedule)
+        check(self.program, self.microbatches)
         self._training = batches(self.program)[self.rank]
 
     def _peers(self) -> set[int]:
@@ -108,10 +122,26 @@ class PipelineRunner:
         if len(microbatches) != self.microbatches:
             raise PlanError("wrong number of microbatches", got=len(microbatches), expected=self.microbatches)
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=True)
-        state.perform(self._training)
+        recorder = self._recorder()
+        state.perform(self._training, recorder)
         if self.grad_sync is not None:
             self.grad_sync.finish()
+        if recorder is not None:
+            choice = choose(recorder, self.compute, self.held, self.microbatches, self.mesh)
+            self.follow(choice.program)
+            if self.told is not None:
+                self.told(choice)
         return self._on_all_ranks(state.loss)
+
+    def _recorder(self) -> Recorder | None:
+        """For the step that "auto" measures."""
+        if self.steps_to_measured is None:
+            return None
+        self.steps_to_measured -= 1
+        if self.steps_to_measured:
+            return None
+        self.steps_to_measured = None
+        return Recorder(self.group, self.device)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
@@ -193,9 +223,11 @@ class _StepState:
         self.unsharded: set[int] = set()
         self.reduced: set[int] = set()
         self.backwards_left = dict.fromkeys(self.stages.own, len(inputs))
+        self.recorder: Recorder | None = None
 
-    def perform(self, grouped: Sequence[tuple[Action, ...]]) -> None:
+    def perform(self, grouped: Sequence[tuple[Action, ...]], recorder: Recorder | None = None) -> None:
         """Perform this rank's actions of a lowered program, as `batches` groups them."""
+        self.recorder = recorder
         # not kept: a step that refers to itself would hold its inputs until the next collection of garbage
         performers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -211,6 +243,8 @@ class _StepState:
                 self._transfer(batch, self.runner.held[batch[0].partner.stage])
             else:
                 performers[batch[0].kind](batch[0])
+                if recorder is not None and batch[0].kind in COMPUTE:
+                    recorder.end(batch[0])
         if self.runner.p2p is not None:
             self.runner.p2p.finish()
 
@@ -221,6 +255,7 @@ class _StepState:
         received = self._taken(Kind.RECV_F, action)
         if received is not None and self.training:
             received.requires_grad_()
+        self._begin()
         result = run_stage(runner.model, received, self.inputs[m], index=action.stage)
         if not self.stages.own[action.stage].is_last:
             self.outgoing[Action(Kind.SEND_F, action.stage, m)] = result.detach()
@@ -239,6 +274,7 @@ class _StepState:
         self._wait_unsharded(action.stage)
         saved = self.saved.pop((action.stage, action.microbatch))
         gradient = self._taken(Kind.RECV_B, action)
+        self._begin()
         self.backwards_left[action.stage] -= 1
         sync = self.runner.grad_sync
         last = not self.backwards_left[action.stage] and action.kind is Kind.BACKWARD
@@ -257,7 +293,12 @@ class _StepState:
         self.deferred[action.stage, action.microbatch] = deferred
 
     def _backward_weight(self, action: Action) -> None:
+        self._begin()
         self.deferred.pop((action.stage, action.microbatch)).flush()
+
+    def _begin(self) -> None:
+        if self.recorder is not None:
+            self.recorder.begin()
 
     def _parameters(self, stage: int) -> list[nn.Parameter]:
         if stage not in self.parameters:

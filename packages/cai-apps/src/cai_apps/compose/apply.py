@@ -56,6 +56,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         loss_fn=_divided(loss, scale),
         grad_sync=weights.sync if samples is None else samples,
         sharding=weights.sync if isinstance(weights.sync, ModuleSharding) else None,
+        told=print if dist.get_rank() == 0 else None,
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)
@@ -110,7 +111,7 @@ def rewrite(
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
         )
     pipeline = config.parallel.pipeline
-    placement = placement_of(pipeline.schedule)
+    placement = placement_of(pipeline.schedule, pipeline.chunks)
     split(model, mesh, chunks=pipeline.chunks, placement=placement, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded

@@ -140,7 +140,7 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-CHUNKED, SPLIT = ("interleaved", "bfs", "zb-v"), ("zb-h1", "zb-v")
+CHUNKED, SPLIT = ("interleaved", "bfs", "zb-v", "auto"), ("zb-h1", "zb-v", "auto")
 """Schedules that take several stages a rank, and whose backwards are split."""
 
 
@@ -188,7 +188,7 @@ def check_pipeline(config: RunConfig) -> None:
         raise ConfigError(
             f'the schedule "{pipeline.schedule}" is for one stage on each rank',
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
-            fix='set parallel.pipeline.schedule to "interleaved", "bfs" or "zb-v", or leave chunks out',
+            fix='set parallel.pipeline.schedule to "interleaved", "bfs", "zb-v" or "auto", or leave chunks out',
         )
 
 

@@ -27,7 +27,7 @@ from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
 from cai_mesh.storage import units
-from cai_pipeline import Action, Stages, place, placement_of, program
+from cai_pipeline import Action, Stages, begin_with, place, placement_of
 
 AWAY = 3
 """Inputs of blocks on the device where they wait on the host: those of the last block, and two on their way."""
@@ -125,8 +125,8 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     names = {module: name for name, module in model.named_modules()}
     own = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
-    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule))
-    order = program(pipeline.schedule, held, pipeline.microbatches or 1)[rank]
+    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
+    order = begin_with(pipeline.schedule, held, pipeline.microbatches or 1)[rank]
     return StagePlan(
         rank,
         own,
@@ -160,11 +160,12 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
     clips = clips_samples(config)
     sample = elements(model)[0] * master if clips else 0  # beside those of the samples before it
-    if parallel.shard == 1:
-        return sample
     if parallel.pipeline.unshard == "step":
         learned, frozen = elements(model)
-        return (learned + frozen) * compute + learned * master
+        copies = (learned + frozen) * compute * (parallel.shard > 1 or compute < master)
+        return copies + learned * master * (parallel.shard > 1)
+    if parallel.shard == 1:
+        return sample
     held = [[parameter for _, parameter in unit] for unit in units(model).values()]
     gathered = _most_of_two([sum(p.numel() for p in unit) for unit in held])
     learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in held])

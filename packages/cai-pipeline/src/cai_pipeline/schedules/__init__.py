@@ -26,9 +26,10 @@ IN_A_V = ("zb-v",)
 """Schedules whose stages lie in a V; those of others lie in a loop."""
 
 
-def placement_of(schedule: str) -> Placement:
-    """How the stages of a schedule of SCHEDULES are placed."""
-    return "v" if schedule in IN_A_V else "loop"
+def placement_of(schedule: str, chunks: int = 1) -> Placement:
+    """How the stages of a schedule of SCHEDULES, or of "auto", are placed: those of two chunks that it may order freely
+    in a V, where the first rank has the last stage too and begins its backwards at once."""
+    return "v" if schedule in IN_A_V or (schedule == "auto" and chunks == 2) else "loop"
 
 
 def program(schedule: str, held: Held, microbatches: int) -> Program:

@@ -1,0 +1,119 @@
+"""`schedule = "auto"`: a step is measured, then a schedule is searched for what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cai_mesh.comm import ParallelMesh, all_gather_object, axis_names
+from cai_mesh.errors import PlanError
+from cai_pipeline.actions import Action, Kind, Program
+from cai_pipeline.placement import Held
+from cai_pipeline.recorder import Recorder, costs_of, gather
+from cai_pipeline.schedules import SCHEDULES, program
+from cai_pipeline.search import Costs, most_bytes, search
+from cai_pipeline.simulate import simulate
+
+MEASURED_STEP = 2
+"""The first step compiles, and reserves memory."""
+SPARE = 0.04
+"""Of a device's memory, what the allocator may lose between tensors."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why.
+
+    Args:
+        name: of the schedule, "searched" for one without.
+        program: the compute actions of each rank.
+        time: seconds of a step's passes, predicted.
+        others: the same of each named schedule that takes this placement, whether its memory fits or not.
+        costs: what was measured, in seconds and bytes.
+    """
+
+    name: str
+    program: Program
+    time: float
+    others: dict[str, float]
+    costs: Costs
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name} {1000 * time:.0f}" for name, time in self.others.items())
+        costs = self.costs
+        passes = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
+        stages = ", ".join("/".join(f"{1000 * time:.1f}" for time in of_stage) for of_stage in passes)
+        return (
+            f"pipeline schedule {self.name}: {1000 * self.time:.0f} ms a step predicted ({named}); forward, gradient of "
+            f"inputs and of weights of each stage in ms: {stages}; a transfer {1000 * costs.transfer:.2f}"
+        )
+
+
+def begin_with(schedule: str, held: Held, microbatches: int) -> Program:
+    """The compute actions of all ranks under a schedule of SCHEDULES, or those that "auto" measures.
+
+    The latter are those of a named schedule for this placement that takes the memory of 1F1B, with every backward split.
+    Arguments and errors as of `program`.
+    """
+    if schedule != "auto":
+        return program(schedule, held, microbatches)
+    for name in ("1f1b", "interleaved", "zb-v"):
+        try:
+            found = program(name, held, microbatches)
+        except PlanError:
+            continue
+        return [[part for action in actions for part in _halves(action)] for actions in found]
+    raise PlanError("no schedule takes this placement of stages", got=f"stages on ranks {list(held)}")
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.BACKWARD:
+        return (action,)
+    return tuple(
+        Action(kind, action.stage, action.microbatch)
+        for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+
+
+def choose(
+    recorder: Recorder, measured: Program, held: Held, microbatches: int, mesh: ParallelMesh
+) -> Choice:
+    """The fastest schedule for what a step took, of those that fit the devices.
+
+    Collective, and the same on all ranks of the mesh, since data ranks reduce gradients in the order of the schedule:
+    the costs are those of the mesh's first pipeline, the memory that of the fullest device at each place in one.
+
+    Args:
+        recorder: of the step.
+        measured: the compute actions it performed.
+        held: rank of each stage.
+        microbatches: microbatches per step.
+        mesh: of all ranks that train together.
+    """
+    pipeline = mesh.group("pp")
+    costs = costs_of(gather(recorder.recorded(), pipeline), held)
+    room = all_gather_object(_room(recorder.device), pipeline)
+    for axis in axis_names(mesh):
+        if axis not in mesh.leaves("pp"):
+            told = all_gather_object((costs, room), mesh.group(axis))
+            costs, room = told[0][0], [min(of_place) for of_place in zip(*(each for _, each in told), strict=True)]
+    limits = [most + free for most, free in zip(most_bytes(measured, costs), room, strict=True)]
+    found = search(held, microbatches, costs, limits)
+    others = {}
+    for name in SCHEDULES:
+        try:
+            named = program(name, held, microbatches)
+        except PlanError:  # it does not take this placement
+            continue
+        others[name] = simulate(named, costs.duration, transfer=costs.transfer).makespan
+    return Choice(found.name, found.program, found.time, others, costs)
+
+
+def _room(device: torch.device) -> float:
+    """Bytes of a device that no step so far has needed. Hosts are taken to have enough."""
+    if device.type != "cuda":
+        return float("inf")
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return max(0.0, free + reserved - torch.cuda.max_memory_allocated(device) - SPARE * total)
