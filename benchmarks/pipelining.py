@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 from cai_apps.compose.models import load_model_config, meta_model
-from cai_pipeline.balance import balance_layers
+from cai_pipeline.balance import balance_ranks
+from cai_pipeline.placement import Held, place, stages_of
 
 SCHEDULES = {  # its class, stages of a rank, whether the second stage turns round
     "gpipe": (schedules.ScheduleGPipe, 1, False),
@@ -59,11 +61,12 @@ class Part(nn.Module):
     ours are, the head counted.
     """
 
-    def __init__(self, model: nn.Module, index: int, count: int, compiled: bool) -> None:
+    def __init__(self, model: Any, index: int, held: Held, compiled: bool) -> None:
+        count = len(held)
         super().__init__()
         layers = model.model.layers
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        mine = balance_layers(costs, count, last=model.lm_head.weight.numel())[index]
+        mine = balance_ranks(costs, held, last=model.lm_head.weight.numel())[index]
         self.embed = model.model.embed_tokens if index == 0 else None
         self.layers = nn.ModuleList([layers[at] for at in mine])
         self.norm, self.head = (model.model.norm, model.lm_head) if index == count - 1 else (None, None)
@@ -81,7 +84,7 @@ class Part(nn.Module):
         return x if self.head is None else self.head(self.norm(x))
 
 
-def build(model: nn.Module, part: Part, mesh: DeviceMesh, device: torch.device) -> Part:
+def build(model: Any, part: Part, mesh: DeviceMesh, device: torch.device) -> Part:
     """Values on the device, sharded, gathered once a step."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -123,25 +126,23 @@ def main() -> None:
     depth = dist.get_world_size() // options.data
     mesh = init_device_mesh(device.type, (depth, options.data), mesh_dim_names=("pp", "dp"))
     rank, pipeline = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
-    held = [rank, 2 * depth - 1 - rank] if turns else [rank + depth * chunk for chunk in range(chunks)]
+    held = place(depth, chunks, "v" if turns else "loop")
+    own = stages_of(held, rank)
     config = load_model_config(options.model)
     if options.layers:
         config.num_hidden_layers = options.layers
     model = meta_model(config)
-    parts = [
-        build(model, Part(model, index, depth * chunks, options.compile), mesh["dp"], device)
-        for index in held
-    ]
+    parts = [build(model, Part(model, index, held, options.compile), mesh["dp"], device) for index in own]
     stages = [
         PipelineStage(part, index, depth * chunks, device, group=pipeline)
-        for index, part in zip(held, parts, strict=True)
+        for index, part in zip(own, parts, strict=True)
     ]
     loss_fn = torch.compile(loss_of) if options.compile else loss_of
     argument = stages if issubclass(kind, schedules.PipelineScheduleMulti) else stages[0]
     schedule = kind(argument, n_microbatches=options.microbatches, loss_fn=loss_fn)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    first, last = 0 in held, depth * chunks - 1 in held
+    first, last = 0 in own, depth * chunks - 1 in own
     seconds, losses = [], []
     for _ in range(options.steps):
         start = time.perf_counter()

@@ -140,7 +140,9 @@ def observe(options: argparse.Namespace, directory: Path) -> None:
 
 def main() -> None:
     options = arguments()
-    shared = Path(tempfile.gettempdir()) / f"shipped-{os.getppid()}"  # of this launch: no metrics of another run
+    shared = (
+        Path(tempfile.gettempdir()) / f"shipped-{os.getppid()}"
+    )  # of this launch: no metrics of another run
     threading.Thread(target=observe, args=(options, shared), daemon=True).start()
     from cai_apps.cli import main as cai
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.balance import balance_layers, explicit_layers
+from cai_pipeline.balance import balance_layers, balance_ranks, explicit_layers
 
 costs = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9)
 
@@ -35,6 +35,25 @@ def test_no_other_division_has_a_faster_slowest_stage(
 
 def test_a_heavy_head_takes_layers_away() -> None:
     assert balance_layers([1.0] * 12, 3, last=4.0) == [range(5), range(5, 10), range(10, 12)]
+
+
+def test_ranks_of_several_stages_are_even() -> None:
+    v = balance_ranks([1.0] * 32, (0, 1, 1, 0), last=2.4)
+    assert list(map(len, v)) == [9, 8, 9, 6]  # 17.4 and 17; even stages, 8, 9, 9 and 6, are 16.4 and 18
+    assert balance_ranks([1.0] * 12, (0, 1, 2), last=4.0) == balance_layers([1.0] * 12, 3, last=4.0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.floats(0.0, 20.0))
+def test_balanced_ranks_hold_every_layer_and_are_no_worse(layers: list[float], last: float) -> None:
+    def slowest(stages: list[range]) -> float:
+        costs = [sum(layers[i] for i in stage) for stage in stages]
+        return max(costs[0] + costs[3] + last, costs[1] + costs[2])
+
+    found = balance_ranks(layers, (0, 1, 1, 0), last=last)
+    assert [i for stage in found for i in stage] == list(range(len(layers)))
+    assert all(found)
+    assert slowest(found) <= slowest(balance_layers(layers, 4, last=last))
 
 
 def test_fewer_layers_than_stages() -> None:

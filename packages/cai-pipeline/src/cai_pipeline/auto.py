@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,17 @@ from cai_pipeline.actions import Action, Kind, Program
 from cai_pipeline.placement import Held
 from cai_pipeline.recorder import Recorder, costs_of, gather
 from cai_pipeline.schedules import SCHEDULES, program
-from cai_pipeline.search import Costs, most_bytes, search
+from cai_pipeline.search import Costs, Found, most_bytes, search
 from cai_pipeline.simulate import simulate
 
 MEASURED_STEP = 2
 """The first step compiles, and reserves memory."""
-SPARE = 0.04
-"""Of a device's memory, what the allocator may lose between tensors."""
+SPARE = 0.08
+"""Of a device's memory, what the allocator may lose between tensors, and what is passed on and not counted."""
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+"""Of the memory that the fullest device has left, what schedules are searched for."""
+WORTH = 1.01
+"""A schedule that takes more memory is chosen if the others take this much longer."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Choice:
         time: seconds of a step's passes, predicted.
         others: the same of each named schedule that takes this placement, whether its memory fits or not.
         costs: what was measured, in seconds and bytes.
+        bytes: of activations that each rank will hold at most.
     """
 
     name: str
@@ -38,6 +44,7 @@ class Choice:
     time: float
     others: dict[str, float]
     costs: Costs
+    bytes: tuple[float, ...]
 
     def __str__(self) -> str:
         named = ", ".join(f"{name} {1000 * time:.0f}" for name, time in self.others.items())
@@ -45,16 +52,18 @@ class Choice:
         passes = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
         stages = ", ".join("/".join(f"{1000 * time:.1f}" for time in of_stage) for of_stage in passes)
         return (
-            f"pipeline schedule {self.name}: {1000 * self.time:.0f} ms a step predicted ({named}); forward, gradient of "
-            f"inputs and of weights of each stage in ms: {stages}; a transfer {1000 * costs.transfer:.2f}"
+            f"pipeline schedule {self.name}: {1000 * self.time:.0f} ms a step predicted ({named}); "
+            f"forward, gradient of inputs and of weights of each stage in ms: {stages}; "
+            f"a transfer {1000 * costs.transfer:.2f}; "
+            f"{max(self.bytes) / 2**30:.1f} GiB of activations on a rank"
         )
 
 
 def begin_with(schedule: str, held: Held, microbatches: int) -> Program:
     """The compute actions of all ranks under a schedule of SCHEDULES, or those that "auto" measures.
 
-    The latter are those of a named schedule for this placement that takes the memory of 1F1B, with every backward split.
-    Arguments and errors as of `program`.
+    The latter are those of a named schedule for this placement that takes the memory of 1F1B, with every backward
+    split. Arguments and errors as of `program`.
     """
     if schedule != "auto":
         return program(schedule, held, microbatches)
@@ -71,8 +80,7 @@ def _halves(action: Action) -> tuple[Action, ...]:
     if action.kind is not Kind.BACKWARD:
         return (action,)
     return tuple(
-        Action(kind, action.stage, action.microbatch)
-        for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        Action(kind, action.stage, action.microbatch) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
 
 
@@ -97,9 +105,11 @@ def choose(
     for axis in axis_names(mesh):
         if axis not in mesh.leaves("pp"):
             told = all_gather_object((costs, room), mesh.group(axis))
-            costs, room = told[0][0], [min(of_place) for of_place in zip(*(each for _, each in told), strict=True)]
-    limits = [most + free for most, free in zip(most_bytes(measured, costs), room, strict=True)]
-    found = search(held, microbatches, costs, limits)
+            costs, room = (
+                told[0][0],
+                [min(of_place) for of_place in zip(*(each for _, each in told), strict=True)],
+            )
+    found = _cheapest(held, microbatches, costs, most_bytes(measured, costs), room)
     others = {}
     for name in SCHEDULES:
         try:
@@ -107,7 +117,25 @@ def choose(
         except PlanError:  # it does not take this placement
             continue
         others[name] = simulate(named, costs.duration, transfer=costs.transfer).makespan
-    return Choice(found.name, found.program, found.time, others, costs)
+    return Choice(found.name, found.program, found.time, others, costs, found.bytes)
+
+
+def _cheapest(
+    held: Held, microbatches: int, costs: Costs, used: Sequence[float], room: Sequence[float]
+) -> Found:
+    """Of the schedules that are about the fastest, the one found for the least memory of the fullest device.
+
+    Args:
+        used: bytes of activations that each rank held in the measured step.
+        room: bytes that each had left.
+    """
+    found, fullest = [], min(room)
+    for share in SHARES if fullest < float("inf") else SHARES[-1:]:
+        still_free = (1 - share) * fullest if share < 1 else 0.0
+        limits = [most + free - still_free for most, free in zip(used, room, strict=True)]
+        found.append(search(held, microbatches, costs, limits))
+    best = min(each.time for each in found)
+    return next(each for each in found if each.time <= WORTH * best)
 
 
 def _room(device: torch.device) -> float:

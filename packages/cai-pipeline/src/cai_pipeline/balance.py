@@ -1,9 +1,9 @@
-"""Which layers go to which stage: contiguous layers, with the cost of the costliest stage minimal."""
+"""Which layers go to which stage: contiguous layers, with the cost of the costliest stage, or rank, minimal."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cai_mesh.errors import PlanError
 
@@ -49,6 +49,45 @@ def balance_layers(
         best = following
     bounds = (*best[layers][2], layers)
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def balance_ranks(
+    costs: Sequence[float], held: Sequence[int], *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Like `balance_layers`, but what counts most is the rank whose stages together cost most.
+
+    From the division into even stages, layers move over the boundary that lowers this most, one at a time, until none
+    does. Ranks of one stage each keep the even stages.
+
+    Args:
+        held: rank of each stage.
+    """
+    found = balance_layers(costs, len(held), first=first, last=last)
+    extra = [0.0] * len(held)
+    extra[0] += first
+    extra[-1] += last
+
+    def worst(stages: Sequence[range]) -> tuple[float, float]:
+        of_stages = [sum(costs[i] for i in stage) + more for stage, more in zip(stages, extra, strict=True)]
+        of_ranks = [0.0] * (max(held) + 1)
+        for rank, cost in zip(held, of_stages, strict=True):
+            of_ranks[rank] += cost
+        return max(of_ranks), sum(cost**2 for cost in of_stages)
+
+    while True:
+        best = min(_moved(found), key=worst, default=found)
+        if worst(best) >= worst(found):
+            return found
+        found = best
+
+
+def _moved(stages: Sequence[range]) -> Iterator[list[range]]:
+    """All divisions in which one layer is on the other side of a boundary."""
+    for index, (left, right) in enumerate(itertools.pairwise(stages)):
+        for bound in (left.stop - 1, left.stop + 1):
+            if left.start < bound < right.stop:
+                moved = [range(left.start, bound), range(bound, right.stop)]
+                yield [*stages[:index], *moved, *stages[index + 2 :]]
 
 
 def explicit_layers(counts: Sequence[int], layers: int, stages: int) -> list[range]:

@@ -39,9 +39,9 @@ class PipelineRunner:
     Args:
         model: what `split` returned.
         mesh: the mesh given to `split`.
-        schedule: name in SCHEDULES; or "auto": the second step is measured, and the fastest schedule that `search`
-            finds for it, in the memory that is left, is used from the third on; or the compute actions of each rank, for
-            the stages that `split` placed there.
+        schedule: name in SCHEDULES; or "auto": the second step is measured, and from the third on the fastest schedule
+            is used that `search` finds for it in the memory that is left; or the compute actions of each rank, for the
+            stages that `split` placed there.
         microbatches: microbatches per step.
         loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
             microbatches, so `loss_fn` does any averaging.

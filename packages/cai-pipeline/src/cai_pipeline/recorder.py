@@ -118,13 +118,17 @@ def costs_of(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> Costs:
         return tuple(float(median(table[kind, stage])) for stage in range(len(held)))
 
     kept = tuple(max(size, 0.0) for size in of_stages(gained, Kind.FORWARD))
-    freed = of_stages(gained, Kind.BACKWARD_WEIGHT)
+    left = map(sum, zip(kept, of_stages(gained, Kind.BACKWARD_INPUT), strict=True))
+    freed = (-size for size in of_stages(gained, Kind.BACKWARD_WEIGHT))
+    stashed = (
+        max(*sizes, 0.0) for sizes in zip(left, freed, strict=True)
+    )  # the two differ by what is passed on
     return Costs(
         of_stages(seconds, Kind.FORWARD),
         of_stages(seconds, Kind.BACKWARD_INPUT),
         of_stages(seconds, Kind.BACKWARD_WEIGHT),
         kept,
-        tuple(min(max(-size, 0.0), most) for size, most in zip(freed, kept, strict=True)),
+        tuple(map(min, stashed, kept)),
         _transfer(of_ranks, held),
     )
 

@@ -13,9 +13,9 @@ from cai_mesh.comm import AnyMesh, ParallelMesh, axis_names
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_mesh.trial import Trial
-from cai_pipeline.balance import LOOKUP_COST, balance_layers, check_enough_layers, explicit_layers
+from cai_pipeline.balance import LOOKUP_COST, balance_ranks, check_enough_layers, explicit_layers
 from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.placement import Placement, place
+from cai_pipeline.placement import Held, Placement, place
 from cai_pipeline.small_model import small_model
 from cai_pipeline.stage import Stage, Stages
 from cai_pipeline.structure import ModelStructure
@@ -73,7 +73,7 @@ def split(
     check_enough_layers(layers, len(held))
     structure = structure_of(tried)
     _check_same_parts(model, structure)
-    stage_layers = _assign_layers(model, structure, len(held), balance)
+    stage_layers = _assign_layers(model, structure, held, balance)
     verify_split(tried, stage_layers, held)
     rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
     stages = partition(model, structure, stage_layers, held, rank, tied)
@@ -114,7 +114,7 @@ def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
         )
 
 
-def _assign_layers(model: nn.Module, structure: ModelStructure, count: int, balance: Balance) -> list[range]:
+def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, balance: Balance) -> list[range]:
     def size(name: str) -> float:
         return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
 
@@ -126,8 +126,8 @@ def _assign_layers(model: nn.Module, structure: ModelStructure, count: int, bala
                 "unknown balance", got=repr(balance), expected="'auto' or the layers of each stage"
             )
         first = LOOKUP_COST * sum(map(size, structure.before))
-        return balance_layers(costs, count, first=first, last=sum(map(size, structure.after)))
-    return explicit_layers(balance, len(costs), count)
+        return balance_ranks(costs, held, first=first, last=sum(map(size, structure.after)))
+    return explicit_layers(balance, len(costs), len(held))
 
 
 def _tied_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
