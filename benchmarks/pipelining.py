@@ -81,7 +81,7 @@ class Part(nn.Module):
         rotary = self.rotary(x, positions)
         for layer in self.layers:
             x = layer(x, attention_mask=None, position_embeddings=rotary, position_ids=positions)
-        return x if self.head is None else self.head(self.norm(x))
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 def build(model: Any, part: Part, mesh: DeviceMesh, device: torch.device) -> Part:

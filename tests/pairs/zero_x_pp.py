@@ -79,6 +79,7 @@ def train(
         ("llama", 2, "zb-h1", "hooks"),
         ("gpt2", 3, "zb-h1", "hooks"),
         ("llama", 3, "zb-h1", "actions"),
+        ("gpt2", 1, "auto", "hooks"),
     ],
 )
 def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
@@ -93,6 +94,7 @@ def test_equals_one_process(name: str, stage: int, schedule: str, driver: str):
         ("gpt2, 4 layers", "interleaved", "loop"),
         ("gpt2, 4 layers", "bfs", "v"),
         ("gpt2, 4 layers", "zb-v", "v"),
+        ("gpt2, 4 layers", "auto", "v"),
     ],
 )
 def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Placement, driver: str):

@@ -65,6 +65,7 @@ CASES = {
     "data2-pipeline2-bfs-zero3": Case(data=2, pipeline=2, chunks=2, schedule="bfs", zero=3, unshard="step"),
     "2x2x2-zb-h1": Case(data=2, tensor=2, pipeline=2, schedule="zb-h1"),
     "data2-pipeline2-zb-v-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
+    "data2-pipeline2-auto-zero3": Case(data=2, pipeline=2, chunks=2, schedule="auto", zero=3, unshard="step"),
     "2x2x2-interleaved-zero2": Case(
         data=2, tensor=2, pipeline=2, chunks=2, schedule="interleaved", zero=2, kernels="on"
     ),

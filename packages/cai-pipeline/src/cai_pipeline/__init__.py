@@ -7,6 +7,7 @@ from cai_pipeline import draw
 from cai_pipeline.actions import Action, Kind
 from cai_pipeline.auto import begin_with
 from cai_pipeline.check import check
+from cai_pipeline.csv_text import from_csv, to_csv
 from cai_pipeline.executor import PipelineRunner
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import place
@@ -29,6 +30,7 @@ __all__ = [
     "begin_with",
     "check",
     "draw",
+    "from_csv",
     "lower",
     "place",
     "placement_of",
@@ -37,4 +39,5 @@ __all__ = [
     "search",
     "simulate",
     "split",
+    "to_csv",
 ]
