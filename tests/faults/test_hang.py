@@ -56,6 +56,25 @@ def test_different_collectives_are_told(tmp_path):
     assert "rank 1 has not arrived at all_reduce [4]" in told, told
 
 
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+def test_a_stage_is_named_with_its_action(how, tmp_path):
+    command = [sys.executable, "-m", "cai_apps", "run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("dying.py")), str(tmp_path), how],
+        capture_output=True, text=True, timeout=150, env=ENVIRONMENT | {HANG: "30"}, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    what = "the backward of microbatch 2 on stage 1 (1B2)"
+    crash = (tmp_path / "run/crash/rank-1.txt").read_text()
+    if how == "dies":
+        assert f"rank 1 was killed by SIGKILL in step 3 (since" in done.stderr, done.stderr
+        assert f", at {what} and left no traceback" in done.stderr, done.stderr
+        assert what in crash
+    else:
+        assert f"rank 1: after step 2 it is at {what}, in fatal at" in done.stderr, done.stderr
+        assert f"after step 2 it is at {what}" in crash
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_rank_that_is_stopped(goes_on, tmp_path):

@@ -74,6 +74,12 @@ class Action:
         return cls(kind, int(match[1]), int(digits) if digits else None)
 
     @property
+    def phrase(self) -> str:
+        """The action in words, for messages: `the forward of microbatch 0 on stage 1 (1F0)`."""
+        of = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
+        return f"{_PHRASES[self.kind]}{of} on stage {self.stage} ({self})"
+
+    @property
     def partner(self) -> Action:
         """The action at the other end of a transfer: `2RECV_F0` for `1SEND_F0`, and the reverse.
 
@@ -84,6 +90,20 @@ class Action:
         kind, step = _PARTNERS[self.kind]
         return Action(kind, self.stage + step, self.microbatch)
 
+
+_PHRASES = {
+    Kind.FORWARD: "the forward",
+    Kind.BACKWARD: "the backward",
+    Kind.BACKWARD_INPUT: "the gradient of the input",
+    Kind.BACKWARD_WEIGHT: "the gradients of the weights",
+    Kind.SEND_F: "sending the output",
+    Kind.RECV_F: "receiving the input",
+    Kind.SEND_B: "sending the gradient of the input",
+    Kind.RECV_B: "receiving the gradient of the output",
+    Kind.UNSHARD: "gathering the parameters",
+    Kind.RESHARD: "freeing the parameters",
+    Kind.REDUCE: "reducing the gradients",
+}
 
 _PARTNERS = {
     Kind.SEND_F: (Kind.RECV_F, 1),

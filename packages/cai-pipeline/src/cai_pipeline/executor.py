@@ -49,6 +49,7 @@ class PipelineRunner:
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
         told: called with what "auto" has chosen.
+        on_action: called with each action before it is begun, and with None after the last of a step.
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh.
@@ -66,6 +67,7 @@ class PipelineRunner:
         grad_sync: GradSync | None = None,
         sharding: ParameterSharding | None = None,
         told: Callable[[Choice], object] | None = None,
+        on_action: Callable[[Action | None], object] = lambda action: None,
     ):
         mesh = ParallelMesh.of(mesh, alone="pp")
         mesh.require("pp", "PipelineRunner")
@@ -84,6 +86,7 @@ class PipelineRunner:
         self.sharding = sharding if sharding is not None and sharding.driver == "actions" else None
         self.mesh = mesh
         self.told = told
+        self.on_action = on_action
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
@@ -239,6 +242,7 @@ class _StepState:
             Kind.REDUCE: self._reduce,
         }
         for batch in grouped:
+            self.runner.on_action(batch[0])
             if batch[0].kind in TRANSFERS:
                 self._transfer(batch, self.runner.held[batch[0].partner.stage])
             else:
@@ -247,6 +251,7 @@ class _StepState:
                     recorder.end(batch[0])
         if self.runner.p2p is not None:
             self.runner.p2p.finish()
+        self.runner.on_action(None)
 
     def _forward(self, action: Action) -> None:
         self._wait_unsharded(action.stage)

@@ -43,12 +43,14 @@ class Seen:
         where: the call that it is in, as "sleep at train.py:12".
         waits: whether that is one that waits for other ranks.
         groups: by name, those that it is in.
+        at: what it is at within a step, such as "the forward of microbatch 0 on stage 1 (1F0)".
     """
 
     step: int
     where: str
     waits: bool
     groups: Mapping[str, Group] = field(default_factory=dict)
+    at: str = ""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -57,7 +59,7 @@ class Seen:
     def load(text: str | bytes) -> Seen:
         told = json.loads(text)
         groups = {name: Group(tuple(g["ranks"]), g["calls"], g["last"]) for name, g in told["groups"].items()}
-        return Seen(told["step"], told["where"], told["waits"], groups)
+        return Seen(told["step"], told["where"], told["waits"], groups, told["at"])
 
 
 def blame(reports: Sequence[Seen | None]) -> str:
@@ -109,7 +111,8 @@ def _different(seen: Sequence[Seen]) -> str:
 
 
 def _state(seen: Seen) -> str:
-    return f"after step {seen.step} it is in {seen.where}"
+    at = f"at {seen.at}, " if seen.at else ""
+    return f"after step {seen.step} it is {at}in {seen.where}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -117,8 +120,8 @@ def _listed(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def look(step: int) -> Seen:
-    """What this rank is doing."""
+def look(step: int, at: str) -> Seen:
+    """What this rank is doing, after so many steps, at this within the next."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     stacks = {
@@ -128,7 +131,7 @@ def look(step: int) -> Seen:
     }
     waiting = next((stack for stack in stacks.values() if _waits(stack)), None)
     stack = waiting or stacks.get(main or 0) or []
-    return Seen(step, _place(stack), waiting is not None, groups())
+    return Seen(step, _place(stack), waiting is not None, groups(), at)
 
 
 def _waits(stack: Sequence[traceback.FrameSummary]) -> bool:

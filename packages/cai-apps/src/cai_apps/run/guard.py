@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cai_apps.run.directory import RunDirectory
 from cai_apps.run.launch import FAILURE, STOPPED, launcher_pid
+from cai_apps.run.words import read_at
 
 SAME_SIGNAL_SECONDS = 1.0
 """A signal so soon after the first is the first: a terminal sends one to all, and a launcher passes it on."""
@@ -69,20 +70,24 @@ class Guard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(-1)
 
-    def watch_ranks(self, doing: Callable[[], str]) -> None:
-        """Watches the other ranks of this machine; `doing` tells what they do, for the file of one that dies.
+    def watch_ranks(self, doing: Callable[[], str], at_file: str | None) -> None:
+        """Watches the other ranks of this machine.
 
         Collective.
+
+        Args:
+            doing: tells what all ranks do, for the file of one that dies.
+            at_file: where this rank says what it is at.
         """
         self._doing = doing
-        own = (_process_space(), os.getpid())
-        found: list[tuple[str, int]] = [own] * dist.get_world_size()
+        own = (_process_space(), os.getpid(), at_file)
+        found: list[tuple[str, int, str | None]] = [own] * dist.get_world_size()
         if len(found) == 1:
             return
         dist.all_gather_object(found, own)
-        for rank, (space, pid) in enumerate(found):
+        for rank, (space, pid, file) in enumerate(found):
             if space == own[0] and pid != own[1]:
-                self._watch_process(pid, lambda rank=rank: self._end_without_rank(rank))
+                self._watch_process(pid, lambda rank=rank, file=file: self._end_without_rank(rank, file))
 
     def close(self) -> None:
         """The end of the watch: whatever dies from now on, this rank goes on."""
@@ -116,10 +121,11 @@ class Guard:
         self._record(self.rank, f"rank {self.rank} ended itself: its launcher is gone\n")
         os._exit(FAILURE)
 
-    def _end_without_rank(self, rank: int) -> None:
+    def _end_without_rank(self, rank: int, at_file: str | None) -> None:
+        at = read_at(at_file)  # at once: the launcher removes the file
         time.sleep(LEAVING_SECONDS)
         if not self._closed:
-            self._record(rank, f"rank {rank} died in {self._doing()} and left no traceback\n")
+            self._record(rank, f"rank {rank} died in {self._doing()}{at} and left no traceback\n")
             time.sleep(PEER_SECONDS)
         if not self._closed:
             self._record(self.rank, f"rank {self.rank} ended itself: rank {rank} is gone\n")

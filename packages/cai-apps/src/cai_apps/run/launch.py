@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cai_apps.run import failures, loopback
-from cai_apps.run.words import DOING, RUN
+from cai_apps.run.words import DOING, RUN, last_done
 from cai_mesh import errors
 from cai_mesh.errors import CaiError
 
@@ -218,7 +218,7 @@ def _first_failure(failed: Any, asked: list[int]) -> BaseException:
             print(f"error: {_without_traceback(rank, failure)}", file=sys.stderr, flush=True)
             return SystemExit(USER_ERROR)
         if asked:
-            doing = (failure.error_file_data or {}).get(DOING, "the start, before a step")
+            doing = last_done(failure.error_file_data or {}) or "the start, before a step"
             print(f"stopped by {signal.Signals(asked[0]).name} in {doing}", flush=True)
             return SystemExit(STOPPED[asked[0]])
         return RankFailure(_without_traceback(rank, failure))
@@ -238,7 +238,7 @@ def _without_traceback(rank: int, failure: Any) -> str:
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     if DOING in data:
-        how += f" in {data[DOING]}"
+        how += f" in {last_done(data)}"
     text = f"rank {rank} {how} and left no traceback"
     if code == -signal.SIGKILL:
         text += "\n  cause:    often the machine ran out of memory; the kernel's log (dmesg) tells"

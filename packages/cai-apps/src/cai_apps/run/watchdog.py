@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -40,13 +40,14 @@ class Watchdog:
     Args:
         run: its directory, for crash/.
         step: steps that are done.
+        at: tells what this rank is at within a step, "" for nothing in particular.
 
     Raises:
         ConfigError: the environment's limit is no number.
     """
 
-    def __init__(self, run: RunDirectory, step: int):
-        self._run, self._step = run, step
+    def __init__(self, run: RunDirectory, step: int, at: Callable[[], str] = str):
+        self._run, self._step, self._at = run, step, at
         self._fixed = hang_limit()
         self._seconds: deque[float] = deque(maxlen=50)
         self._idle, self._paused = 0.0, 0
@@ -97,7 +98,7 @@ class Watchdog:
 
     def _end(self) -> None:
         idle = self._idle
-        self._store.set(str(self._rank), look(self._step).dump())
+        self._store.set(str(self._rank), look(self._step, self._at()).dump())
         self._store.set(ASKED, "1")
         text = f"no step has ended for {idle:.0f} s\n{blame(self._reports())}"
         if self._ended.is_set():  # it went on meanwhile

@@ -72,11 +72,12 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         job.run.record(job.config)
     words = LastWords(job.run)
     words.say(f"step {position.step + 1}")
-    guard.watch_ranks(lambda: words.doing)
+    guard.watch_ranks(lambda: words.doing, words.at_file)
+    session.runner.on_action = lambda action: words.say_at("" if action is None else action.phrase)
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     watch = Watch(session.weights.offloaded, job.run)
-    watchdog = Watchdog(job.run, position.step)
+    watchdog = Watchdog(job.run, position.step, at=lambda: words.at)
 
     def on_step(metrics: Metrics, position: Position) -> None:
         watchdog.after_step(position.step, metrics.step_seconds)
