@@ -67,7 +67,7 @@ def test_a_stage_is_named_with_its_action(how, tmp_path):
     what = "the backward of microbatch 2 on stage 1 (1B2)"
     crash = (tmp_path / "run/crash/rank-1.txt").read_text()
     if how == "dies":
-        assert f"rank 1 was killed by SIGKILL in step 3 (since" in done.stderr, done.stderr
+        assert "rank 1 was killed by SIGKILL in step 3 (since" in done.stderr, done.stderr
         assert f", at {what} and left no traceback" in done.stderr, done.stderr
         assert what in crash
     else:

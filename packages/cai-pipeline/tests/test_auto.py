@@ -15,6 +15,7 @@ from cai_pipeline.actions import Action, Kind
 from cai_pipeline.auto import WORTH, _cheapest
 from cai_pipeline.recorder import Recorded, costs_of
 from cai_pipeline.search import Costs, most_bytes
+from cai_pipeline.simulate import Timeline
 
 GIB = 2.0**30
 HELD = place(2, 2, "v")
@@ -59,10 +60,14 @@ def test_memory_is_taken_only_for_time() -> None:
     assert times[64 * GIB] <= WORTH * times[4 * GIB] <= WORTH**2 * times[0.0]
 
 
-def agreed(chunks: int) -> tuple[str, list[list[Action]], list[float]]:
+Agreed = tuple[str, list[list[Action]], list[float], list[Timeline]]
+
+
+def agreed(chunks: int) -> Agreed:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
     model = split(build(config_of("llama", 4)), mesh, chunks=chunks, placement="v" if chunks == 2 else "loop")
     told: list[str] = []
+    shown: list[Timeline] = []
     runner = PipelineRunner(
         model,
         mesh,
@@ -70,17 +75,22 @@ def agreed(chunks: int) -> tuple[str, list[list[Action]], list[float]]:
         microbatches=4,
         loss_fn=lambda output, target: cross_entropy(output.logits.flatten(0, 1), target.flatten()),
         told=lambda choice: told.append(str(choice)),
+        on_recorded=lambda *timelines: shown.extend(timelines),
     )
     ids = [token_ids(m, length=8) for m in range(4)]
     losses = [float(runner.step([{"input_ids": each} for each in ids], ids)) for _ in range(4)]
     assert len(told) == 1
-    return told[0], runner.compute, losses
+    return told[0], runner.compute, losses, shown
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_all_ranks_choose_the_same(chunks: int) -> None:
     ranks = run_ranks(4, agreed, chunks)
-    told, compute, losses = ranks[0]
+    told, compute, losses, (ran, simulated) = ranks[0]
     assert all(other[0] == told and other[1] == compute for other in ranks)
+    for each in (ran, simulated):
+        performed = [[span.action for span in each.spans if span.rank == rank] for rank in range(2)]
+        assert performed == compute
+        assert 0 < each.makespan < 60
     assert "ms a step predicted" in told
     torch.testing.assert_close(torch.tensor(losses), torch.full((4,), losses[0]))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from xml.etree import ElementTree
 
 from cai_pipeline import draw
@@ -37,3 +38,14 @@ def test_weight_gradients_are_capitals() -> None:
         "  0  01.aA2bBcC",
         "  1  .0a1bA2cBC",
     ]
+
+
+def test_a_trace_has_an_event_per_action_and_names() -> None:
+    timeline = simulate(program("1f1b", place(3), 4))
+    events = json.loads(draw.trace({"ran": timeline, "simulated": timeline}))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 2 * 3 * 4 * 2
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
+        "ran", "simulated", "rank 0", "rank 1", "rank 2"
+    }  # fmt: skip
+    assert max(event["ts"] + event["dur"] for event in spans) == timeline.makespan * 1e6

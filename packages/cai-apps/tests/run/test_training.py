@@ -78,6 +78,8 @@ def test_run_directory_has_everything(story):
         "metrics.jsonl",
         "plots/loss.png",
         "plots/pipeline.svg",
+        "plots/pipeline-simulated.svg",
+        "plots/pipeline.trace.json",
         "tokenizer/tokenizer.json",
     ):
         assert (story.run / name).is_file(), name

@@ -1,7 +1,12 @@
-"""Draw a timeline: `svg` for a page, `text` for a terminal. Both return strings; no plotting library is needed."""
+"""Draw a timeline: `svg` for a page, `text` for a terminal, `trace` for a trace viewer.
+
+All return strings; no plotting library is needed.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from html import escape
 
 from cai_pipeline.actions import Kind
@@ -75,6 +80,33 @@ def text(timeline: Timeline, *, width: int = 100) -> str:
             lanes[span.rank][column] = mark
     lines = [f"{rank:>3}  {''.join(lane)}" for rank, lane in enumerate(lanes)]
     return "\n".join([_caption(timeline), *lines])
+
+
+def trace(timelines: Mapping[str, Timeline]) -> str:
+    """Timelines in seconds as a file that Perfetto and chrome://tracing open: a process each, a row for each rank.
+
+    The form is Chrome's Trace Event Format, times in microseconds.
+    """
+    events: list[dict] = []
+    for process, (name, timeline) in enumerate(timelines.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(timeline.ranks)
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": str(span.action),
+                "cat": span.action.kind.name,
+                "pid": process,
+                "tid": span.rank,
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+            }
+            for span in timeline.spans
+        ]
+    return json.dumps({"traceEvents": events})
 
 
 def _caption(timeline: Timeline) -> str:

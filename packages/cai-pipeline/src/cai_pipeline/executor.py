@@ -20,8 +20,9 @@ from cai_pipeline.auto import MEASURED_STEP, Choice, begin_with, choose
 from cai_pipeline.check import check
 from cai_pipeline.lower import batches, lower
 from cai_pipeline.placement import Held
-from cai_pipeline.recorder import Recorder
+from cai_pipeline.recorder import SHOWN_STEP, Recorder, again, gather, timeline
 from cai_pipeline.schedules import forward_only
+from cai_pipeline.simulate import Timeline
 from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.transfer import P2PCommunicator, PendingReceive, TensorMeta
 
@@ -49,6 +50,8 @@ class PipelineRunner:
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
         told: called with what "auto" has chosen.
+        on_recorded: called on every rank with the fourth step of a pipeline of several ranks as it ran, in seconds, and
+            as it is simulated for what its actions took. Given on all ranks or on none.
         on_action: called with each action before it is begun, and with None after the last of a step.
 
     Raises:
@@ -67,6 +70,7 @@ class PipelineRunner:
         grad_sync: GradSync | None = None,
         sharding: ParameterSharding | None = None,
         told: Callable[[Choice], object] | None = None,
+        on_recorded: Callable[[Timeline, Timeline], object] | None = None,
         on_action: Callable[[Action | None], object] = lambda action: None,
     ):
         mesh = ParallelMesh.of(mesh, alone="pp")
@@ -86,12 +90,13 @@ class PipelineRunner:
         self.sharding = sharding if sharding is not None and sharding.driver == "actions" else None
         self.mesh = mesh
         self.told = told
+        self.on_recorded = on_recorded
         self.on_action = on_action
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
         self.metas: dict[Boundary, TensorMeta] = {}
-        self.steps_to_measured = MEASURED_STEP if schedule == "auto" and ranks > 1 else None
+        self.auto, self.steps = schedule == "auto" and ranks > 1, 0
         self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
         self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
 
@@ -125,26 +130,26 @@ class PipelineRunner:
         if len(microbatches) != self.microbatches:
             raise PlanError("wrong number of microbatches", got=len(microbatches), expected=self.microbatches)
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=True)
-        recorder = self._recorder()
+        self.steps += 1
+        chosen = self.auto and self.steps == MEASURED_STEP
+        shown = self.on_recorded is not None and self.group is not None and self.steps == SHOWN_STEP
+        recorder = Recorder(self.group, self.device) if chosen or shown else None
         state.perform(self._training, recorder)
         if self.grad_sync is not None:
             self.grad_sync.finish()
-        if recorder is not None:
-            choice = choose(recorder, self.compute, self.held, self.microbatches, self.mesh)
-            self.follow(choice.program)
-            if self.told is not None:
-                self.told(choice)
+        if recorder is not None and chosen:
+            self._choose(recorder)
+        if recorder is not None and self.on_recorded is not None and shown:
+            ran = gather(recorder.recorded(), self.group)
+            self.on_recorded(timeline(ran), again(ran, self.compute, self.held))
         return self._on_all_ranks(state.loss)
 
-    def _recorder(self) -> Recorder | None:
-        """For the step that "auto" measures."""
-        if self.steps_to_measured is None:
-            return None
-        self.steps_to_measured -= 1
-        if self.steps_to_measured:
-            return None
-        self.steps_to_measured = None
-        return Recorder(self.group, self.device)
+    def _choose(self, recorder: Recorder) -> None:
+        """Follow the schedule that is best for what the step took."""
+        choice = choose(recorder, self.compute, self.held, self.microbatches, self.mesh)
+        self.follow(choice.program)
+        if self.told is not None:
+            self.told(choice)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 
 from cai_mesh.comm import all_gather_object, all_reduce
-from cai_pipeline.actions import TOWARDS_START, Action, Kind
+from cai_pipeline.actions import TOWARDS_START, Action, Kind, Program
 from cai_pipeline.placement import Held
 from cai_pipeline.search import Costs
-from cai_pipeline.simulate import Span, Timeline
+from cai_pipeline.simulate import Span, Timeline, simulate
+
+SHOWN_STEP = 4
+"""The step whose record is shown: its layers are compiled, and a schedule has been chosen."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,16 @@ def timeline(of_ranks: Sequence[Sequence[Recorded]]) -> Timeline:
     )
 
 
+def again(of_ranks: Sequence[Sequence[Recorded]], program: Program, held: Held) -> Timeline:
+    """The step as it is simulated for the median times that its actions took."""
+    seconds = _by_kind(of_ranks, lambda each: each.end - each.start)
+    return simulate(
+        program,
+        lambda action: median(seconds[action.kind, action.stage]),
+        transfer=_transfer(of_ranks, held),
+    )
+
+
 def costs_of(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> Costs:
     """Costs of every stage in seconds and bytes: medians over microbatches.
 
@@ -108,13 +121,10 @@ def costs_of(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> Costs:
         of_ranks: what each rank recorded of a step whose backwards were all split.
         held: rank of each stage.
     """
-    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    gained: dict[tuple[Kind, int], list[int]] = defaultdict(list)
-    for each in (each for recorded in of_ranks for each in recorded):
-        seconds[each.action.kind, each.action.stage].append(each.end - each.start)
-        gained[each.action.kind, each.action.stage].append(each.gained)
+    seconds = _by_kind(of_ranks, lambda each: each.end - each.start)
+    gained = _by_kind(of_ranks, lambda each: each.gained)
 
-    def of_stages(table: Mapping[tuple[Kind, int], list], kind: Kind) -> tuple[float, ...]:
+    def of_stages(table: Mapping[tuple[Kind, int], list[float]], kind: Kind) -> tuple[float, ...]:
         return tuple(float(median(table[kind, stage])) for stage in range(len(held)))
 
     kept = tuple(max(size, 0.0) for size in of_stages(gained, Kind.FORWARD))
@@ -131,6 +141,16 @@ def costs_of(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> Costs:
         tuple(map(min, stashed, kept)),
         _transfer(of_ranks, held),
     )
+
+
+def _by_kind(
+    of_ranks: Sequence[Sequence[Recorded]], value: Callable[[Recorded], float]
+) -> Mapping[tuple[Kind, int], list[float]]:
+    """Values of the actions of all microbatches, by kind and stage."""
+    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for each in (each for recorded in of_ranks for each in recorded):
+        found[each.action.kind, each.action.stage].append(value(each))
+    return found
 
 
 def _transfer(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> float:

@@ -11,12 +11,16 @@ from cai_pipeline import begin_with, draw, place, placement_of, simulate
 
 
 def draw_pipeline(run: RunDirectory, config: RunConfig) -> Path | None:
-    """Draws a step of the schedule, backward twice as long as forward, to plots/pipeline.svg; None for one stage."""
+    """The chart of a step in plots/; None for one stage.
+
+    A run of fewer steps than one is recorded after has the schedule alone, each backward twice as long as a forward.
+    """
     pipeline = config.parallel.pipeline
     if pipeline.size == 1:
         return None
-    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
-    timeline = simulate(begin_with(pipeline.schedule, held, pipeline.microbatches or 1))
     path = run.plots / "pipeline.svg"
-    write_text(path, draw.svg(timeline))
+    if not path.exists():
+        held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
+        schedule = begin_with(pipeline.schedule, held, pipeline.microbatches or 1)
+        write_text(path, draw.svg(simulate(schedule)))
     return path

@@ -16,6 +16,7 @@ from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
 from cai_apps.run import checkpoint
+from cai_apps.run.chart import draw_steps
 from cai_apps.run.guard import Guard
 from cai_apps.run.job import start_rank
 from cai_apps.run.launch import STOPPED
@@ -74,6 +75,9 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     words.say(f"step {position.step + 1}")
     guard.watch_ranks(lambda: words.doing, words.at_file)
     session.runner.on_action = lambda action: words.say_at("" if action is None else action.phrase)
+    session.runner.on_recorded = lambda ran, simulated: (
+        draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
+    )
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     watch = Watch(session.weights.offloaded, job.run)
