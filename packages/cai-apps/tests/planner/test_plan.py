@@ -236,3 +236,17 @@ def test_what_makes_it_fit_for_programs(capsys):
     assert facts["peak"] == min(facts["recompute_peaks"].values())
     assert facts["advice"], "more ranks"
     assert all(advised["peak"] < facts["peak"] for advised in facts["advice"])
+
+
+def test_a_pipeline_is_drawn_on_request(capsys):
+    flags = [
+        "--parallel.tensor.size=1",
+        "--parallel.pipeline.size=2",
+        "--parallel.shard=1",
+        "--train.global_batch=4",
+    ]
+    more = ["--train.microbatch_size=1", "--parallel.pipeline.schedule=zb-h1"]
+    assert main(["plan", "llama-tiny", *flags, *more, "--pipeline"]) == 0
+    assert capsys.readouterr().out.endswith("\n  0  01.aA2bB3cCdD\n  1  .0a1bA2cB3dCD\n")
+    assert main(["plan", "llama-1b", "--pipeline"]) == 2
+    assert "this run has none" in capsys.readouterr().err

@@ -190,7 +190,7 @@ def test_generate_and_report(story):
     assert done.stdout.startswith("import")
     assert cai("report", story.run).returncode == 0
     page = (story.run / "report.html").read_text()
-    assert page.count("<img") == 5
+    assert page.count("<img") == 6  # curves, and a step of the pipeline as it ran and as simulated
 
 
 def test_checkpoint_of_another_architecture(story, tmp_path):

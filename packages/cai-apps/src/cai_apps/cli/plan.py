@@ -1,4 +1,4 @@
-"""cai plan RECIPE|FILE.toml [--ranks N] [--gpu-memory 80GiB] [--json] [--section.key value]"""
+"""cai plan RECIPE|FILE.toml [--ranks N] [--gpu-memory 80GiB] [--pipeline] [--json] [--section.key value]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from cai_mesh.errors import ConfigError
 DESCRIPTION = (
     "Print what a run will need per rank and whether it fits, without weights. --ranks N: ranks the run is meant for "
     "(default: as many as the degrees make). --gpu-memory SIZE: memory of a rank's device, as 80GB (10^9) or 80GiB "
-    "(default: that of this machine's GPU, if it has one). --json: as one JSON object, sizes in bytes."
+    "(default: that of this machine's GPU, if it has one). --pipeline: draw a step's schedule too. --json: as one JSON "
+    "object, sizes in bytes."
 )
 
 
@@ -19,11 +20,17 @@ def run(arguments: list[str]) -> int:
     arguments = [part for argument in arguments for part in _split_flag(argument)]
     ranks, arguments = _take("--ranks", arguments)
     memory, arguments = _take("--gpu-memory", arguments)
-    machine = "--json" in arguments
-    arguments = [argument for argument in arguments if argument != "--json"]
+    machine, drawn = "--json" in arguments, "--pipeline" in arguments
+    arguments = [argument for argument in arguments if argument not in ("--json", "--pipeline")]
     config, label = config_arguments.parse(arguments, command="plan", description=DESCRIPTION)
     shown = applications.of(config).plan(config, _ranks(ranks), label, _memory(memory))
+    if drawn and not shown.chart:
+        raise ConfigError(
+            "--pipeline draws a pipeline, and this run has none", fix="set parallel.pipeline.size"
+        )
     print(json.dumps(shown.facts) if machine else shown.text)
+    if drawn and not machine:
+        print(f"\n{shown.chart}")
     return 0
 
 

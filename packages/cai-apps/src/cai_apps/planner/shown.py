@@ -13,7 +13,9 @@ class Shown:
     Args:
         text: for people, lines.
         facts: the same for programs: what JSON can hold. Sizes are bytes.
+        chart: a step of the pipeline, a line for each of its ranks; empty without one.
     """
 
     text: str
     facts: dict[str, Any]
+    chart: str = ""

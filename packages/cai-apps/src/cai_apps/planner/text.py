@@ -9,6 +9,7 @@ from cai_apps.config.sections import Pipeline
 from cai_apps.planner.fit import Planner, Verdict, judge, needed
 from cai_apps.planner.plan import Plan, StagePlan
 from cai_apps.planner.shown import Shown
+from cai_pipeline import begin_with, draw, place, placement_of, simulate
 
 
 def show_plan(
@@ -25,7 +26,18 @@ def show_plan(
     Raises what `train` would raise before its ranks start.
     """
     verdict = judge(planner, config, ranks=ranks, memory=memory)
-    return Shown("\n".join(_lines(verdict, title, batch)), {"title": title, "batch": batch} | _facts(verdict))
+    facts = {"title": title, "batch": batch} | _facts(verdict)
+    return Shown(
+        "\n".join(_lines(verdict, title, batch)), facts, _chart(verdict.plan.config.parallel.pipeline)
+    )
+
+
+def _chart(pipeline: Pipeline) -> str:
+    if pipeline.size == 1:
+        return ""
+    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
+    begun = begin_with(pipeline.schedule, held, pipeline.microbatches or 1)
+    return f"a step, if a backward takes twice as long as a forward: {draw.text(simulate(begun))}"
 
 
 def _lines(verdict: Verdict, title: str, batch: str) -> list[str]:
