@@ -72,6 +72,18 @@ def test_zb_v_is_right_at_every_size(p: int, m: int) -> None:
         assert max(accumulate(held)) <= 2 * p
 
 
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 12), st.integers(1, 24), st.sampled_from(["v-half", "v-min"]))
+def test_v_half_and_v_min_are_right_at_every_size(p: int, m: int, name: str) -> None:
+    """What microbatches keep, at most, up to the gradient of the input: of (p + 1) / 2, and of p / 3 + 1."""
+    compute = program(name, place(p, 2, "v"), m)
+    check(lower(compute), m)
+    most = (p + 1) / 2 if name == "v-half" else p / 3 + 1
+    for actions in compute:
+        held = [(a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD_INPUT) for a in actions]
+        assert max(accumulate(held)) <= 2 * max(most, 1)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(["loop", "v"]), st.integers(1, 2))
 def test_evaluation_is_right_and_holds_one_activation(p: int, m: int, placement: Placement, v: int) -> None:

@@ -112,6 +112,8 @@ def test_training_is_that_of_one_process(family: str, stages: int, schedule: str
         ("bloom", 4, "bfs", 2, "v", False),
         ("gpt2", 2, "zb-v", 2, "v", True),
         ("llama", 4, "zb-v", 2, "v", False),
+        ("gemma2", 4, "v-half", 2, "v", True),
+        ("gpt2", 4, "v-min", 2, "v", False),
     ],
 )
 def test_several_stages_a_rank(

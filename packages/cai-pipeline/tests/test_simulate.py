@@ -49,6 +49,24 @@ def test_zb_v_has_no_bubble_but_its_start(p: int, more: int) -> None:
         assert spans[-1].end - rank == 6 * m
 
 
+MEMORY = {  # docs/proof/pipeline.md; activations of whole microbatches on the fullest rank, and units waited
+    "zb-v": {2: (2, 1), 4: (4, 3), 8: (8, 7), 16: (16, 15), 32: (32, 31), 64: (64, 63)},
+    "v-half": {2: (1.5, 2), 4: (2.5, 8), 8: (4.5, 20), 16: (8.5, 44), 32: (16.5, 92), 64: (32.5, 188)},
+    "v-min": {2: (1, 3), 4: (2, 11), 8: (3, 27), 16: (6, 59), 32: (11, 123), 64: (22, 251)},
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("p", [2, 4, 8, 16, 32, 64])
+def test_memory_and_time_in_a_v(name: str, p: int) -> None:
+    """Beside 1F1B, which holds p and waits 6 (p - 1) of the same units."""
+    m = 4 * p
+    compute = program(name, place(p, 2, "v"), m)
+    held = [[(a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD_INPUT) for a in own] for own in compute]
+    most = max(max(itertools.accumulate(own)) for own in held) / 2
+    assert (most, simulate(compute).makespan - 6 * m) == MEMORY[name][p]
+
+
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 5), st.floats(0.5, 4.0))
 def test_the_bubble_of_interleaved_chunks(p: int, v: int, rounds: int, backward: float) -> None:

@@ -65,6 +65,8 @@ def test_arguments_out_of_range_are_refused(name: str, arguments: tuple[Held, in
         ("interleaved", place(2, 2, "v")),
         ("zb-h1", place(2, 2)),
         ("zb-v", place(2, 2)),
+        ("v-half", place(2, 2)),
+        ("v-min", place(4)),
     ],
 )
 def test_placements_that_a_schedule_does_not_take_are_refused(name: str, held: Held) -> None:

@@ -140,7 +140,9 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-CHUNKED, SPLIT = ("interleaved", "bfs", "zb-v", "auto"), ("zb-h1", "zb-v", "auto")
+IN_A_V = ("zb-v", "v-half", "v-min")
+"""Schedules of two stages a rank."""
+CHUNKED, SPLIT = ("interleaved", "bfs", "auto", *IN_A_V), ("zb-h1", "auto", *IN_A_V)
 """Schedules that take several stages a rank, and whose backwards are split."""
 
 
@@ -170,9 +172,9 @@ def check_pipeline(config: RunConfig) -> None:
             expected='zero 0 or 1, or 3 with unshard = "step"; residency = "device"',
             fix='set one of these, or parallel.pipeline.schedule to "1f1b"',
         )
-    if pipeline.schedule == "zb-v" and pipeline.chunks != 2:
+    if pipeline.schedule in IN_A_V and pipeline.chunks != 2:
         raise ConfigError(
-            'the schedule "zb-v" has two stages on each rank',
+            f'the schedule "{pipeline.schedule}" has two stages on each rank',
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
             fix="set parallel.pipeline.chunks to 2",
         )
@@ -188,7 +190,7 @@ def check_pipeline(config: RunConfig) -> None:
         raise ConfigError(
             f'the schedule "{pipeline.schedule}" is for one stage on each rank',
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
-            fix='set parallel.pipeline.schedule to "interleaved", "bfs", "zb-v" or "auto", or leave chunks out',
+            fix='set parallel.pipeline.schedule to "interleaved", "bfs" or "auto", or leave chunks out',
         )
 
 

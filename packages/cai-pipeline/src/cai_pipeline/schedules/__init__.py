@@ -8,6 +8,7 @@ from cai_mesh.errors import PlanError, did_you_mean
 from cai_pipeline.actions import Action, Kind, Program
 from cai_pipeline.placement import Held, Placement, stages_of
 from cai_pipeline.schedules.breadth_first import breadth_first, gpipe
+from cai_pipeline.schedules.controllable import v_half, v_min
 from cai_pipeline.schedules.interleaved import interleaved
 from cai_pipeline.schedules.one_f_one_b import one_f_one_b
 from cai_pipeline.schedules.zero_bubble import zb_h1, zb_v
@@ -21,8 +22,10 @@ SCHEDULES: dict[str, ScheduleFn] = {
     "bfs": breadth_first,
     "zb-h1": zb_h1,
     "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
 }
-IN_A_V = ("zb-v",)
+IN_A_V = ("zb-v", "v-half", "v-min")
 """Schedules whose stages lie in a V; those of others lie in a loop."""
 
 
