@@ -112,6 +112,7 @@ def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Pl
         ("gpt2, 4 layers", 1, "zb-v", "v"),
         ("gpt2, 4 layers", 1, "v-half", "v"),
         ("llama, 4 layers", 0, "v-min", "v"),
+        ("gpt2, 4 layers", 1, "dualpipe-v", "v"),
     ],
 )
 def test_zero_of_several_stages_a_rank(name: str, stage: int, schedule: str, placement: Placement):

@@ -81,7 +81,11 @@ def test_a_csv_of_torch_is_its_program() -> None:
     check(lower(found), 8)
 
 
-@pytest.mark.parametrize("text", ["0F0,what", "(0F1;1B0)OVERLAP_F_B", "0F"])
+def test_actions_that_torch_begins_together_follow_each_other() -> None:
+    assert from_csv("0F0,(0F1;1B0)OVERLAP_F_B,,0B1") == [from_text("0F0 0F1 1B0 0B1")]
+
+
+@pytest.mark.parametrize("text", ["0F0,what", "(0F1;1B0)OVERLAP", "(0F1;)OVERLAP_F_B", "0F"])
 def test_what_a_csv_cannot_say_is_refused(text: str) -> None:
     with pytest.raises(PlanError):
         from_csv(text)

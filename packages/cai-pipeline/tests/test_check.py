@@ -12,8 +12,9 @@ from cai_pipeline.check import check
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import Held, Placement, place
 from cai_pipeline.schedules import SCHEDULES, forward_only, placement_of, program
+from cai_pipeline.simulate import simulate
 
-names = st.sampled_from(sorted(SCHEDULES))
+names = st.sampled_from(sorted(SCHEDULES.keys() - {"dualpipe-v"}))  # which does not take any number
 CHUNKED = ("interleaved", "bfs")
 
 
@@ -82,6 +83,20 @@ def test_v_half_and_v_min_are_right_at_every_size(p: int, m: int, name: str) -> 
     for actions in compute:
         held = [(a.kind is Kind.FORWARD) - (a.kind is Kind.BACKWARD_INPUT) for a in actions]
         assert max(accumulate(held)) <= 2 * max(most, 1)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.integers(0, 12))
+def test_dualpipe_v_is_right_from_two_microbatches_a_rank(p: int, more: int) -> None:
+    """It waits as long as ZB-V, and holds half a microbatch more."""
+    m = 2 * p + more
+    compute = program("dualpipe-v", place(p, 2, "v"), m)
+    check(lower(compute), m)
+    assert simulate(compute).makespan == 6 * m + p - 1
+    done = {Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1, Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: 0}
+    assert max(max(accumulate(done[a.kind] for a in actions)) for actions in compute) == 2 * p + 1
+    with pytest.raises(PlanError, match="two microbatches"):
+        program("dualpipe-v", place(p, 2, "v"), 2 * p - 1)
 
 
 @settings(deadline=None)

@@ -13,7 +13,7 @@ from cai_pipeline.placement import place
 from cai_pipeline.schedules import SCHEDULES, placement_of, program
 from cai_pipeline.simulate import simulate
 
-names = st.sampled_from(sorted(SCHEDULES))
+names = st.sampled_from(sorted(SCHEDULES.keys() - {"dualpipe-v"}))  # which does not take any number
 
 
 @settings(deadline=None)

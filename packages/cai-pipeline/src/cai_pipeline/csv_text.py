@@ -1,17 +1,18 @@
 """Programs as the CSV files of torch.distributed.pipelining: a line for each rank, a cell for each action.
 
-torch writes an idle moment as an empty cell, and REDUCE as REDUCE_GRAD; all else has the same name in both.
+torch writes an idle moment as an empty cell, REDUCE as REDUCE_GRAD, and a forward and a backward that it begins
+together as one cell; all else has the same name in both.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 
-from cai_mesh.errors import PlanError
 from cai_pipeline.actions import Action, Kind, Program
 
-OVERLAPPED = "OVERLAP"
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 REDUCE_THERE = "REDUCE_GRAD"
 
 
@@ -27,17 +28,21 @@ def to_csv(program: Program) -> str:
 def from_csv(text: str) -> Program:
     """The program of a text that torch has written.
 
-    Raises PlanError for a cell that is no action, and for a forward and a backward that torch runs as one.
+    Actions that torch begins together follow each other, in the order of their cell.
+
+    Raises PlanError for a cell that is no action.
     """
-    program: Program = []
-    for cells in csv.reader(io.StringIO(text)):
-        for cell in cells:
-            if OVERLAPPED in cell:
-                raise PlanError(
-                    "torch runs two actions of this schedule as one", got=cell, expected="one action a cell"
-                )
-        program.append([_action(cell.strip()) for cell in cells if cell.strip()])
-    return program
+    return [
+        [_action(part) for cell in cells for part in _parts(cell.strip())]
+        for cells in csv.reader(io.StringIO(text))
+    ]
+
+
+def _parts(cell: str) -> list[str]:
+    found = _TOGETHER.fullmatch(cell)
+    if found is not None:
+        return found[1].split(";")
+    return [cell] if cell else []
 
 
 def _cell(action: Action) -> str:

@@ -37,14 +37,14 @@ class Pipeline:
     """Pipeline ranks."""
     chunks: DEGREE = 1
     """Pipeline stages of each rank."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "v-half", "v-min", "auto"] = (
-        "1f1b"
-    )
-    """Order of the forward and backward passes. gpipe, 1f1b and zb-h1 are for one chunk, interleaved is 1f1b for
-    several, zb-v is for two. bfs (breadth first) runs all microbatches through a stage before it begins with the next.
-    Weight gradients of zb-h1 and zb-v fill what would be idle; v-half and v-min, for two chunks too, keep half and a
-    third of the activations of 1f1b. auto measures the second step and orders the passes anew for its times and the
-    memory that is left; two chunks lie in a V then."""
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "v-half", "v-min", "dualpipe-v", "auto"
+    ] = "1f1b"
+    """Order of the forward and backward passes. gpipe, 1f1b and zb-h1 are for one chunk; interleaved is 1f1b for
+    several; zb-v, v-half, v-min and dualpipe-v are for two. bfs (breadth first) runs all microbatches through a stage
+    before it begins with the next. Weight gradients of zb-h1 and of those for two chunks fill what would be idle;
+    v-half and v-min keep half and a third of the activations of 1f1b. auto measures the second step and orders the
+    passes anew for its times and the memory that is left; two chunks lie in a V then."""
     unshard: Literal["pass", "step"] = "pass"
     """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
     once, and its gradients are reduced once; both are whole on every rank meanwhile."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
-from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, RunConfig
+from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, Pipeline, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 
@@ -140,7 +140,7 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-IN_A_V = ("zb-v", "v-half", "v-min")
+IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules of two stages a rank."""
 CHUNKED, SPLIT = ("interleaved", "bfs", "auto", *IN_A_V), ("zb-h1", "auto", *IN_A_V)
 """Schedules that take several stages a rank, and whose backwards are split."""
@@ -238,8 +238,20 @@ def resolve(config: R, world_size: int) -> R:
     check_tensor(config)
     check_pipeline(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
+    _check_enough(pipeline)
     schedule = schedule_of(config)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)
+
+
+def _check_enough(pipeline: Pipeline) -> None:
+    """Raises ConfigError where a schedule has too few microbatches."""
+    if pipeline.schedule == "dualpipe-v" and (pipeline.microbatches or 0) < 2 * pipeline.size:
+        raise ConfigError(
+            'the schedule "dualpipe-v" has two microbatches or more for each pipeline rank',
+            got=f"{pipeline.microbatches} microbatches, parallel.pipeline.size = {pipeline.size}",
+            expected=f"at least {2 * pipeline.size}",
+            fix='raise train.global_batch, or set parallel.pipeline.schedule to "zb-v"',
+        )
 
 
 def _check_shard(config: RunConfig) -> None:

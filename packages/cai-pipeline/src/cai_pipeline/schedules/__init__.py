@@ -9,6 +9,7 @@ from cai_pipeline.actions import Action, Kind, Program
 from cai_pipeline.placement import Held, Placement, stages_of
 from cai_pipeline.schedules.breadth_first import breadth_first, gpipe
 from cai_pipeline.schedules.controllable import v_half, v_min
+from cai_pipeline.schedules.dualpipe import dualpipe_v
 from cai_pipeline.schedules.interleaved import interleaved
 from cai_pipeline.schedules.one_f_one_b import one_f_one_b
 from cai_pipeline.schedules.zero_bubble import zb_h1, zb_v
@@ -24,8 +25,9 @@ SCHEDULES: dict[str, ScheduleFn] = {
     "zb-v": zb_v,
     "v-half": v_half,
     "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
 }
-IN_A_V = ("zb-v", "v-half", "v-min")
+IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules whose stages lie in a V; those of others lie in a loop."""
 
 
