@@ -102,8 +102,10 @@ def chunk_cases() -> list[Case]:
         found += [Case(model, 1, 2, zero, tensor, 2, schedule, chunks=2) for zero in range(4)]
         found += [Case(model, 1, 2, 3, tensor, 2, schedule, chunks=2, unshard="step")]
     for model, tensor in itertools.product(("llama-tiny", "gpt2-tiny"), (1, 2)):
-        found += [Case(model, 1, 2, zero, tensor, 2, "zb-v", chunks=2) for zero in (0, 1)]
-        found += [Case(model, 1, 2, 3, tensor, 2, "zb-v", chunks=2, unshard="step")]
+        for schedule in ("zb-v", "dualpipe-v", "auto"):
+            found += [Case(model, 1, 2, zero, tensor, 2, schedule, chunks=2) for zero in (0, 1)]
+            found += [Case(model, 1, 2, 3, tensor, 2, schedule, chunks=2, unshard="step")]
+        found += [Case(model, 1, 2, 1, tensor, 2, schedule, chunks=2) for schedule in ("v-half", "v-min")]
     found += [
         Case(model, 1, 2, 1, tensor, 2, "zb-h1") for model in ("llama-tiny", "gpt2-tiny") for tensor in (1, 2)
     ]
