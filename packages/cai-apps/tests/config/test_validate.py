@@ -56,6 +56,8 @@ def test_fills_in_what_is_open(tiny):
         ({"parallel__pipeline__size": 8, "parallel__shard": 1, "parallel__tensor__size": 1}, ConfigError,
          ["4 layers", "parallel.pipeline.size = 8", "at most 4 stages"]),
         ({"train__global_batch": 18}, ConfigError, ["batch sizes disagree", "global_batch = 18", "global_batch to 16"]),
+        ({"parallel__pipeline__balance": (1, 1, 2)}, ConfigError, ["gives each stage its layers", "2 numbers"]),
+        ({"parallel__pipeline__balance": (1, 2)}, ConfigError, ["does not divide the model's layers", "expected: 4"]),
         ({"parallel__tensor__size": 1, "parallel__pipeline__size": 4, "parallel__pipeline__chunks": 2,
           "parallel__pipeline__schedule": "dualpipe-v", "parallel__zero": 1, "model__name": "llama-1b"}, ConfigError,
          ["two microbatches or more for each pipeline rank", "at least 8"]),

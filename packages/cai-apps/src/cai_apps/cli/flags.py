@@ -33,7 +33,9 @@ def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
                 got=" ".join(texts) or "nothing",
                 expected=f"--{key} VALUE",
             )
-        found[key] = list(texts) if several else value_of(texts[0], hint)
+        item = typing.get_args(hint)[0] if several else hint
+        values = [value_of(text, item) for text in texts]
+        found[key] = values if several else values[0]
     return found
 
 

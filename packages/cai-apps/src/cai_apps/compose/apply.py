@@ -112,7 +112,8 @@ def rewrite(
         )
     pipeline = config.parallel.pipeline
     placement = placement_of(pipeline.schedule, pipeline.chunks)
-    split(model, mesh, chunks=pipeline.chunks, placement=placement, trial=workload.trial)
+    balance = pipeline.balance or "auto"
+    split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)

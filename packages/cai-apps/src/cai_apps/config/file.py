@@ -169,8 +169,9 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
             )
         return value
     if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise _wrong_value(dotted, value, "a list of strings", origin)
+        of, plural = typing.get_args(hint)[0], {str: "strings", int: "integers"}
+        if not isinstance(value, list | tuple) or not all(type(item) is of for item in value):
+            raise _wrong_value(dotted, value, f"a list of {plural[of]}", origin)
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:

@@ -45,6 +45,9 @@ class Pipeline:
     before it begins with the next. Weight gradients of zb-h1 and of those for two chunks fill what would be idle;
     v-half and v-min keep half and a third of the activations of 1f1b. auto measures the second step and orders the
     passes anew for its times and the memory that is left; two chunks lie in a V then."""
+    balance: Annotated[tuple[int, ...], COUNT] = ()
+    """Layers of each stage, in the order of the stages. Empty: as many as make ranks cost alike, counted in parameters
+    of layers and head."""
     unshard: Literal["pass", "step"] = "pass"
     """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
     once, and its gradients are reduced once; both are whole on every rank meanwhile."""

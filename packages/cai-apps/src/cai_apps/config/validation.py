@@ -178,6 +178,13 @@ def check_pipeline(config: RunConfig) -> None:
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
             fix="set parallel.pipeline.chunks to 2",
         )
+    if pipeline.balance and len(pipeline.balance) != pipeline.size * pipeline.chunks:
+        raise ConfigError(
+            "parallel.pipeline.balance gives each stage its layers",
+            got=f"{len(pipeline.balance)} numbers, parallel.pipeline.size = {pipeline.size}, "
+            f"chunks = {pipeline.chunks}",
+            expected=f"{pipeline.size * pipeline.chunks} numbers, or none",
+        )
     if pipeline.chunks == 1:
         return
     if pipeline.size == 1:

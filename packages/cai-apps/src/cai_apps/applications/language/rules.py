@@ -78,6 +78,12 @@ def check_model(config: Config, model: Any) -> None:
             expected=f"at most {layers} stages",
             fix="set one of them lower",
         )
+    if isinstance(layers, int) and pipeline.balance and sum(pipeline.balance) != layers:
+        raise ConfigError(
+            "parallel.pipeline.balance does not divide the model's layers",
+            got=f"{sum(pipeline.balance)} layers in all",
+            expected=f"{layers}",
+        )
     positions = getattr(model, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < config.data.sequence_length:  # XLNet says -1: no limit
         raise ConfigError(
