@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from pipeline_families import build, config_of, token_ids
@@ -10,11 +13,11 @@ from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
-from cai_pipeline import PipelineRunner, begin_with, place, simulate, split
+from cai_pipeline import PipelineRunner, auto, begin_with, place, simulate, split
 from cai_pipeline.actions import Action, Kind
 from cai_pipeline.auto import WORTH, _cheapest
 from cai_pipeline.recorder import Recorded, costs_of
-from cai_pipeline.search import Costs, most_bytes
+from cai_pipeline.search import Costs, Found, Policy, most_bytes, search
 from cai_pipeline.simulate import Timeline
 
 GIB = 2.0**30
@@ -58,6 +61,23 @@ def test_memory_is_taken_only_for_time() -> None:
         assert found.bytes[0] <= used[0] + room and found.bytes[1] <= used[1] + room + 2 * GIB
         times[room] = found.time
     assert times[64 * GIB] <= WORTH * times[4 * GIB] <= WORTH**2 * times[0.0]
+
+
+def test_large_programs_are_searched_with_fewer_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def counted(*arguments: Any, policies: Sequence[Policy]) -> Found:
+        tried.append(len(policies))
+        return search(*arguments, policies=policies[:1])
+
+    monkeypatch.setattr(auto, "search", counted)
+    for p, m, most in ((2, 4, 16), (16, 256, 4)):
+        tried.clear()
+        held = place(p)
+        costs = Costs(*((1.0,) * p for _ in range(5)))
+        auto._cheapest(held, m, costs, [float(p)] * p, [4.0] * p)
+        assert tried and max(tried) <= most
+        assert sum(tried) * 3 * m * p <= 1.5 * auto.SEARCHED
 
 
 Agreed = tuple[str, list[list[Action]], list[float], list[Timeline]]

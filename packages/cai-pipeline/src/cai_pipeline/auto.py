@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from cai_pipeline.actions import Action, Kind, Program
 from cai_pipeline.placement import Held
 from cai_pipeline.recorder import Recorder, costs_of, gather
 from cai_pipeline.schedules import SCHEDULES, program
-from cai_pipeline.search import Costs, Found, most_bytes, search
+from cai_pipeline.search import POLICIES, Costs, Found, most_bytes, search
 from cai_pipeline.simulate import simulate
 
 MEASURED_STEP = 2
@@ -22,6 +23,8 @@ SPARE = 0.08
 """Of a device's memory, what the allocator may lose between tensors, and what is passed on and not counted."""
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Of the memory that the fullest device has left, what schedules are searched for."""
+SEARCHED = 300_000
+"""Actions that may be placed in all tries of a search, about 20 s: other ranks wait, and take longer for a fault."""
 WORTH = 1.01
 """A schedule that takes more memory is chosen if the others take this much longer."""
 
@@ -130,10 +133,13 @@ def _cheapest(
         room: bytes that each had left.
     """
     found, fullest = [], min(room)
-    for share in SHARES if fullest < float("inf") else SHARES[-1:]:
+    tries = max(1, SEARCHED // (3 * microbatches * len(held)))
+    shares = SHARES if fullest < float("inf") and tries >= len(SHARES) else SHARES[-1:]
+    policies = POLICIES[:: math.ceil(len(POLICIES) * len(shares) / tries)]
+    for share in shares:
         still_free = (1 - share) * fullest if share < 1 else 0.0
         limits = [most + free - still_free for most, free in zip(used, room, strict=True)]
-        found.append(search(held, microbatches, costs, limits))
+        found.append(search(held, microbatches, costs, limits, policies=policies))
     best = min(each.time for each in found)
     return next(each for each in found if each.time <= WORTH * best)
 
