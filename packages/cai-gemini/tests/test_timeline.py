@@ -14,6 +14,7 @@ from cai_gemini.clock import Clock
 from cai_gemini.policy import Plan, Sizes
 from cai_gemini.simulate import Step, simulate
 from cai_gemini.states import Ledger
+from cai_gemini.timeline import Recorder
 from cai_gemini.trace import Trace, Use
 from cai_mesh.errors import PlanError
 
@@ -99,3 +100,12 @@ def test_of_two_passes_the_quicker_use_counts():
     first, then = Trace(uses, (5, 9), (3.0, 1.0)), Trace(uses, (6, 7), (1.0, 2.0))
     assert then.quickest(first) == Trace(uses, (6, 7), (1.0, 1.0))
     assert then.quickest(None) is then and then.quickest(Trace(uses[:1], (5,), (0.5,))) is then
+
+
+def test_what_was_under_way_begins_with_the_record():
+    before = time.perf_counter()
+    recorder = Recorder(torch.device("cpu"), Ledger())
+    recorder.span("disk", before, time.perf_counter(), "chunk 0")
+    ((begin, end, name),) = recorder.timeline(None).lanes["disk"]
+    assert (begin, name) == (0, "chunk 0")
+    assert end > 0

@@ -120,7 +120,7 @@ class Recorder:
         self._using = (now, chunk) if chunk is not None else None
 
     def span(self, lane: str, begin: Moment, end: Moment, chunk: str) -> None:
-        """Something took from `begin` to `end`."""
+        """Something took from `begin` to `end`. What was under way when the record began is shown from there on."""
         with self._lock:
             self._spans.append((lane, begin, end, chunk))
 
@@ -143,7 +143,10 @@ class Recorder:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         with self._lock:
-            spans = [(lane, self._seconds(a), self._seconds(b), chunk) for lane, a, b, chunk in self._spans]
+            spans = [
+                (lane, max(self._seconds(a), 0.0), max(self._seconds(b), 0.0), chunk)
+                for lane, a, b, chunk in self._spans
+            ]
         kinds = dict.fromkeys(kind for _, nbytes in self._points for kind in nbytes)
         return Timeline(
             budget,
