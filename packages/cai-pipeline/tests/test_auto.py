@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
-from cai_pipeline import PipelineRunner, auto, begin_with, place, simulate, split
+from cai_pipeline import Observers, PipelineRunner, auto, begin_with, place, simulate, split
 from cai_pipeline.actions import Action, Kind
 from cai_pipeline.auto import WORTH, _cheapest
 from cai_pipeline.recorder import Recorded, costs_of
@@ -94,8 +94,10 @@ def agreed(chunks: int) -> Agreed:
         schedule="auto",
         microbatches=4,
         loss_fn=lambda output, target: cross_entropy(output.logits.flatten(0, 1), target.flatten()),
-        told=lambda choice: told.append(str(choice)),
-        on_recorded=lambda *timelines: shown.extend(timelines),
+        observers=Observers(
+            on_choice=lambda choice: told.append(str(choice)),
+            on_recorded=lambda *timelines: shown.extend(timelines),
+        ),
     )
     ids = [token_ids(m, length=8) for m in range(4)]
     losses = [float(runner.step([{"input_ids": each} for each in ids], ids)) for _ in range(4)]

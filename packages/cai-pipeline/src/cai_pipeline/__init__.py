@@ -8,7 +8,7 @@ from cai_pipeline.actions import Action, Kind
 from cai_pipeline.auto import begin_with
 from cai_pipeline.check import check
 from cai_pipeline.csv_text import from_csv, to_csv
-from cai_pipeline.executor import PipelineRunner
+from cai_pipeline.executor import Observers, PipelineRunner
 from cai_pipeline.lower import lower
 from cai_pipeline.placement import place
 from cai_pipeline.schedules import SCHEDULES, placement_of, program
@@ -24,6 +24,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Observers",
     "PipelineRunner",
     "Stages",
     "Trial",

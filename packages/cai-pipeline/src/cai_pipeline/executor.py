@@ -31,6 +31,22 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 Boundary = tuple[int, tuple[Any, ...]]
 
 
+@dataclass
+class Observers:
+    """Functions that a runner calls.
+
+    Args:
+        on_choice: with what "auto" has chosen.
+        on_recorded: on every rank, with the fourth step of a pipeline of several ranks as it ran, in seconds, and as it
+            is simulated for what its actions took. Given on all ranks or on none.
+        on_action: with each action before it is begun, and with None after the last of a step.
+    """
+
+    on_choice: Callable[[Choice], object] | None = None
+    on_recorded: Callable[[Timeline, Timeline], object] | None = None
+    on_action: Callable[[Action | None], object] = lambda action: None
+
+
 class PipelineRunner:
     """Runs training and evaluation steps of a split model on the ranks of a pipeline.
 
@@ -49,10 +65,7 @@ class PipelineRunner:
         grad_sync: combines gradients over data ranks; deferred in all backwards of a stage but its last, and in all
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
-        told: called with what "auto" has chosen.
-        on_recorded: called on every rank with the fourth step of a pipeline of several ranks as it ran, in seconds, and
-            as it is simulated for what its actions took. Given on all ranks or on none.
-        on_action: called with each action before it is begun, and with None after the last of a step.
+        observers: who is told of what the runner does.
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh.
@@ -69,9 +82,7 @@ class PipelineRunner:
         loss_fn: LossFn,
         grad_sync: GradSync | None = None,
         sharding: ParameterSharding | None = None,
-        told: Callable[[Choice], object] | None = None,
-        on_recorded: Callable[[Timeline, Timeline], object] | None = None,
-        on_action: Callable[[Action | None], object] = lambda action: None,
+        observers: Observers | None = None,
     ):
         mesh = ParallelMesh.of(mesh, alone="pp")
         mesh.require("pp", "PipelineRunner")
@@ -89,9 +100,7 @@ class PipelineRunner:
         self.grad_sync = grad_sync
         self.sharding = sharding if sharding is not None and sharding.driver == "actions" else None
         self.mesh = mesh
-        self.told = told
-        self.on_recorded = on_recorded
-        self.on_action = on_action
+        self.observers = observers or Observers()
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
@@ -132,24 +141,25 @@ class PipelineRunner:
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=True)
         self.steps += 1
         chosen = self.auto and self.steps == MEASURED_STEP
-        shown = self.on_recorded is not None and self.group is not None and self.steps == SHOWN_STEP
+        on_recorded = self.observers.on_recorded
+        shown = on_recorded is not None and self.group is not None and self.steps == SHOWN_STEP
         recorder = Recorder(self.group, self.device) if chosen or shown else None
         state.perform(self._training, recorder)
         if self.grad_sync is not None:
             self.grad_sync.finish()
         if recorder is not None and chosen:
             self._choose(recorder)
-        if recorder is not None and self.on_recorded is not None and shown:
+        if recorder is not None and on_recorded is not None and shown:
             ran = gather(recorder.recorded(), self.group)
-            self.on_recorded(timeline(ran), again(ran, self.compute, self.held))
+            on_recorded(timeline(ran), again(ran, self.compute, self.held))
         return self._on_all_ranks(state.loss)
 
     def _choose(self, recorder: Recorder) -> None:
         """Follow the schedule that is best for what the step took."""
         choice = choose(recorder, self.compute, self.held, self.microbatches, self.mesh)
         self.follow(choice.program)
-        if self.told is not None:
-            self.told(choice)
+        if self.observers.on_choice is not None:
+            self.observers.on_choice(choice)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
@@ -247,7 +257,7 @@ class _StepState:
             Kind.REDUCE: self._reduce,
         }
         for batch in grouped:
-            self.runner.on_action(batch[0])
+            self.runner.observers.on_action(batch[0])
             if batch[0].kind in TRANSFERS:
                 self._transfer(batch, self.runner.held[batch[0].partner.stage])
             else:
@@ -256,7 +266,7 @@ class _StepState:
                     recorder.end(batch[0])
         if self.runner.p2p is not None:
             self.runner.p2p.finish()
-        self.runner.on_action(None)
+        self.runner.observers.on_action(None)
 
     def _forward(self, action: Action) -> None:
         self._wait_unsharded(action.stage)

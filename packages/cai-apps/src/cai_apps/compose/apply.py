@@ -30,7 +30,7 @@ from cai_mesh.comm import build_mesh
 from cai_mesh.errors import ConfigError
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
-from cai_pipeline import PipelineRunner, placement_of, split
+from cai_pipeline import Observers, PipelineRunner, placement_of, split
 from cai_tensor_parallel import parallelize
 from cai_zero import LossScale, ModuleSharding, SampleClip, ShardedOptimizer
 
@@ -56,7 +56,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         loss_fn=_divided(loss, scale),
         grad_sync=weights.sync if samples is None else samples,
         sharding=weights.sync if isinstance(weights.sync, ModuleSharding) else None,
-        told=print if dist.get_rank() == 0 else None,
+        observers=Observers(on_choice=print if dist.get_rank() == 0 else None),
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)

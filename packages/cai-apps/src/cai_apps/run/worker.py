@@ -74,8 +74,8 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     words = LastWords(job.run)
     words.say(f"step {position.step + 1}")
     guard.watch_ranks(lambda: words.doing, words.at_file)
-    session.runner.on_action = lambda action: words.say_at("" if action is None else action.phrase)
-    session.runner.on_recorded = lambda ran, simulated: (
+    session.runner.observers.on_action = lambda action: words.say_at("" if action is None else action.phrase)
+    session.runner.observers.on_recorded = lambda ran, simulated: (
         draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
     )
     saver = checkpoint.Saver(session, job.run)
