@@ -15,7 +15,6 @@ from cai_apps.applications.diffusion.design import RAW, Design
 from cai_apps.applications.diffusion.quantized import Kind, quantize_layers
 from cai_apps.compose.blocks import blocks_of
 from cai_gemini import HostModel
-from cai_kernels.swap import swap
 from cai_mesh.errors import ConfigError
 from cai_mesh.headers import check_weights
 
@@ -60,13 +59,11 @@ def denoiser_home(design: Design, directory: Path, *, raw: bool) -> Path:
 def load_denoiser(
     design: Design, home: Path, *, device: torch.device | str, dtype: torch.dtype, memory: Memory
 ) -> HostModel:
-    """The denoiser of a folder, frozen, on the host; on a GPU its norms run kernels."""
+    """The denoiser of a folder, frozen, on the host."""
     import diffusers
 
     kind = getattr(diffusers, design.denoiser["_class_name"])
     model: nn.Module = kind.from_pretrained(home, torch_dtype=dtype, variant=variant_of(home))
-    if torch.device(device).type == "cuda":
-        swap(model, kinds=("norm",))
     return settled(model, [*_layers(model, design.family.layers)], device, memory)
 
 

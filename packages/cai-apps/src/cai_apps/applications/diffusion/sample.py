@@ -34,6 +34,7 @@ from cai_apps.applications.diffusion.process import open_scheduler
 from cai_apps.applications.diffusion.sizes import Size, sides
 from cai_apps.applications.diffusion.text import join, load_tokenizers, read, tokenize
 from cai_gemini import HostModel
+from cai_kernels.swap import Swapped, swap
 from cai_mesh import rng
 from cai_mesh.errors import ConfigError, did_you_mean
 
@@ -80,8 +81,8 @@ class Sampler:
         directory: of an export, or of a pipeline of diffusers.
         raw: the last weights of the denoiser, where the export holds averaged ones too.
         memory: what is held in memory.
-        graphs: whether steps on a GPU are replayed as CUDA graphs (`graphs`); weights that come layer by layer and
-            pictures in strips are not.
+        graphs: whether steps on a GPU are replayed as CUDA graphs (`graphs`), in which norms run our kernels; weights
+            that come layer by layer and pictures in strips are not.
 
     Attributes:
         device: where it draws.
@@ -107,6 +108,7 @@ class Sampler:
         self._branches: Branches | None = None
         self._texts: dict[int, HostModel] = {}
         self._graphs = graphs and self.device.type == "cuda" and memory.residency == "device"
+        self._swapped: Swapped | None = None
         self.seconds = 0.0
 
     @functools.cached_property
@@ -167,6 +169,8 @@ class Sampler:
                 got="thresholding = true",
                 cause="it looks at the brightest pixels of the whole picture",
             )
+        if self._swapped is not None:
+            self._swapped.undo()
         self._patches = split_denoiser(self._denoiser.model, group, mode=mode, warmup=warmup)
 
     def check(self, prompts: Sequence[str], options: Options, *, strips: int = 1) -> None:
@@ -277,7 +281,11 @@ class Sampler:
             return lambda taken: patches.forward(**taken)
         model = self._denoiser.model
         plain: Forward = lambda taken: model(**taken, return_dict=False)[0]  # noqa: E731
-        return Graphed(plain) if self._graphs else plain
+        if not self._graphs:
+            return plain
+        if self._swapped is None:  # without a graph the host would take longer to start them than torch's
+            self._swapped = swap(model, kinds=("norm",))
+        return Graphed(plain)
 
     def _denoised(
         self, forward: Forward, noise: Tensor, given: dict[str, Tensor], options: Options
