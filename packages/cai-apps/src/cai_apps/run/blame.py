@@ -102,7 +102,7 @@ def _groups(seen: Sequence[Seen]) -> Iterator[dict[int, Group]]:
     """Each group, as its ranks tell of it."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
     for rank, each in enumerate(seen):
-        for name, group in each.groups.items():  # groups that were split off at once have one name
+        for name, group in each.groups.items():  # a name may be that of several groups
             found.setdefault((name, group.ranks), {})[rank] = group
     for key in sorted(found):
         yield found[key]
