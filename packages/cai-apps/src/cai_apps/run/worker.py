@@ -39,7 +39,7 @@ def run_rank(job: Job) -> None:
     try:
         do_job(job, device, guard)
     finally:
-        if dist.get_world_size() == 1:
+        if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -131,6 +131,7 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
         )
     dist.barrier()
     guard.close()
+    dist.destroy_process_group()  # NCCL warns of a process that ends without it
     sys.exit(STOPPED[stopped])
 
 
