@@ -170,18 +170,24 @@ class Stage:
 
     @contextmanager
     def joined(self, model: nn.Module, received: Tensors) -> Iterator[StageIO]:
-        """A context for one forward of the stage, which reads what it received and stores its output."""
+        """A context for one forward of the stage, which reads what it received and stores its output.
+
+        Before the last stage the model returns what the stage sends, so that other hooks on it see whose gradients
+        begin its backward.
+        """
         io, end = self.io, self.encoder_end
         io.running, io.received, io.was_read = True, received, set()
-        hook = None
+        hooks = []
         if end is not None:
             encoder = model.get_submodule(end.name)
-            hook = encoder.register_forward_hook(lambda _, args, output: end.pass_through(io, output))
+            hooks.append(encoder.register_forward_hook(lambda _, args, out: end.pass_through(io, out)))
+        if not self.is_last:
+            hooks.append(model.register_forward_hook(lambda *_: io.to_send, prepend=True))
         try:
             yield io
         finally:
             io.running, io.received, io.to_send, io.memory = False, (), (), None
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
 
 
@@ -265,17 +271,17 @@ def run_stage(
     try:
         with stage.shown(model), stage.joined(model, tensors_in(received)) as io:
             output = model(**arguments)
-            skipped, to_send = not stage.reads <= io.was_read, io.to_send
+            skipped = not (stage.reads <= io.was_read and (stage.is_last or io.to_send))
     finally:
         stages.running = None
-    if skipped or not (to_send or stage.is_last):
+    if skipped:
         raise PlanError(
             f"the forward of {type(model).__name__} skipped a layer next to those of stage {stage.index}",
             cause="an option that leaves out layers, such as layerdrop",
             fix="turn it off when training in a pipeline",
         )
     if not stage.is_last:
-        return to_send[0] if len(to_send) == 1 else to_send
+        return output[0] if len(output) == 1 else output
     return output if stages.check is None else without(output, missing)
 
 
