@@ -53,7 +53,9 @@ PAIRS = {
 IMAGES = {
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**_IMAGE)),
     "deit": lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**_IMAGE)),
-    "beit": lambda: hf.BeitForImageClassification(hf.BeitConfig(**_IMAGE, use_relative_position_bias=True)),
+    "beit": lambda: hf.BeitForImageClassification(
+        hf.BeitConfig(**_IMAGE, use_relative_position_bias=True, drop_path_rate=0.0)
+    ),
     "dinov2": lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**_IMAGE, mlp_ratio=2)),
 }
 MODELS = {**PAIRS, **IMAGES}

@@ -65,9 +65,8 @@ class Call:
         ]
         more = [keyword for keyword in more if keyword != Keyword("use_cache", False)]
         without = {keyword.name for keyword in more} & set(known)
-        without |= {name for name in ("input_ids", "labels") if more and inputs.get(name) is None} & set(
-            known
-        )
+        replaced = ("input_ids", "labels", "decoder_input_ids")
+        without |= {name for name in replaced if more and inputs.get(name) is None} & set(known)
         return Call(model.training, tuple(more), frozenset(without))
 
     def inputs(self, trial: Trial | SmallModel) -> dict[str, Any]:
