@@ -27,11 +27,12 @@ from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, canonical_name, reduce_of
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, Trial, split, transfer
+from cai_pipeline.call import Call
 from cai_pipeline.partition import partition, tied_parameters
 from cai_pipeline.placement import place
 from cai_pipeline.small_model import small_model
 from cai_pipeline.stage import run_stage
-from cai_pipeline.verify_split import chain, gradients, structure_of, verify_split
+from cai_pipeline.verify_split import Tried, chain, gradients, structure_of, verify_call, verify_split
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -389,3 +390,29 @@ def test_two_lists_of_a_trial() -> None:
     assert structure.encoder is not None and structure.encoder.entry is None
     with pytest.raises(PlanError, match="an encoder that is a module of its own"):
         verify_split(trial_of(Beside, "first", "second"))
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "vit"])
+def test_dropout_in_training(name: str) -> None:
+    """Also at the end of an encoder and on a decoder's embeddings, wherever the boundary is."""
+    model = MODELS[name]()
+    for key in ("dropout_rate", "dropout", "hidden_dropout_prob"):
+        if hasattr(model.config, key):
+            setattr(model.config, key, 0.1)
+    small = small_model(model)
+    for cut in range(1, 8):
+        verify_call(Tried(small, (range(cut), range(cut, 8))), Call(training=True))
+
+
+def test_layers_left_out_at_random_are_refused() -> None:
+    small = small_model(hf.M2M100ForConditionalGeneration(hf.M2M100Config(**_small_layers())))
+    verify_split(small)
+    with pytest.raises(PlanError, match="leaves out layers at random"):
+        verify_call(Tried(small), Call(training=True))
+
+
+def _small_layers() -> dict[str, Any]:
+    return {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 96,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    }  # fmt: skip
