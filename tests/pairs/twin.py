@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cai_mesh import BoxedTensor
 from cai_mesh.testing import assert_same_as_one_device
@@ -28,12 +28,21 @@ DEEP = {
     "gpt2, 4 layers": MODELS["gpt2"] | {"n_layer": 4},
 }
 """For two pipeline ranks with two stages each."""
+PAIRS: dict[str, dict[str, Any]] = {
+    "bart": {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": VOCAB,
+        "max_position_embeddings": 32,
+    }
+}  # fmt: skip
+"""Encoder-decoders that make their decoder's ids of the encoder's; their embeddings are in three places."""
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(name.partition(",")[0], **(MODELS | DEEP)[name])
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float64)
+    config = AutoConfig.for_model(name.partition(",")[0], **(MODELS | DEEP | PAIRS)[name])
+    auto = AutoModelForSeq2SeqLM if name in PAIRS else AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation="eager").to(torch.float64)
 
 
 def batch(step: int, index: int = 0, count: int = 1) -> torch.Tensor:

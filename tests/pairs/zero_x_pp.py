@@ -41,8 +41,9 @@ def train(
     schedule: str,
     driver: Literal["hooks", "actions"] = "hooks",
     placement: Placement | None = None,
+    pipeline: int = 2,
 ):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    mesh = init_device_mesh("cpu", (pipeline, 4 // pipeline), mesh_dim_names=("pp", "dp_shard"))
     model = split(twin.build(name), mesh, chunks=2 if placement else 1, placement=placement or "loop")
     if stage == 3:
         sync = sharding_of(shard_module(model, mesh, driver=driver))
@@ -117,6 +118,24 @@ def test_zero_3_of_several_stages_a_rank(name: str, schedule: str, placement: Pl
 )
 def test_zero_of_several_stages_a_rank(name: str, stage: int, schedule: str, placement: Placement):
     twin.assert_equals_one_process(name, run_ranks(4, train, name, stage, schedule, "hooks", placement))
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "driver", "placement", "pipeline"),
+    [
+        (1, "zb-h1", "hooks", None, 2),
+        (3, "interleaved", "actions", "loop", 2),
+        (3, "zb-v", "hooks", "v", 2),
+        (1, "1f1b", "hooks", None, 4),
+        (3, "1f1b", "actions", None, 4),
+    ],
+)
+def test_an_encoder_decoder(
+    stage: int, schedule: str, driver: str, placement: Placement | None, pipeline: int
+):
+    """Its embeddings are on the first stage, on that where the decoder begins, and on the last."""
+    results = run_ranks(4, train, "bart", stage, schedule, driver, placement, pipeline)
+    twin.assert_equals_one_process("bart", results)
 
 
 def waiting(stage: int, driver: Literal["hooks", "actions"]) -> list[int]:

@@ -16,23 +16,24 @@ from cai_mesh.testing import assert_names_kept, run_ranks
 from cai_pipeline import Trial, split
 from cai_pipeline.balance import balance_layers
 from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.placeholders import Placeholder
 from cai_pipeline.placement import Held, place
 from cai_pipeline.small_model import find_layers, small_model
-from cai_pipeline.stage import Placeholder, run_stage
+from cai_pipeline.stage import run_stage
 from cai_pipeline.verify_split import chain, gradients, verify_split
 
 
 def parts_of(whole: Any, held: Held) -> list[Any]:
     """The model of each stage; one for all stages of a rank."""
     structure = verify_split(small_model(whole))
-    stage_layers = balance_layers([1.0] * len(whole.get_submodule(structure.layers)), len(held))
+    stage_layers = balance_layers([1.0] * len(structure.layers(whole)), len(held))
     parts = []
     for rank in range(max(held) + 1):
         part = copy.deepcopy(whole)
         tied = tied_parameters(part, structure, stage_layers)
         partition(part, structure, stage_layers, held, rank, tied)
-        for name, parameter in tied.items():
-            attach(parameter, name=name)
+        for name, each in tied.items():
+            attach(each.parameter, name=name)
         parts.append(part)
     return [parts[rank] for rank in held]
 

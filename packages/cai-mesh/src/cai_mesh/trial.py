@@ -32,14 +32,14 @@ class Trial:
         inputs: keyword arguments of its forward, floating-point tensors in float64; the same at every call.
         loss: of what the forward returns: a scalar that depends on all parameters.
         layers: name of the `nn.ModuleList` of layers between which the model is split. A layer gets the hidden states
-            as its first argument or as `hidden_states`, and returns them, alone or first in a tuple. Only `split`
-            needs it.
+            as its first argument or as `hidden_states`, and returns them, alone or first in a tuple. Of an
+            encoder-decoder the encoder's list and the decoder's. Only `split` needs it.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], Mapping[str, Any]]
     loss: Callable[[Any], torch.Tensor]
-    layers: str = ""
+    layers: str | tuple[str, str] = ""
 
 
 LAYERS = 8
@@ -88,7 +88,7 @@ class SmallModel:
     model_class: type[nn.Module]
     values: str
     attention: str
-    layers: str
+    layers: str | tuple[str, str]
     config: Any = field(compare=False, repr=False)
     labelled: bool = True
     crossed: bool = False
@@ -143,7 +143,12 @@ def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shrunk(
-    model: nn.Module, layers: str = "", *, labelled: bool = True, crossed: bool = False, heads: int = HEADS
+    model: nn.Module,
+    layers: str | tuple[str, str] = "",
+    *,
+    labelled: bool = True,
+    crossed: bool = False,
+    heads: int = HEADS,
 ) -> SmallModel:
     """A small version of a model of transformers.
 
@@ -153,7 +158,7 @@ def shrunk(
     each with all forms that its main input may have.
 
     Args:
-        layers: name of its list of layers.
+        layers: name of its list of layers, or of both of an encoder-decoder.
         labelled, crossed: see `SmallModel`.
         heads: of the small model's attention, where a narrow config is taken.
 
@@ -182,7 +187,7 @@ def shrunk(
     ) from failure
 
 
-def _small(model: nn.Module, config: Any, layers: str, labelled: bool) -> SmallModel:
+def _small(model: nn.Module, config: Any, layers: str | tuple[str, str], labelled: bool) -> SmallModel:
     values = config.to_json_string(use_diff=False)
     return SmallModel(type(model), values, config._attn_implementation, layers, config, labelled)
 

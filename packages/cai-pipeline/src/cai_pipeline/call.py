@@ -65,15 +65,15 @@ class Call:
         ]
         more = [keyword for keyword in more if keyword != Keyword("use_cache", False)]
         without = {keyword.name for keyword in more} & set(known)
-        without |= {name for name in ("input_ids", "labels") if more and inputs.get(name) is None} & set(
-            known
-        )
+        replaced = ("input_ids", "labels", "decoder_input_ids")
+        without |= {name for name in replaced if more and inputs.get(name) is None} & set(known)
         return Call(model.training, tuple(more), frozenset(without))
 
     def inputs(self, trial: Trial | SmallModel) -> dict[str, Any]:
         """Keyword arguments for the trial."""
         found = {name: value for name, value in trial.inputs().items() if name not in self.without}
-        width = trial.config.get_text_config().hidden_size if isinstance(trial, SmallModel) else 0
+        text = trial.config.get_text_config() if isinstance(trial, SmallModel) else None
+        width = getattr(text, "hidden_size", 0)
         return found | {keyword.name: _small(keyword, width) for keyword in self.more}
 
     def __str__(self) -> str:
@@ -82,13 +82,19 @@ class Call:
 
 
 def _sizes(model: Any, inputs: Mapping[str, Any]) -> dict[int, str]:
-    """What the sizes of dims mean; where two are equal, the first here counts."""
-    found: dict[int, str] = {model.config.get_text_config().hidden_size: "hidden"}
-    for name in ("inputs_embeds", "input_ids"):
-        if isinstance(inputs.get(name), torch.Tensor):
-            batch, length = inputs[name].shape[:2]
-            found |= {batch: "batch", length: "length"}
+    """What the sizes of dims mean; where two are equal, the last here counts."""
+    found: dict[int, str] = {getattr(model.config.get_text_config(), "hidden_size", 0): "hidden"}
+    for name in (getattr(model, "main_input_name", "input_ids"), *MEASURED):
+        value = inputs.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim:
+            found |= {value.shape[0]: "batch"}
+            if name in MEASURED and value.ndim > 1:
+                found |= {value.shape[1]: "length"}
     return found
+
+
+MEASURED = ("decoder_inputs_embeds", "decoder_input_ids", "labels", "inputs_embeds", "input_ids")
+"""Inputs that say how long a text is, the one that counts most last."""
 
 
 def _keyword(name: str, value: Any, sizes: Mapping[int, str]) -> Keyword:

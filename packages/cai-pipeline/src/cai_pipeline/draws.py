@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cai_pipeline.structure import ModelStructure
+
 _UNIFORM = ("rand", "rand_like", "uniform", "uniform_")
 
 
@@ -42,6 +44,11 @@ class _Draws(TorchDispatchMode):
         owner = self.owners[max(layer, 0)] if self.stage is None else self.stage
         self.place, self.drawn = f"after layer {layer} on stage {owner}", 0
 
+    def begin(self, layer: int) -> None:
+        """What runs now belongs to what comes before a layer, as a decoder's embeddings do after its encoder."""
+        owner = self.owners[layer] if self.stage is None else self.stage
+        self.place, self.drawn = f"before layer {layer} on stage {owner}", 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
@@ -53,16 +60,25 @@ class _Draws(TorchDispatchMode):
 
 @contextlib.contextmanager
 def draws_by_place(
-    stack: nn.Module, stage: int | None, owners: Sequence[int], *, lowest: bool = False
+    model: nn.Module,
+    structure: ModelStructure,
+    stage: int | None,
+    owners: Sequence[int],
+    *,
+    lowest: bool = False,
 ) -> Iterator[list[int]]:
-    """A context for one forward of a model or stage with this list of layers; the layers that have run.
+    """A context for one forward of a model or stage with these layers; the layers that have run.
 
     Python's own generator starts anew. The state of all generators is as before afterwards.
     """
     mode, hooks, state = _Draws(stage, owners, lowest=lowest), [], random.getstate()
-    for index, layer in enumerate(stack.children()):
+    for index, layer in enumerate(structure.layers(model)):
         hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: mode.enter(index)))
         hooks.append(layer.register_forward_hook(lambda *_, index=index: mode.leave(index)))
+    if structure.encoder is not None:
+        decoder = structure.ranges(model)[-1][1].start
+        encoder = model.get_submodule(structure.encoder.name)
+        hooks.append(encoder.register_forward_hook(lambda *_: mode.begin(decoder)))
     try:
         with torch.random.fork_rng(devices=[]), mode:
             random.seed(0)

@@ -23,8 +23,8 @@ from cai_pipeline.placement import Held
 from cai_pipeline.recorder import SHOWN_STEP, Recorder, again, gather, timeline
 from cai_pipeline.schedules import forward_only
 from cai_pipeline.simulate import Timeline
-from cai_pipeline.stage import Stages, run_stage
-from cai_pipeline.transfer import P2PCommunicator, PendingReceive, TensorMeta
+from cai_pipeline.stage import Stages, Tensors, gradients_to_send, run_stage, tensors_in
+from cai_pipeline.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
 
 Inputs = Mapping[str, Any]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -104,7 +104,7 @@ class PipelineRunner:
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         self.device = torch.device(mesh.device_type)
-        self.metas: dict[Boundary, TensorMeta] = {}
+        self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0
         self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
         self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
@@ -205,10 +205,13 @@ def _targets(microbatches: Sequence[Inputs], targets: Sequence[Any]) -> Sequence
 
 @dataclass
 class _SavedForward:
-    """What the backward of a microbatch needs: the received tensor, and the graph of the output without its memory."""
+    """What the backward of a microbatch needs: the received tensors, and the graph of each output without its memory.
 
-    received: torch.Tensor | None
-    root: torch.Tensor | GradientEdge | None
+    An output without a gradient has None; the last stage has its loss.
+    """
+
+    received: Tensors
+    roots: tuple[torch.Tensor | GradientEdge | None, ...]
 
 
 class _StepState:
@@ -233,7 +236,7 @@ class _StepState:
         self.loss = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.output: Any = None
         self.receiving: dict[Action, PendingReceive] = {}
-        self.outgoing: dict[Action, torch.Tensor] = {}
+        self.outgoing: dict[Action, Tensors] = {}
         self.saved: dict[tuple[int, int | None], _SavedForward] = {}
         self.deferred: dict[tuple[int, int | None], Deferred] = {}
         self.parameters: dict[int, list[nn.Parameter]] = {}
@@ -273,39 +276,42 @@ class _StepState:
         runner, m = self.runner, action.microbatch
         assert m is not None
         received = self._taken(Kind.RECV_F, action)
-        if received is not None and self.training:
-            received.requires_grad_()
+        for each in received if self.training else ():
+            each.requires_grad_()
         self._begin()
-        result = run_stage(runner.model, received, self.inputs[m], index=action.stage)
+        result = run_stage(runner.model, received or None, self.inputs[m], index=action.stage)
+        roots: tuple[torch.Tensor | GradientEdge | None, ...] = ()
         if not self.stages.own[action.stage].is_last:
-            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = result.detach()
-            root = get_gradient_edge(result) if result.requires_grad else None
+            sent = tensors_in(result)
+            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = tuple(each.detach() for each in sent)
+            roots = tuple(get_gradient_edge(each) if each.requires_grad else None for each in sent)
         elif self.targets is None:
-            self.output, root = result, None
+            self.output = result
         else:
-            root = runner.loss_fn(result, self.targets[m])
-            if root.numel() != 1:
-                raise PlanError("loss_fn must return a scalar", got=f"a tensor of shape {tuple(root.shape)}")
-            self.loss += root.detach().to(self.loss.device, torch.float64).reshape(())
+            loss = runner.loss_fn(result, self.targets[m])
+            if loss.numel() != 1:
+                raise PlanError("loss_fn must return a scalar", got=f"a tensor of shape {tuple(loss.shape)}")
+            self.loss += loss.detach().to(self.loss.device, torch.float64).reshape(())
+            roots = (loss,)
         if self.training:
-            self.saved[action.stage, m] = _SavedForward(received, root)
+            self.saved[action.stage, m] = _SavedForward(received, roots)
 
     def _backward(self, action: Action) -> None:
         self._wait_unsharded(action.stage)
         saved = self.saved.pop((action.stage, action.microbatch))
-        gradient = self._taken(Kind.RECV_B, action)
+        gradients = self._taken(Kind.RECV_B, action) or (None,)
+        learned = [pair for pair in zip(saved.roots, gradients, strict=True) if pair[0] is not None]
+        del gradients
         self._begin()
         self.backwards_left[action.stage] -= 1
         sync = self.runner.grad_sync
         last = not self.backwards_left[action.stage] and action.kind is Kind.BACKWARD
         with sync.defer() if sync is not None and not last else nullcontext():
-            if saved.root is not None:
-                torch.autograd.backward((saved.root,), (gradient,))
-        if saved.received is not None:
-            gradient_to_send = saved.received.grad
-            if gradient_to_send is None:
-                gradient_to_send = torch.zeros_like(saved.received)
-            self.outgoing[Action(Kind.SEND_B, action.stage, action.microbatch)] = gradient_to_send
+            if learned:
+                torch.autograd.backward([root for root, _ in learned], [given for _, given in learned])
+        if saved.received:
+            sent = Action(Kind.SEND_B, action.stage, action.microbatch)
+            self.outgoing[sent] = gradients_to_send(saved.received)
 
     def _backward_input(self, action: Action) -> None:
         with defer(self._parameters(action.stage)) as deferred:
@@ -360,41 +366,42 @@ class _StepState:
             for name in stage.parts:
                 do(model.get_submodule(name))
 
-    def _taken(self, kind: Kind, action: Action) -> torch.Tensor | None:
-        """What another rank has sent for an action, or the stage beside it on this one; None at the ends."""
+    def _taken(self, kind: Kind, action: Action) -> Tensors:
+        """What another rank has sent for an action, or the stage beside it on this one; nothing at the ends."""
         receive = Action(kind, action.stage, action.microbatch)
         pending = self.receiving.pop(receive, None)
-        return self.outgoing.pop(receive.partner, None) if pending is None else pending.wait()
+        return self.outgoing.pop(receive.partner, ()) if pending is None else pending.wait()
 
     def _transfer(self, batch: tuple[Action, ...], peer: int) -> None:
         p2p, metas = self.runner.p2p, self.runner.metas
         assert p2p is not None
         send = next((action for action in batch if action.kind in SENDS), None)
         receive = next((action for action in batch if action.kind in RECEIVES), None)
-        tensor = self.outgoing.pop(send).contiguous() if send is not None else None
-        meta_to_send = self._meta_to_send(send, tensor)
+        tensors = tuple(each.contiguous() for each in self.outgoing.pop(send)) if send is not None else ()
+        metas_to_send = self._metas_to_send(send, tensors)
         unknown = receive is not None and self._boundary(receive) not in metas
-        if meta_to_send is not None or unknown:
-            received_meta = p2p.exchange_meta(peer, meta_to_send, unknown)
-            if receive is not None and received_meta is not None:
-                metas[self._boundary(receive)] = received_meta
+        if metas_to_send is not None or unknown:
+            count = self.stages.own[receive.stage].receives if receive is not None and unknown else 0
+            received_metas = p2p.exchange_meta(peer, metas_to_send, count)
+            if receive is not None and received_metas is not None:
+                metas[self._boundary(receive)] = received_metas
         expected = metas[self._boundary(receive)] if receive is not None else None
-        pending = p2p.exchange(peer, tensor, expected)
+        pending = p2p.exchange(peer, tensors, expected)
         if receive is not None and pending is not None:
             self.receiving[receive] = pending
 
-    def _meta_to_send(self, send: Action | None, tensor: torch.Tensor | None) -> TensorMeta | None:
-        """The shape and dtype to send before the tensor, or None when the receiver knows them."""
-        if send is None or tensor is None:
+    def _metas_to_send(self, send: Action | None, tensors: Tensors) -> Metas | None:
+        """The shapes and dtypes to send before the tensors, or None when the receiver knows them."""
+        if send is None:
             return None
-        metas, boundary, meta = self.runner.metas, self._boundary(send), TensorMeta.of(tensor)
+        metas, boundary, found = self.runner.metas, self._boundary(send), tuple(map(TensorMeta.of, tensors))
         if boundary not in metas:
-            metas[boundary] = meta
-            return meta
-        if metas[boundary] != meta:
+            metas[boundary] = found
+            return found
+        if metas[boundary] != found:
             raise PlanError(
                 f"stage {send.stage} has an output of another shape or dtype than before for the same inputs",
-                got=meta,
+                got=found,
                 expected=metas[boundary],
                 cause="the model's dtype changed after its PipelineRunner was made",
                 fix="make a new PipelineRunner",

@@ -1,24 +1,23 @@
-"""Replace what other stages own by placeholders, and find the parameters that two stages share. No communication."""
+"""Replace what other stages own by placeholders, and find the parameters that stages share. No communication."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.placement import Held, stages_of
-from cai_pipeline.stage import (
+from cai_pipeline.placeholders import (
     Placeholder,
     PlaceholderEmbedding,
     PlaceholderLayer,
     PlaceholderLinear,
     PlaceholderPassThrough,
-    Role,
-    Stage,
-    StageIO,
-    Stages,
+    PlaceholderShaped,
 )
+from cai_pipeline.placement import Held, stages_of
+from cai_pipeline.stage import EncoderEnd, Role, Stage, StageIO, Stages
 from cai_pipeline.structure import ModelStructure
 
 
@@ -38,23 +37,19 @@ def partition(
         stage_layers: the layers of each stage.
         held: the rank of each stage.
         rank: whose stages are kept.
-        tied: names of parameters that the ranks of the first and of the last stage share.
+        tied: names of parameters that stages share.
 
     Returns:
         the rank's stages, also stored at `model.cai_stages`.
     """
     parts = _parts(model, structure, stage_layers)
-    own = {
-        index: Stage(
-            index, len(held), stage_layers[index], tuple(name for name, owner in parts if owner == index)
-        )
-        for index in stages_of(held, rank)
-    }
+    own = {index: _stage(model, structure, stage_layers, index, parts) for index in stages_of(held, rank)}
+    stand_ins = _StandIns(model, structure)
     for name, owner in parts:
         module = model.get_submodule(name)
         for stage in own.values():
             if stage.index != owner:
-                stage.others[name] = _stand_in(name, module, structure, stage_layers, stage)
+                stage.others[name] = stand_ins.of(name, module, stage)
     for name, owner in parts:
         if owner not in own:
             stands = next(iter(own.values())).others[name]
@@ -69,37 +64,70 @@ def partition(
     return stages
 
 
+def _stage(
+    model: nn.Module,
+    structure: ModelStructure,
+    stage_layers: Sequence[range],
+    index: int,
+    parts: Sequence[tuple[str, int]],
+) -> Stage:
+    layers = stage_layers[index]
+    begins = {own.start for _, own in structure.ranges(model)}
+    found = Stage(index, len(stage_layers), layers, tuple(name for name, owner in parts if owner == index))
+    reads = set() if layers.start in begins else {"hidden states"}
+    if structure.encoder is not None:
+        decoder = max(begins)
+        receives, sends = layers.start >= decoder, layers.stop == decoder
+        encoder = structure.encoder
+        found.encoder_end = EncoderEnd(encoder.name, encoder.entry, receives, sends)
+        reads |= {"output of the encoder"} if receives else set()
+    found.reads = frozenset(reads)
+    if index > 0:
+        found.receives = structure.tensors_before(model, layers.start)
+    return found
+
+
 def _parts(
     model: nn.Module, structure: ModelStructure, stage_layers: Sequence[range]
 ) -> list[tuple[str, int]]:
     """The modules that are on one stage, by name, and the number of that stage."""
-    stack = model.get_submodule(structure.layers)
     owners = [stage for stage, layers in enumerate(stage_layers) for _ in layers]
-    layers = [f"{structure.layers}.{name}" for name, _ in stack.named_children()]
-    ends = [(name, 0) for name in structure.before]
-    ends += [(name, len(stage_layers) - 1) for name in structure.after]
-    return list(zip(layers, owners, strict=True)) + ends
+    layers = list(zip(structure.layer_names(model), owners, strict=True))
+    return layers + [(name, owners[layer]) for name, layer in structure.beside(model)]
 
 
-def _stand_in(
-    name: str, module: nn.Module, structure: ModelStructure, stage_layers: Sequence[range], stage: Stage
-) -> nn.Module:
-    """What stands for a module while a stage runs that does not own it."""
-    if name in structure.before:
-        return _placeholder(module, stage.io)
-    if name in structure.after:
-        return PlaceholderPassThrough(module, stage.io)
-    layer = int(name.rpartition(".")[2])
-    roles: dict[int, Role] = {stage.layers.start - 1: "input", stage.layers.stop: "output"}
-    return PlaceholderLayer(module, stage.io, structure.outputs, roles.get(layer, "pass"))
+class _StandIns:
+    """Makes what stands for a module while a stage runs that does not own it."""
+
+    def __init__(self, model: nn.Module, structure: ModelStructure):
+        self.structure = structure
+        self.layers = {
+            name: (number, each, layers)
+            for each, layers in structure.ranges(model)
+            for number, name in zip(layers, structure.layer_names(model)[layers.start :], strict=False)
+        }
+
+    def of(self, name: str, module: nn.Module, stage: Stage) -> nn.Module:
+        if name not in self.layers:
+            shaping = name in self.structure.shaping
+            if shaping or any(name in each.before for each in self.structure.lists):
+                return _placeholder(module, stage.io, shaping=shaping)
+            return PlaceholderPassThrough(module, stage.io)
+        number, layers, within = self.layers[name]
+        role: Role = "pass"
+        if number == stage.layers.start - 1 and stage.layers.start in within:
+            role = "input"
+        elif number == stage.layers.stop and stage.layers.stop - 1 in within:
+            role = "output"
+        return PlaceholderLayer(module, stage.io, layers, role)
 
 
-def _placeholder(module: nn.Module, io: StageIO) -> Placeholder:
+def _placeholder(module: nn.Module, io: StageIO, *, shaping: bool) -> Placeholder:
     if isinstance(module, nn.Embedding):
         return PlaceholderEmbedding(module, io)
     if isinstance(module, nn.Linear):
         return PlaceholderLinear(module, io)
-    return PlaceholderPassThrough(module, io)
+    return PlaceholderShaped(module, io) if shaping else PlaceholderPassThrough(module, io)
 
 
 def _disable_tie_weights(model: nn.Module) -> None:
@@ -111,33 +139,53 @@ def _disable_tie_weights(model: nn.Module) -> None:
             module.all_tied_weights_keys = {}  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages hold.
+
+    Args:
+        stages: those stages, in order.
+        owner: the one with the module that names it first.
+    """
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    owner: int
+
+
 def tied_parameters(
     model: nn.Module, structure: ModelStructure, stage_layers: Sequence[range]
-) -> dict[str, nn.Parameter]:
-    """The parameters that both the first and the last stage hold, by canonical name.
+) -> dict[str, Tied]:
+    """The parameters that modules outside the layers share over stages (embeddings, head), by canonical name.
 
     Raises PlanError for a parameter shared in any other way, such as between layers of different stages.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    tied: dict[str, nn.Parameter] = {}
+    parts = dict(_parts(model, structure, stage_layers))
+    layers = set(structure.layer_names(model))
+    tied: dict[str, Tied] = {}
     for parameter, aliases in names.items():
-        holders = {_stage_of(name, structure, stage_layers) for name in aliases}
+        modules = [_part_of(name, parts) for name in aliases]
+        holders = sorted({parts[module] for module in modules})
         if len(holders) == 1:
             continue
-        if holders != {0, len(stage_layers) - 1} or _stage_of(aliases[0], structure, stage_layers) != 0:
+        if layers & set(modules):
             raise PlanError(
-                f"parameter {aliases[0]} is shared by stages {sorted(holders)}",
-                expected="sharing between the first and the last stage only, as tied embeddings do",
+                f"parameter {aliases[0]} is shared by stages {holders}",
+                got=f"the names {', '.join(aliases)}",
+                expected="sharing outside the layers only, as tied embeddings do",
                 fix="choose a balance that keeps the sharing modules on one stage, or fewer stages",
             )
-        tied[aliases[0]] = parameter
+        tied[aliases[0]] = Tied(parameter, tuple(holders), parts[modules[0]])
     return tied
 
 
-def _stage_of(parameter: str, structure: ModelStructure, stage_layers: Sequence[range]) -> int:
-    if parameter.startswith(structure.layers + "."):
-        layer = int(parameter[len(structure.layers) + 1 :].split(".")[0])
-        return next(stage for stage, layers in enumerate(stage_layers) if layer in layers)
-    return 0 if parameter.rpartition(".")[0] in structure.before else len(stage_layers) - 1
+def _part_of(parameter: str, parts: Iterable[str]) -> str:
+    """The part that a parameter is in."""
+    wanted = parameter
+    known = set(parts)
+    while wanted and wanted not in known:
+        wanted = wanted.rpartition(".")[0]
+    return wanted

@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import SmallModel, shrunk
+from cai_mesh.trial_inputs import MAKERS, parts_of
+from cai_pipeline.stage import SHIFT
 
 
 def small_model(model: nn.Module) -> SmallModel:
-    """A small version of a transformers causal LM, with as many layers. Raises PlanError when none can be built."""
+    """A small version of a model of transformers, with as many layers. Raises PlanError when none can be built.
+
+    It is given labels where those are tokens, and stages can make a decoder's input ids of them. Other models are
+    tried without, and with labels when a call first has them.
+    """
     config = getattr(model, "config", None)
-    return shrunk(model, find_layers(model) if hasattr(config, "get_text_config") else "")
+    lists = find_layers(model) if hasattr(config, "get_text_config") else ""
+    labelled = _reads_text(model) and "labels" in signature(type(model).forward).parameters
+    return shrunk(model, lists, labelled=labelled and (isinstance(lists, str) or hasattr(model, SHIFT)))
 
 
-def find_layers(model: nn.Module) -> str:
-    """The name of the model's list of decoder layers: the largest `ModuleList` of `num_hidden_layers` entries.
+def _reads_text(model: nn.Module) -> bool:
+    return getattr(model, "main_input_name", "input_ids") not in MAKERS
 
-    Raises PlanError when there is none, and for an encoder-decoder, which has two.
+
+def find_layers(model: nn.Module) -> str | tuple[str, str]:
+    """The name of the model's list of layers: the largest `ModuleList` of `num_hidden_layers` entries.
+
+    Of an encoder-decoder the names of two: the largest lists of its encoder and of its decoder.
+
+    Raises PlanError when there is none.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
+        return _layers_in(model, model.get_encoder()), _layers_in(model, model.get_decoder())  # type: ignore[operator]
+    configs = [config.get_text_config()] if _reads_text(model) else parts_of(config)
+    wanted = [getattr(each, "num_hidden_layers", None) for each in configs]
+    found = _outermost(model, lambda layers: len(layers) in wanted)
+    if not found:
         raise PlanError(
-            f"cannot split {type(model).__name__}", got="an encoder-decoder", expected="a causal LM"
+            f"cannot find the layers of {type(model).__name__}",
+            expected=f"a ModuleList of {' or '.join(map(str, wanted))} layers, as config.num_hidden_layers says",
         )
-    wanted = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return max(found, key=lambda name: found[name])
+
+
+def _layers_in(model: nn.Module, part: nn.Module | None) -> str:
+    """The name of the largest list of layers in a part of the model."""
+    name = next((name for name, module in model.named_modules() if module is part and name), None)
+    found = _outermost(part, len) if part is not None and name else {}
+    if not found:
+        raise PlanError(
+            f"cannot find the layers of {type(model).__name__}, an encoder-decoder",
+            got=f"no ModuleList in {name or 'its encoder or decoder'}",
+            expected="an encoder and a decoder with a list of layers each",
+        )
+    return f"{name}.{max(found, key=lambda inner: found[inner])}"
+
+
+def _outermost(model: nn.Module, fits: Callable[[nn.ModuleList], object]) -> dict[str, int]:
+    """The lists that fit and are in no other such, with the number of their parameters."""
     found = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == wanted
+        if isinstance(module, nn.ModuleList) and fits(module)
     }
-    outer = {name: size for name, size in found.items() if not any(name.startswith(o + ".") for o in found)}
-    if not outer:
-        raise PlanError(
-            f"cannot find the decoder layers of {type(model).__name__}",
-            expected=f"a ModuleList of {wanted} layers, as config.num_hidden_layers says",
-        )
-    return max(outer, key=lambda name: outer[name])
+    return {name: size for name, size in found.items() if not any(name.startswith(o + ".") for o in found)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach_to, reduce_of, sites
 from cai_mesh.trial import Trial
 from cai_pipeline.balance import LOOKUP_COST, balance_ranks, check_enough_layers, explicit_layers
-from cai_pipeline.partition import partition, tied_parameters
+from cai_pipeline.partition import Tied, partition, tied_parameters
 from cai_pipeline.placement import Held, Placement, place
 from cai_pipeline.small_model import small_model
 from cai_pipeline.stage import Stage, Stages
@@ -39,11 +40,15 @@ def split(
     model of the same kind is split, its stages are run one after the other, and loss and all gradients are compared
     with those of the unsplit model; only then is `model` changed. Other ways to call it (training mode, flags, more
     tensors) are tried when they first occur, and refused where stages cannot do what the whole does. Parameters that
-    the first and the last stage share (tied embeddings) stay on both, owned by the first, their `ReduceSpec.tied` the
-    group of these two ranks.
+    stages share (tied embeddings) stay on all of them, owned by the one that names them first, their
+    `ReduceSpec.tied` the group of these ranks.
+
+    Stages are consecutive layers; of an encoder-decoder those of the encoder, then those of the decoder. A stage may
+    have the last of the one and the first of the other.
 
     Args:
-        model: a causal LM of transformers >= 5, or any model with a list of layers; may be on the meta device.
+        model: a model of transformers >= 5 (causal LM, encoder-decoder, image classifier), or any model with a list
+            of layers; may be on the meta device.
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         chunks: stages per rank.
         placement: which stages they are: "loop" or "v", see `cai_pipeline.placement`.
@@ -69,8 +74,8 @@ def split(
         model.cai_stages = Stages(held, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
         return model
     tried = trial or small_model(model)
-    layers = len(list(model.get_submodule(tried.layers).children()))
-    check_enough_layers(layers, len(held))
+    lists = [tried.layers] if isinstance(tried.layers, str) else tried.layers
+    check_enough_layers(sum(len(list(model.get_submodule(name).children())) for name in lists), len(held))
     structure = structure_of(tried)
     _check_same_parts(model, structure)
     stage_layers = _assign_layers(model, structure, held, balance)
@@ -78,8 +83,7 @@ def split(
     rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
     stages = partition(model, structure, stage_layers, held, rank, tied)
     stages.check = CallCheck(Tried(tried, tuple(stage_layers), held))
-    if held[0] != held[-1]:
-        _share(model, mesh, tied)
+    _share(model, mesh, tied, held)
     return model
 
 
@@ -90,22 +94,29 @@ def _check_alone(chunks: int) -> None:
         )
 
 
-def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, nn.Parameter]) -> None:
-    """Tell of parameters that the first and the last rank hold whom they are shared with, and who owns them."""
-    group = _tied_group(mesh) if tied else None
-    rank, last = mesh.index("pp"), mesh.degree("pp") - 1
-    for name, parameter in tied.items():
-        if rank not in (0, last):
+def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], held: Held) -> None:
+    """Tell of parameters that several ranks hold whom they are shared with, and who owns them."""
+    rank, groups = mesh.index("pp"), {}
+    for name, each in tied.items():
+        ranks = tuple(sorted({held[stage] for stage in each.stages}))
+        if len(ranks) == 1:
             continue
-        spec = replace(reduce_of(parameter), tied=group, owner=rank == 0)
-        for module, local, held in list(sites(model)):
-            if held is parameter:
+        if ranks not in groups:
+            groups[ranks] = _group_of(mesh, ranks)
+        if rank not in ranks:
+            continue
+        spec = replace(reduce_of(each.parameter), tied=groups[ranks], owner=rank == held[each.owner])
+        for module, local, parameter in list(sites(model)):
+            if parameter is each.parameter:
                 attach_to(module, local, name=name, reduce=spec)
 
 
 def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
     names = {name for name, _ in model.named_modules()}
-    missing = sorted({structure.layers, *structure.before, *structure.after} - names)
+    lists = {each.name for each in structure.lists}
+    missing = sorted(
+        {*lists, *(name for each in structure.lists for name in (*each.before, *each.after))} - names
+    )
     if missing:
         raise PlanError(
             f"{type(model).__name__} has other parts than the small model that its split is tried on",
@@ -118,30 +129,33 @@ def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, bala
     def size(name: str) -> float:
         return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
 
-    stack = model.get_submodule(structure.layers)
-    costs = [size(f"{structure.layers}.{name}") for name, _ in stack.named_children()]
+    costs = [size(name) for name in structure.layer_names(model)]
     if isinstance(balance, str):
         if balance != "auto":
             raise PlanError(
                 "unknown balance", got=repr(balance), expected="'auto' or the layers of each stage"
             )
-        first = LOOKUP_COST * sum(map(size, structure.before))
-        return balance_ranks(costs, held, first=first, last=sum(map(size, structure.after)))
+        first = LOOKUP_COST * sum(map(size, structure.lists[0].before))
+        last = sum(map(size, structure.lists[-1].after))
+        for (ended, layers), (begun, _) in pairwise(structure.ranges(model)):
+            costs[layers.stop - 1] += sum(map(size, ended.after))
+            costs[layers.stop] += LOOKUP_COST * sum(map(size, begun.before))
+        return balance_ranks(costs, held, first=first, last=last)
     return explicit_layers(balance, len(costs), len(held))
 
 
-def _tied_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
-    """The group of the first and last rank along pp; None on the ranks in between.
+def _group_of(mesh: ParallelMesh, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of some of the ranks along pp; None on the others.
 
     Every rank creates the groups of all pipelines in the mesh, in the same order, as `new_group` requires.
     """
-    if mesh.degree("pp") == 2:
+    if len(members) == mesh.degree("pp"):
         return mesh.group("pp")
     place = axis_names(mesh).index(*mesh.leaves("pp"))
     pipelines = mesh.dense.mesh.movedim(place, -1).reshape(-1, mesh.degree("pp")).tolist()
     own: dist.ProcessGroup | None = None
     for ranks in pipelines:
-        created = dist.new_group([ranks[0], ranks[-1]])
+        created = dist.new_group([ranks[member] for member in members])
         if dist.get_rank() in ranks and isinstance(created, dist.ProcessGroup):
             own = created
     return own

@@ -1,10 +1,14 @@
-"""The stages of a split model on one rank: the placeholders for the parts on other stages, and how a stage is run.
+"""The stages of a split model on one rank, and how a stage is run.
 
 A stage is the whole model with the parts of other stages replaced by placeholders. The model's own forward still
 builds masks and rotary tables, loops over all layers and keeps every name. Two placeholder layers connect the stage
-to its neighbours. The one just before the stage's own layers returns the tensor received from the previous stage and
+to its neighbours. The one just before the stage's own layers returns the tensors received from the previous stage and
 ignores its input. The one just after them stores its input, which is the output of the stage. Nothing computed
 before the first or after the second changes a result.
+
+What travels are the hidden states, and beside them what layers hand to each other and gradients go through (T5's
+position bias). An encoder-decoder has two lists of layers, one after the other. Where its encoder returns, its output
+is handed over: to the next stage after the encoder's last layers, and further on with the hidden states of the decoder.
 
 A rank that holds several stages has one model with the parts of all of them, so that every transform sees each
 parameter once. While one of its stages runs, placeholders stand in for the parts of the others.
@@ -12,7 +16,7 @@ parameter once. While one of its stages runs, placeholders stand in for the part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +32,8 @@ from cai_pipeline.placement import Held
 Check = Callable[[nn.Module, Mapping[str, Any]], frozenset[str]]
 Role = Literal["input", "output", "pass"]
 """What a placeholder layer does with the hidden states."""
+Tensors = tuple[torch.Tensor, ...]
+"""What one stage sends to the next for a microbatch: the hidden states first, [B, S, D]."""
 
 
 @dataclass
@@ -35,25 +41,37 @@ class StageIO:
     """The input and output of a stage during one forward.
 
     Args:
-        running: whether `run_stage` is in the model's forward; both tensors are None otherwise.
-        received_used: whether a layer has read `received` in this forward.
-        received: output of the previous stage, [B, S, D].
-        to_send: output of this stage, [B, S, D]; stays None on the last one.
+        running: whether `run_stage` is in the model's forward; there are no tensors otherwise.
+        received: output of the previous stage.
+        to_send: output of this stage; stays empty on the last one.
+        memory: the encoder's output, received or made here, once it is there.
+        was_read: what of `received` the forward has read.
     """
 
     running: bool = False
-    received_used: bool = False
-    received: torch.Tensor | None = None
-    to_send: torch.Tensor | None = None
+    received: Tensors = ()
+    to_send: Tensors = ()
+    memory: torch.Tensor | None = None
+    was_read: set[str] = field(default_factory=set)
 
-    def require_received(self) -> torch.Tensor:
-        """The received tensor. Raises PlanError when the stage was called without one."""
+    def read(self, what: str) -> Tensors:
+        """The received tensors. Raises PlanError when the stage was called without them."""
         self.require_running()
-        if self.received is None:
+        if not self.received:
             raise PlanError(
                 "a pipeline stage after the first was run without the output of the previous stage"
             )
+        self.was_read.add(what)
         return self.received
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        """Take tensors as the stage's output; the encoder's output follows them once it is there."""
+        self.to_send = tensors if self.memory is None else (*tensors, self.memory)
+
+    def zeros(self, shape: Sequence[int]) -> torch.Tensor:
+        """Zeros that take no memory, with the dtype and on the device of what travels."""
+        like = self.to_send or self.read("dtype")
+        return like[0].new_zeros(()).expand(tuple(shape))
 
     def require_running(self) -> None:
         """Raise PlanError when the model was called by itself."""
@@ -65,6 +83,43 @@ class StageIO:
             )
 
 
+@dataclass(frozen=True)
+class EncoderEnd:
+    """Where a model's encoder returns, and what a stage does there.
+
+    Args:
+        name: the encoder.
+        entry: of what it returns, the output that the decoder's layers read; None where it returns a tensor.
+        receives: the output was made on a stage before.
+        sends: it is what this stage sends, which ends with the encoder's last layer.
+    """
+
+    name: str
+    entry: str | int | None
+    receives: bool
+    sends: bool
+
+    def pass_through(self, io: StageIO, output: Any) -> Any:
+        """What the encoder returns, with its output as received; it is kept for the next stage."""
+        if not self.receives:
+            io.memory = output if self.entry is None else output[self.entry]
+        else:
+            io.memory = io.read("output of the encoder")[-1]
+            output = _with(output, self.entry, io.memory)
+        if self.sends:
+            io.to_send = (io.memory,)
+        return output
+
+
+def _with(output: Any, entry: str | int | None, value: torch.Tensor) -> Any:
+    if entry is None:
+        return value
+    if isinstance(output, tuple):
+        return tuple(value if place == entry else each for place, each in enumerate(output))
+    output[entry] = value
+    return output
+
+
 @dataclass
 class Stage:
     """One part of a model that was split.
@@ -72,9 +127,12 @@ class Stage:
     Args:
         index: stage number, 0 <= index < count.
         count: number of stages.
-        layers: the layers it owns, by their index in the whole model.
+        layers: the layers it owns, by their index in the whole model; a decoder's follow its encoder's.
         parts: names of the modules it owns: its layers, and what comes before the first or after the last.
         others: placeholders by name, for the parts of the rank's other stages.
+        reads: what a forward reads of what it received.
+        receives: number of tensors that it receives.
+        encoder_end: where the model's encoder returns; None for a model without one.
     """
 
     index: int
@@ -83,6 +141,9 @@ class Stage:
     parts: tuple[str, ...] = ()
     io: StageIO = field(default_factory=StageIO, repr=False)
     others: dict[str, nn.Module] = field(default_factory=dict, repr=False, compare=False)
+    reads: frozenset[str] = frozenset()
+    receives: int = 1
+    encoder_end: EncoderEnd | None = None
 
     @property
     def is_first(self) -> bool:
@@ -106,6 +167,28 @@ class Stage:
         finally:
             for home, child, module in reversed(hidden):
                 home._modules[child] = module
+
+    @contextmanager
+    def joined(self, model: nn.Module, received: Tensors) -> Iterator[StageIO]:
+        """A context for one forward of the stage, which reads what it received and stores its output.
+
+        Before the last stage the model returns what the stage sends, so that other hooks on it see whose gradients
+        begin its backward.
+        """
+        io, end = self.io, self.encoder_end
+        io.running, io.received, io.was_read = True, received, set()
+        hooks = []
+        if end is not None:
+            encoder = model.get_submodule(end.name)
+            hooks.append(encoder.register_forward_hook(lambda _, args, out: end.pass_through(io, out)))
+        if not self.is_last:
+            hooks.append(model.register_forward_hook(lambda *_: io.to_send, prepend=True))
+        try:
+            yield io
+        finally:
+            io.running, io.received, io.to_send, io.memory = False, (), (), None
+            for hook in hooks:
+                hook.remove()
 
 
 @dataclass
@@ -152,85 +235,27 @@ class Stages:
         return found or Stages((0,), {0: Stage(0, 1, range(0))})
 
 
-class Placeholder(nn.Module):
-    """Stands for a module of another stage: the same plain attributes, no parameters."""
-
-    def __init__(self, replaced: nn.Module, io: StageIO):
-        super().__init__()
-        self.io = io
-        self.replaced = type(replaced).__name__
-        for name, value in vars(replaced).items():
-            taken = name.startswith("_") or name in self.__dict__ or name == "forward"
-            if not taken and not isinstance(value, torch.Tensor):
-                self.__dict__[name] = value
-
-    def extra_repr(self) -> str:
-        return self.replaced
-
-
-class PlaceholderLayer(Placeholder):
-    """A decoder layer of another stage: returns its hidden states, or connects the stage to a neighbour.
-
-    Args:
-        outputs: length of the tuple the real layer returns, or None when it returns a tensor.
-        role: "input" for the layer just before the stage's own: it returns the received tensor. "output" for the
-            layer just after them: it stores its hidden states as the stage's output. "pass" for all others.
-    """
-
-    def __init__(self, replaced: nn.Module, io: StageIO, outputs: int | None, role: Role):
-        super().__init__(replaced, io)
-        self.outputs = outputs
-        self.role = role
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if self.role == "input":
-            hidden = self.io.require_received()
-            self.io.received_used = True
-        elif self.role == "output":
-            self.io.require_running()
-            self.io.to_send = hidden
-            hidden = hidden.detach()
-        return hidden if self.outputs is None else (hidden,) + (None,) * (self.outputs - 1)
-
-
-class PlaceholderEmbedding(Placeholder):
-    """An embedding of another stage: returns zeros of the right shape, which take no memory."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        return self.io.require_received().new_zeros(()).expand(*ids.shape, self.embedding_dim)
-
-
-class PlaceholderLinear(Placeholder):
-    """A linear layer of another stage before the decoder layers: returns zeros of the right shape."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
-
-
-class PlaceholderPassThrough(Placeholder):
-    """A norm or head of another stage: returns its input."""
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x
-
-
 def run_stage(
-    model: nn.Module, received: torch.Tensor | None, inputs: Mapping[str, Any], *, index: int | None = None
+    model: nn.Module,
+    received: torch.Tensor | Tensors | None,
+    inputs: Mapping[str, Any],
+    *,
+    index: int | None = None,
 ) -> Any:
     """One forward of a stage.
 
     Args:
         model: a model that `split` returned, or an unsplit one.
-        received: output of the previous stage, [B, S, D]; None on the first stage.
+        received: what the previous stage returned here; None on the first stage.
         inputs: keyword arguments of the whole model (input_ids, attention_mask, ...); every stage gets the same.
-            `use_cache` defaults to False, and `labels` reach only the last stage.
+            `use_cache` defaults to False, and `labels` reach only the last stage. Of labels that an encoder-decoder
+            shifts into its decoder's input ids, the others get those.
         index: number of the stage; None: the only one of this rank.
 
     Returns:
-        the hidden states to send to the next stage, [B, S, D]; on the last stage what the model returns, with a
-        `NotHere` for each entry that only the whole model has.
+        the hidden states to send to the next stage, [B, S, D], or a tuple of all tensors to send, where there are
+        several (encoder-decoders, layers that hand on more than their hidden states); on the last stage what the model
+        returns, with a `NotHere` for each entry that only the whole model has.
 
     Raises:
         PlanError: a model called like this cannot be split, or its forward skipped the layer that reads this stage's
@@ -241,26 +266,57 @@ def run_stage(
     missing = stages.check(model, inputs) if stages.check is not None else frozenset()
     arguments = arguments_of(model, inputs)
     if not stage.is_last:
-        arguments.pop("labels", None)
-    io = stage.io
-    io.running, io.received_used, io.received = True, stage.is_first, received
+        _without_labels(model, stage, arguments)
     stages.running = stage
     try:
-        with stage.shown(model):
+        with stage.shown(model), stage.joined(model, tensors_in(received)) as io:
             output = model(**arguments)
-        received_used, to_send = io.received_used, io.to_send
+            skipped = not (stage.reads <= io.was_read and (stage.is_last or io.to_send))
     finally:
-        io.running, io.received, io.to_send = False, None, None
         stages.running = None
-    if not received_used or (to_send is None and not stage.is_last):
+    if skipped:
         raise PlanError(
             f"the forward of {type(model).__name__} skipped a layer next to those of stage {stage.index}",
             cause="an option that leaves out layers, such as layerdrop",
             fix="turn it off when training in a pipeline",
         )
     if not stage.is_last:
-        return to_send
+        return output[0] if len(output) == 1 else output
     return output if stages.check is None else without(output, missing)
+
+
+def tensors_in(boundary: torch.Tensor | Tensors | None) -> Tensors:
+    """What stages send each other, as a tuple."""
+    if boundary is None:
+        return ()
+    return (boundary,) if isinstance(boundary, torch.Tensor) else boundary
+
+
+def gradients_to_send(received: Tensors) -> Tensors:
+    """The gradients of what a stage received, after its backward."""
+    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in received)
+
+
+def _without_labels(model: nn.Module, stage: Stage, arguments: dict[str, Any]) -> None:
+    """Remove the labels, but keep what an encoder-decoder makes of them."""
+    labels = arguments.pop("labels", None)
+    given = [arguments.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds")]
+    if labels is None or stage.encoder_end is None or any(each is not None for each in given):
+        return
+    shift = getattr(model, SHIFT, None)
+    if shift is None:
+        raise PlanError(
+            f"stages of {type(model).__name__} cannot make the decoder's input ids of the labels",
+            got="labels alone",
+            expected="decoder_input_ids beside them",
+            cause=f"only the last stage gets the labels, and the class has no {SHIFT}",
+            fix="pass decoder_input_ids: the labels, shifted to the right",
+        )
+    arguments["decoder_input_ids"] = shift(labels=labels)
+
+
+SHIFT = "prepare_decoder_input_ids_from_labels"
+"""The method of transformers' classes that makes a decoder's input ids of labels."""
 
 
 def _chosen(stages: Stages, index: int | None) -> Stage:

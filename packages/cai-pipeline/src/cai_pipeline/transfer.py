@@ -1,7 +1,8 @@
 """Tensors between neighbouring stages, point to point over the pp group.
 
-Both ends make their calls in the order of a checked program, so messages need no tags. The first forward transfer of
-a new shape is preceded by a message with its shape and dtype.
+Both ends make their calls in the order of a checked program, so messages need no tags. A transfer is of one tensor or
+of several, whose number both ends know. The first forward transfer of new shapes is preceded by a message with shapes
+and dtypes.
 """
 
 from __future__ import annotations
@@ -52,18 +53,22 @@ class TensorMeta:
         return cls(tuple(sizes[:dims]), DTYPES[code])
 
 
+Metas = tuple[TensorMeta, ...]
+"""Of all tensors of a transfer."""
+
+
 @dataclass
 class PendingReceive:
-    """A tensor that is being received."""
+    """The tensors of one transfer that are being received."""
 
-    tensor: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
     works: Sequence[dist.Work]
 
-    def wait(self) -> torch.Tensor:
-        """Wait for the tensor and return it."""
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Wait for the tensors and return them."""
         for work in self.works:
             work.wait()
-        return self.tensor
+        return self.tensors
 
 
 class P2PCommunicator:
@@ -78,7 +83,7 @@ class P2PCommunicator:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: Iterable[int]):
         self.group = group
         self.device = device
-        self._sending: deque[tuple[Sequence[dist.Work], torch.Tensor]] = deque()
+        self._sending: deque[tuple[Sequence[dist.Work], Sequence[torch.Tensor]]] = deque()
         self._open_connections(sorted(peers))
 
     def _open_connections(self, peers: Sequence[int]) -> None:
@@ -91,40 +96,41 @@ class P2PCommunicator:
         for work in start_exchange(self.group, sends=out, receives=into):
             work.wait()
 
-    def exchange_meta(self, peer: int, send: TensorMeta | None, receive: bool) -> TensorMeta | None:
-        """Send a TensorMeta, receive one, or both at once; waits for the peer.
+    def exchange_meta(self, peer: int, send: Metas | None, receive: int) -> Metas | None:
+        """Send the shapes and dtypes of a transfer, receive those of one, or both at once; waits for the peer.
 
         Args:
             peer: rank in the pp group.
             send: what to send, or None.
-            receive: whether the peer sends one.
+            receive: how many the peer sends.
         """
-        incoming = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device) if receive else None
-        works = self._start(peer, send.encode(self.device) if send else None, incoming)
-        for work in works:
+        incoming = [torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device) for _ in range(receive)]
+        for work in self._start(peer, [meta.encode(self.device) for meta in send or ()], incoming):
             work.wait()
-        return TensorMeta.decode(incoming) if incoming is not None else None
+        return tuple(map(TensorMeta.decode, incoming)) or None
 
     def exchange(
-        self, peer: int, send: torch.Tensor | None, receive: TensorMeta | None
+        self, peer: int, send: Sequence[torch.Tensor], receive: Metas | None
     ) -> PendingReceive | None:
-        """Start sending a tensor, receiving one, or both at once; does not wait.
+        """Start sending tensors, receiving some, or both at once; does not wait.
 
         Args:
             peer: rank in the pp group.
-            send: contiguous tensor, or None; must not change until `finish`.
-            receive: shape and dtype of the tensor to receive, or None.
+            send: contiguous tensors, none where nothing is sent; must not change until `finish`.
+            receive: shapes and dtypes of the tensors to receive, or None.
 
         Returns:
-            the tensor being received, or None.
+            the tensors being received, or None.
         """
-        incoming = torch.empty(receive.shape, dtype=receive.dtype, device=self.device) if receive else None
+        incoming = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in receive or ()]
         works = self._start(peer, send, incoming)
-        separate = len(works) == (send is not None) + (incoming is not None)
-        if send is not None:
-            self._sending.append((works[:1] if separate else works, send))
+        separate = len(works) == len(send) + len(incoming)
+        if send:
+            self._sending.append((works[: len(send)] if separate else works, send))
             self._wait_until(SENDS_IN_FLIGHT)
-        return PendingReceive(incoming, works[-1:] if separate else works) if incoming is not None else None
+        return (
+            PendingReceive(tuple(incoming), works[len(send) :] if separate else works) if incoming else None
+        )
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -136,9 +142,11 @@ class P2PCommunicator:
             for work in works:
                 work.wait()
 
-    def _start(self, peer: int, send: torch.Tensor | None, receive: torch.Tensor | None) -> list[dist.Work]:
+    def _start(
+        self, peer: int, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
         return start_exchange(
             self.group,
-            sends=[] if send is None else [(send, peer)],
-            receives=[] if receive is None else [(receive, peer)],
+            sends=[(tensor, peer) for tensor in send],
+            receives=[(tensor, peer) for tensor in receive],
         )

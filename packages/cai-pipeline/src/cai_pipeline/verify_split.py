@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from cai_pipeline.call import Call
 from cai_pipeline.draws import draws_by_place
 from cai_pipeline.partition import partition, tied_parameters
 from cai_pipeline.placement import Held, place
-from cai_pipeline.stage import Stages, run_stage
+from cai_pipeline.stage import Stages, Tensors, gradients_to_send, run_stage, tensors_in
 from cai_pipeline.structure import ModelStructure, find_structure
 
 TOLERANCE = 1e-10
@@ -82,10 +82,30 @@ def verify_split(
 @lru_cache(maxsize=64)
 def structure_of(trial: Trial | SmallModel) -> ModelStructure:
     """Where the parts of a trial's model lie. Raises PlanError when it cannot be split between its layers."""
-    with torch.device("cpu"), torch.no_grad():
+    with torch.device("cpu"), torch.enable_grad():
         model = trial.build().double().eval()
         with _explained(type(model).__name__):
-            return find_structure(model, trial)
+            structure = find_structure(model, trial)
+            if _ends_pass(model, structure, trial):
+                return structure
+            return replace(structure, shaping=structure.shaping | set(structure.lists[-1].after))
+
+
+def _ends_pass(model: nn.Module, structure: ModelStructure, trial: Trial | SmallModel) -> bool:
+    """Whether a first stage runs with what follows the layers handing on its input, which is cheaper than zeros.
+
+    It does not where the model's code needs the shape of a head's output, to add a bias or to fold it to an image.
+    """
+    layers = len(structure.layers(model))
+    if layers < 2:
+        return True
+    try:
+        part = _part(model, structure, balance_layers([1.0] * layers, 2), place(2), 0)
+        with torch.no_grad():
+            run_stage(part, None, trial.inputs())
+    except Exception:
+        return False
+    return True
 
 
 @lru_cache(maxsize=256)
@@ -98,18 +118,17 @@ def verify_call(tried: Tried, call: Call) -> frozenset[str]:
     trial, structure = tried.trial, structure_of(tried.trial)
     with torch.device("cpu"), torch.enable_grad():
         whole = trial.build().double().train(call.training)
-        stack = whole.get_submodule(structure.layers)
-        stage_layers, held = _division(tried, len(list(stack.children())))
+        stage_layers, held = _division(tried, len(structure.layers(whole)))
         owners = [stage for stage, layers in enumerate(stage_layers) for _ in layers]
         name, inputs = f"{type(whole).__name__} in {call}", call.inputs(trial)
         with _explained(name):
             parts = [_part(whole, structure, stage_layers, held, rank) for rank in range(max(held) + 1)]
-            _check_all_run(whole, stack, owners, inputs, call)
-            with draws_by_place(stack, None, owners):
+            _check_all_run(whole, structure, owners, inputs, call)
+            with draws_by_place(whole, structure, None, owners):
                 expected = whole(**arguments_of(whole, inputs))
             loss = _loss(trial, call)
             loss(expected).backward()
-            output = chain([parts[rank] for rank in held], inputs, loss, structure.layers, owners)
+            output = chain([parts[rank] for rank in held], inputs, loss, structure, owners)
     _compare(name, "loss", loss(output), loss(expected))
     _compare(name, "output", _main(output), _main(expected))
     found = gradients(parts)
@@ -140,13 +159,18 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _check_all_run(
-    whole: nn.Module, stack: nn.Module, owners: Sequence[int], inputs: Mapping[str, Any], call: Call
+    whole: nn.Module,
+    structure: ModelStructure,
+    owners: Sequence[int],
+    inputs: Mapping[str, Any],
+    call: Call,
 ) -> None:
     """Raise PlanError for a model that leaves out layers when the numbers it draws are low."""
     if not call.training:
         return
-    with torch.no_grad(), draws_by_place(stack, None, owners, lowest=True) as run:
-        copy.deepcopy(whole)(**arguments_of(whole, inputs))
+    tried = copy.deepcopy(whole)
+    with torch.no_grad(), draws_by_place(tried, structure, None, owners, lowest=True) as run:
+        tried(**arguments_of(whole, inputs))
     if run != list(range(len(owners))):
         raise PlanError(
             f"{type(whole).__name__} leaves out layers at random in training mode",
@@ -186,8 +210,8 @@ def _part(
     part = copy.deepcopy(whole)
     tied = tied_parameters(part, structure, stage_layers)
     partition(part, structure, stage_layers, held, rank, tied)
-    for name, parameter in tied.items():
-        attach(parameter, name=name)
+    for name, each in tied.items():
+        attach(each.parameter, name=name)
     return part
 
 
@@ -195,7 +219,7 @@ def chain(
     parts: Sequence[nn.Module],
     inputs: Mapping[str, Any],
     loss: Callable[[Any], torch.Tensor],
-    layers: str | None = None,
+    structure: ModelStructure | None = None,
     owners: Sequence[int] = (),
 ) -> Any:
     """Run all stages of a model one after the other in this process, then backward through all of them.
@@ -204,32 +228,34 @@ def chain(
         parts: the model of each stage, in order; one that holds several stages is there for each.
         inputs: keyword arguments of the whole model.
         loss: of the last stage's output.
-        layers: name of the list of layers, for random numbers as `draws_by_place` has them; None: as they come.
+        structure: of the model, for random numbers as `draws_by_place` has them; None: as they come.
         owners: stage of each layer, then.
 
     Returns:
         the last stage's output.
     """
-    received: torch.Tensor | None = None
-    boundaries: list[tuple[torch.Tensor, torch.Tensor]] = []
+    received: Tensors = ()
+    boundaries: list[tuple[Tensors, Tensors]] = []
 
     def _draws(part: nn.Module, index: int) -> AbstractContextManager[Any]:
-        return draws_by_place(part.get_submodule(layers), index, owners) if layers else nullcontext()
+        return draws_by_place(part, structure, index, owners) if structure else nullcontext()
 
     def run(index: int) -> Any:
         part = parts[index]
         stage = Stages.of(part).own[index]
         with stage.shown(part), _draws(part, index):
-            return run_stage(part, received, inputs, index=index)
+            return run_stage(part, received or None, inputs, index=index)
 
     for index in range(len(parts) - 1):
-        sent = run(index)
-        received = sent.detach().requires_grad_()
+        sent = tensors_in(run(index))
+        received = tuple(each.detach().requires_grad_() for each in sent)
         boundaries.append((sent, received))
     output = run(len(parts) - 1)
     loss(output).backward()
     for sent, received in reversed(boundaries):
-        sent.backward(received.grad)
+        pairs = list(zip(sent, gradients_to_send(received), strict=True))
+        learned = [pair for pair in pairs if pair[0].requires_grad]
+        torch.autograd.backward([each for each, _ in learned], [gradient for _, gradient in learned])
     return output
 
 
