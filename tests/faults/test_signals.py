@@ -15,6 +15,8 @@ CASES = {
     "launcher": ("cai train", 2, signal.SIGTERM, "launcher"),
     "rank 1": ("cai train", 2, signal.SIGINT, "rank"),
     "terminal": ("cai train", 2, signal.SIGINT, "all"),
+    "scheduler": ("cai train", 2, signal.SIGTERM, "all, in a step of a second"),
+    "scheduler, cai run": ("cai run", 2, signal.SIGTERM, "all, in a step of a second"),
     "cai run": ("cai run", 2, signal.SIGTERM, "launcher"),
     "torchrun": ("torchrun", 2, signal.SIGTERM, "launcher"),
 }
@@ -23,11 +25,17 @@ CASES = {
 def send(process, number, whom):
     if whom == "all":
         os.killpg(process.pid, number)
+    elif whom.startswith("all"):
+        slow = ranks(process)[1]
+        os.kill(slow, signal.SIGSTOP)
+        os.killpg(process.pid, number)
+        time.sleep(1)
+        os.kill(slow, signal.SIGCONT)
     else:
         os.kill(ranks(process)[1] if whom == "rank" else process.pid, number)
 
 
-IN_THE_SUITE = {"one rank", "terminal"}
+IN_THE_SUITE = {"one rank", "terminal", "scheduler"}
 """Each of the others is a run of its own too, and asked for with `-m matrix`."""
 
 
