@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
-from cai_pipeline.stage import Role, StageIO
+from cai_pipeline.boundary import StageIO
 from cai_pipeline.structure import LayerList
+
+Role = Literal["input", "output", "pass"]
+"""What a placeholder layer does with the hidden states."""
 
 
 class Placeholder(nn.Module):
