@@ -58,9 +58,14 @@ class StageIO:
         """Take tensors as the stage's output; the encoder's output follows them once it is there."""
         self.to_send = tensors if self.memory is None else (*tensors, self.memory)
 
+    @property
+    def travelling(self) -> Tensors:
+        """What says the dtype and device of zeros: what the stage sends, or before that what it received."""
+        return self.to_send or self.received
+
     def zeros(self, shape: Sequence[int]) -> torch.Tensor:
-        """Zeros that take no memory, with the dtype and on the device of what travels."""
-        like = self.to_send or self.read("dtype")
+        """Zeros that take no memory. Raises PlanError where nothing has been received or sent."""
+        like = self.travelling or self.read("dtype")
         return like[0].new_zeros(()).expand(tuple(shape))
 
     def require_running(self) -> None:
