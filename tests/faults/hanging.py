@@ -1,4 +1,4 @@
-"""A rank of a launcher that stops making steps: `hanging.py DIRECTORY HOW`."""
+"""A rank of a launcher that stops making steps: `hanging.py DIRECTORY HOW DEVICE`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from cai_apps.run.directory import RunDirectory
+from cai_apps.run.job import start_rank
 from cai_apps.run.watchdog import Watchdog
 
 
 def main() -> None:
-    directory, how = Path(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo")
-    rank, x = dist.get_rank(), torch.ones(4)
-    pair = dist.new_group([0, 1])
+    directory, how, device = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    x = torch.ones(4, device=start_rank(device))
+    rank, pair = dist.get_rank(), dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(x, group=pair)  # over NCCL the first one waits for the others in another way
+    x.sum().item()
     run = RunDirectory(directory)
     run.crash.mkdir(parents=True, exist_ok=True)
     watchdog = Watchdog(run, 0)
@@ -31,8 +34,9 @@ def main() -> None:
     if rank < 2:
         dist.all_reduce(x, group=pair)  # rank 2 waits for rank 0 below, which waits for rank 1 here
     dist.all_reduce(x)
-    if how == "differs":
+    if how == "differs" and rank == 0:
         dist.all_reduce(x)
+    x.sum().item()  # where a rank of NCCL waits, which has called all of them
     watchdog.close()
 
 

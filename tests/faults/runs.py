@@ -1,4 +1,4 @@
-"""Starts small runs as processes, finds their ranks, and reads what they leave behind."""
+"""Starts small runs as processes, on CPUs or on GPUs, finds their ranks, and reads what they leave behind."""
 
 from __future__ import annotations
 
@@ -34,11 +34,21 @@ SMALL = {
     "parallel.tensor.size": 1,
     "parallel.pipeline.size": 1,
 }
+DEVICES = {
+    "cpu": {"train.device": "cpu"},
+    "cuda": {
+        "train.device": "cuda",
+        "train.compile": "off",
+        "train.kernels": "off",
+    },  # which take long to start
+}
+LONGER = {"cpu": 1, "cuda": 10}
+"""How many times the steps of a run on CPUs another takes that is to last as long."""
 
 
-def command(launcher: str, run: Path, **values: object) -> list[str]:
+def command(launcher: str, run: Path, device: str = "cpu", **values: object) -> list[str]:
     """The command line of a run of llama-tiny in the directory `run`, on two ranks unless `values` say otherwise."""
-    options = {**SMALL, "parallel.shard": 2, "train.steps": 100_000, "log.directory": run}
+    options = {**SMALL, **DEVICES[device], "parallel.shard": 2, "train.steps": 100_000, "log.directory": run}
     options |= {"data.cache": run.parent / "cache"}
     options |= {name.replace("__", "."): value for name, value in values.items()}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -46,24 +56,41 @@ def command(launcher: str, run: Path, **values: object) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(words: list[str], run: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a session of its own, of which nothing is left at the end."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def started(words: list[str], run: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own, of which nothing is left at the end. `more` is for its environment."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
     run.parent.mkdir(exist_ok=True)
-    with (run.parent / f"{run.name}.out").open("w") as out:
-        process = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+    with _file(run, "out").open("w") as out, _file(run, "err").open("w") as err:
+        process = subprocess.Popen(words, stdout=out, stderr=err, env=environment, start_new_session=True)
     try:
         yield process
     finally:
+        for pid in [process.pid, *_below(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
+def ended(words: list[str], run: Path, seconds: float, **more: str) -> int:
+    """The exit code of a run that is left to itself."""
+    with started(words, run, **more) as process:
+        return process.wait(timeout=seconds)
+
+
+def _file(run: Path, kind: str) -> Path:
+    return run.parent / f"{run.name}.{kind}"
+
+
 def output(run: Path) -> str:
-    return (run.parent / f"{run.name}.out").read_text()
+    """What was printed, that of stderr last."""
+    return _file(run, "out").read_text() + errors(run)
+
+
+def errors(run: Path) -> str:
+    """What was printed to stderr."""
+    return _file(run, "err").read_text()
 
 
 def steps(run: Path) -> int:
@@ -109,6 +136,17 @@ def _session(leader: int) -> list[int]:
             if os.getsid(int(path.name)) == leader:
                 found.append(int(path.name))
     return found
+
+
+def _below(ancestor: int) -> list[int]:
+    """All processes that a process has started, and those that these have."""
+    found, parents = (
+        [ancestor],
+        {int(path.name): _parent(int(path.name)) for path in Path("/proc").glob("[0-9]*")},
+    )
+    for above in found:
+        found += [pid for pid, parent in parents.items() if parent == above]
+    return found[1:]
 
 
 def _read(pid: int, name: str) -> str:

@@ -6,13 +6,13 @@ import os
 import signal
 
 import pytest
-from runs import alive, command, output, ranks, same, started, steps, until
+from runs import LONGER, alive, command, ended, output, ranks, same, started, steps, until
 
 
 @pytest.mark.parametrize("launcher", ["cai train", pytest.param("torchrun", marks=pytest.mark.matrix)])
-def test_no_rank_outlives_its_launcher(launcher, tmp_path):
+def test_no_rank_outlives_its_launcher(launcher, device, tmp_path):
     run = tmp_path / "run"
-    with started(command(launcher, run), run) as process:
+    with started(command(launcher, run, device), run) as process:
         until(lambda: steps(run) >= 2 or process.poll() is not None)
         pids = ranks(process)
         assert alive(pids) == pids and len(pids) == 2
@@ -27,9 +27,10 @@ def test_no_rank_outlives_its_launcher(launcher, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["cai train", pytest.param("cai run", marks=pytest.mark.matrix)])
-def test_killed_rank_is_named_with_its_signal_and_step(launcher, tmp_path):
+def test_killed_rank_is_named_with_its_signal_and_step(launcher, device, tmp_path):
     run = tmp_path / "run"
-    with started(command(launcher, run), run) as process:
+    copies = "auto" if launcher == "cai train" else "off"  # on GPUs: ranks wait for copies, and in NCCL alone
+    with started(command(launcher, run, device, parallel__copy_engines=copies), run) as process:
         until(lambda: steps(run) >= 2 or process.poll() is not None)
         pids = ranks(process)
         os.kill(pids[1], signal.SIGKILL)
@@ -45,19 +46,18 @@ def test_killed_rank_is_named_with_its_signal_and_step(launcher, tmp_path):
 
 
 @pytest.mark.matrix
-def test_ranks_that_are_started_again_end_with_the_same_weights(tmp_path):
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    options = {"train__steps": 40, "checkpoint__every": 5, "checkpoint__final": "False"}
-    with started(command("cai train", whole, **options), whole) as process:
-        assert process.wait(timeout=90) == 0, output(whole)
-    words = command("cai run", run, **options)
+def test_ranks_that_are_started_again_end_with_the_same_weights(device, tmp_path):
+    whole, run, every = tmp_path / "whole", tmp_path / "run", 5 * LONGER[device]
+    options = {"train__steps": 8 * every, "checkpoint__every": every, "checkpoint__final": "False"}
+    assert ended(command("cai train", whole, device, **options), whole, 90) == 0
+    words = command("cai run", run, device, **options)
     words[4:4] = ["--max-restarts", "2"]
     with started(words, run) as process:
-        until(lambda: (run / "checkpoints" / "step-5" / "manifest.json").is_file())
+        until(lambda: (run / "checkpoints" / f"step-{every}" / "manifest.json").is_file())
         os.kill(ranks(process)[1], signal.SIGKILL)
         assert process.wait(timeout=120) == 0, output(run)
     again = "ranks were started again (1 of at most 2 times): going on from the newest checkpoint"
     assert output(run).count(again) == 1
     assert "resumed from" in output(run)
-    assert steps(run) == 40
+    assert steps(run) == 8 * every
     assert same(run, whole)

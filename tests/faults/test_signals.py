@@ -8,13 +8,15 @@ import signal
 import time
 
 import pytest
-from runs import alive, command, output, ranks, same, started, steps, until
+from runs import LONGER, alive, command, ended, output, ranks, same, started, steps, until
 
 CASES = {
     "one rank": ("cai train", 1, signal.SIGTERM, "launcher"),
     "launcher": ("cai train", 2, signal.SIGTERM, "launcher"),
     "rank 1": ("cai train", 2, signal.SIGINT, "rank"),
     "terminal": ("cai train", 2, signal.SIGINT, "all"),
+    "scheduler": ("cai train", 2, signal.SIGTERM, "all, in a step of a second"),
+    "scheduler, cai run": ("cai run", 2, signal.SIGTERM, "all, in a step of a second"),
     "cai run": ("cai run", 2, signal.SIGTERM, "launcher"),
     "torchrun": ("torchrun", 2, signal.SIGTERM, "launcher"),
 }
@@ -23,11 +25,17 @@ CASES = {
 def send(process, number, whom):
     if whom == "all":
         os.killpg(process.pid, number)
+    elif whom.startswith("all"):
+        slow = ranks(process)[1]
+        os.kill(slow, signal.SIGSTOP)
+        os.killpg(process.pid, number)
+        time.sleep(1)
+        os.kill(slow, signal.SIGCONT)
     else:
         os.kill(ranks(process)[1] if whom == "rank" else process.pid, number)
 
 
-IN_THE_SUITE = {"one rank", "terminal"}
+IN_THE_SUITE = {"one rank", "terminal", "scheduler"}
 """Each of the others is a run of its own too, and asked for with `-m matrix`."""
 
 
@@ -36,10 +44,10 @@ def cases():
 
 
 @pytest.mark.parametrize("case", cases())
-def test_run_stops_after_a_step_with_a_checkpoint(case, tmp_path):
+def test_run_stops_after_a_step_with_a_checkpoint(case, device, tmp_path):
     launcher, size, number, whom = CASES[case]
     run = tmp_path / "run"
-    with started(command(launcher, run, parallel__shard=size), run) as process:
+    with started(command(launcher, run, device, parallel__shard=size), run) as process:
         until(lambda: steps(run) >= 2 or process.poll() is not None)
         send(process, number, whom)
         code = process.wait(timeout=40)
@@ -56,27 +64,26 @@ def test_run_stops_after_a_step_with_a_checkpoint(case, tmp_path):
 
 
 @pytest.mark.matrix
-def test_what_was_stopped_goes_on_to_the_same_weights(tmp_path):
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    with started(command("cai train", whole, train__steps=60), whole) as process:
-        assert process.wait(timeout=90) == 0, output(whole)
-    with started(command("cai train", run, train__steps=60), run) as process:
+def test_what_was_stopped_goes_on_to_the_same_weights(device, tmp_path):
+    whole, run, goal = tmp_path / "whole", tmp_path / "run", 60 * LONGER[device]
+    assert ended(command("cai train", whole, device, train__steps=goal), whole, 90) == 0
+    words = command("cai train", run, device, train__steps=goal)
+    with started(words, run) as process:
         until(lambda: steps(run) >= 2)
         process.terminate()
-        assert process.wait(timeout=40) == 143, output(run)
-    assert steps(run) < 60
-    with started(command("cai train", run, train__steps=60), run) as process:
-        assert process.wait(timeout=90) == 0, output(run)
+        assert process.wait(timeout=40) == 143
+    assert steps(run) < goal
+    assert ended(words, run, 90) == 0
     assert "resumed from" in output(run)
-    assert steps(run) == 60
+    assert steps(run) == goal
     assert same(run, whole)
 
 
 @pytest.mark.matrix
-def test_second_interrupt_ends_at_once(tmp_path):
+def test_second_interrupt_ends_at_once(device, tmp_path):
     """A rank that does not answer keeps the step from its end; the second SIGINT does not wait for it."""
     run = tmp_path / "run"
-    with started(command("cai train", run), run) as process:
+    with started(command("cai train", run, device), run) as process:
         until(lambda: steps(run) >= 2)
         pids = ranks(process)
         os.kill(pids[1], signal.SIGSTOP)
@@ -84,7 +91,7 @@ def test_second_interrupt_ends_at_once(tmp_path):
         time.sleep(2)
         assert alive(pids) == pids
         process.send_signal(signal.SIGINT)
-        until(lambda: pids[0] not in alive(pids), 3)
+        until(lambda: pids[0] not in alive(pids), 3 if device == "cpu" else 10)
         os.kill(pids[1], signal.SIGCONT)
         assert process.wait(timeout=20) == 130, output(run)
         until(lambda: not alive(pids), 3)

@@ -146,6 +146,7 @@ CASES: dict[str, list[Case]] = {
             "--parallel.pipeline.size=2 --parallel.pipeline.schedule=zb-h1 --parallel.zero=2", "zero 0 or 1"
         ),
         language("--parallel.pipeline.size=2 --parallel.pipeline.unshard=step", "zero = 3"),
+        language("--parallel.pipeline.size=1 --parallel.pipeline.wire=fp8", "there is one rank"),
         language("--parallel.wire_weights=int8", "compresses"),
         language("--parallel.wire_gradients=fp8 --parallel.zero=0 --parallel.shard=2", "compresses"),
         language("--parallel.shard=4096", "4096"),

@@ -12,13 +12,24 @@ from cai_gemini import HostModel
 from cai_mesh.errors import PlanError
 
 
+class Part(nn.Sequential):
+    """A layer that also adds what it holds in 8 bits."""
+
+    def forward(self, x):
+        x = torch.tanh(super().forward(x))
+        for extra in ("small", "eight"):
+            if hasattr(self, extra):
+                x = x + getattr(self, extra).float()
+        return x
+
+
 class Toy(nn.Module):
     """Layers with parameters and buffers of several dtypes, one tied to the input; they run in a given order."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)])
+        self.layers = nn.ModuleList([Part(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)])
         self.layers[1][0].weight = self.first.weight
         self.layers[2].register_buffer("small", torch.arange(-3, 5, dtype=torch.int8))
         self.layers[3].register_buffer("eight", torch.randn(8).to(torch.float8_e4m3fn))
@@ -26,10 +37,7 @@ class Toy(nn.Module):
     def forward(self, x, order=(0, 1, 2, 3)):
         x = self.first(x)
         for number in order:
-            x = torch.tanh(self.layers[number](x))
-            for extra in ("small", "eight"):
-                if hasattr(self.layers[number], extra):
-                    x = x + getattr(self.layers[number], extra).float()
+            x = self.layers[number](x)
         return x
 
 

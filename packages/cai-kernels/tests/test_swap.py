@@ -342,6 +342,63 @@ def test_a_layer_norm_without_bias():
     torch.testing.assert_close(model(x), expected)
 
 
+class ScaledGroupNorm(nn.GroupNorm):
+    """Computes something else, and is left."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8, eps=1e-3), nn.SiLU(),
+        nn.Conv2d(8, 6, 3, padding=1), nn.GroupNorm(3, 6, affine=False), ScaledGroupNorm(2, 6),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_group_norms_train_alike(monkeypatch, layout, dtype):
+    from cai_kernels.swap import group_norms
+
+    calls, kernel = [], group_norms.group_norm
+    monkeypatch.setattr(group_norms, "group_norm", lambda *a, **k: (calls.append(0), kernel(*a, **k))[1])
+    plain = images().to(dtype, memory_format=layout)
+    with torch.no_grad():
+        plain[1].weight.uniform_(0.5, 2)
+        plain[1].bias.normal_()
+    swapped = copy.deepcopy(plain)
+    record = swap(swapped)
+    assert [(r.name, r.kernel) for r in record.replaced] == [("1", "group_norm"), ("4", "group_norm")]
+    x = torch.randn(2, 3, 5, 7, dtype=dtype).to(memory_format=layout)
+    results = []
+    for model in (plain, swapped):
+        x = x.detach().requires_grad_()
+        y = model(x)
+        y.square().mean().backward()
+        results.append([y, x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert len(calls) == (2 if dtype == torch.float32 else 0), "what the kernel does not take runs as it did"
+
+
+def test_group_norms_leave_autocast_and_graphs_to_torch(monkeypatch):
+    from cai_kernels.swap import group_norms
+
+    monkeypatch.setattr(group_norms, "group_norm", lambda *a, **k: pytest.fail("the kernel ran"))
+    plain = images()[:2]
+    swapped = copy.deepcopy(plain)
+    swap(swapped)
+    x = torch.randn(2, 3, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(swapped(x), plain(x))
+    whole = torch.compile(swapped, backend="eager", fullgraph=True)
+    assert torch.equal(whole(x), plain(x))
+    with pytest.raises(RuntimeError, match="channels"):
+        swapped[1](torch.randn(2, 7, 4, 4))
+
+
 def test_meta_models_are_recognized():
     with torch.device("meta"):
         model = Model()

@@ -19,6 +19,7 @@ from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import Costs, PipelineRunner, search, split
 from cai_pipeline.actions import Program, from_text
 from cai_pipeline.placement import Placement, place
+from cai_pipeline.wire import Wire, pack, unpack
 
 STEPS = 3
 LAYERS = 8
@@ -39,9 +40,16 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def reference(family: str, microbatches: int, ragged: bool) -> list[dict[str, torch.Tensor]]:
-    """Loss, gradients and parameters after each step of a plain loop in this process."""
+def reference(
+    family: str, microbatches: int, ragged: bool, rounded_after: tuple[int, ...] = ()
+) -> list[dict[str, torch.Tensor]]:
+    """Loss, gradients and parameters after each step of a plain loop in this process.
+
+    What is after these layers of a LLaMA is rounded as on its way to another rank.
+    """
     model = build(config_of(family, LAYERS))
+    for layer in rounded_after:
+        model.model.layers[layer].register_forward_hook(lambda *passed: Rounded.apply(passed[-1]))
     optimizer = optimizer_of(model)
     steps = []
     for step in range(STEPS):
@@ -73,13 +81,15 @@ def train(
     ragged: bool,
     chunks: int = 1,
     placement: Placement = "loop",
+    wire: Wire = "full",
 ) -> dict[int, list[dict[str, torch.Tensor]]]:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
     trained = {}
     for microbatches in counts:
         model = split(build(config_of(family, LAYERS)), mesh, chunks=chunks, placement=placement)
         optimizer = optimizer_of(model)
-        runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=microbatches, loss_fn=loss_of)
+        how: dict[str, Any] = {"schedule": schedule, "wire": wire}
+        runner = PipelineRunner(model, mesh, microbatches=microbatches, loss_fn=loss_of, **how)
         trained[microbatches] = []
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -141,9 +151,40 @@ def test_a_schedule_that_was_searched() -> None:
     compare(run_ranks(2, train_searched, 5), "gpt2", (5,), True)
 
 
-def compare(ranks: list[Any], family: str, counts: tuple[int, ...], ragged: bool) -> None:
+class Rounded(torch.autograd.Function):
+    """What comes of a tensor, and of its gradient, by way of eight bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return unpack(pack(x), tuple(x.shape), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return unpack(pack(gradient), tuple(gradient.shape), gradient.dtype)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "chunks", "placement", "after"),
+    [
+        (2, "1f1b", 1, "loop", (3,)),
+        (2, "zb-h1", 1, "loop", (3,)),
+        (4, "1f1b", 1, "loop", (1, 3, 5)),
+        (2, "zb-v", 2, "v", (1, 5)),
+    ],
+)
+def test_what_travels_in_eight_bits(
+    ranks: int, schedule: str, chunks: int, placement: Placement, after: tuple[int, ...]
+) -> None:
+    """Stages on one rank hand on what they have."""
+    trained = run_ranks(ranks, train, "llama", ranks, schedule, (4,), True, chunks, placement, "fp8")
+    compare(trained, "llama", (4,), True, after)
+
+
+def compare(
+    ranks: list[Any], family: str, counts: tuple[int, ...], ragged: bool, after: tuple[int, ...] = ()
+) -> None:
     for microbatches in counts:
-        for step, expected in enumerate(reference(family, microbatches, ragged)):
+        for step, expected in enumerate(reference(family, microbatches, ragged, after)):
             for rank in ranks:
                 found = rank[microbatches][step]
                 assert_same_as_one_device(found, {name: expected[name] for name in found}, tolerance=1e-9)

@@ -90,6 +90,16 @@ def test_another_layout_is_no_change_of_what_is_learned(recipe, tmp_path):
     changes.check(found, tmp_path, frozenset())
 
 
+@pytest.mark.parametrize(
+    "key", ["parallel.pipeline.wire", "parallel.wire_weights", "parallel.wire_gradients"]
+)
+def test_what_rounds_on_its_way_is_a_change(key, tmp_path):
+    found = {key: ("full", "fp8"), "parallel.pipeline.size": (1, 2)}
+    with pytest.raises(ConfigError, match=key):
+        changes.check(found, tmp_path, frozenset())
+    changes.check(found, tmp_path, frozenset({key}))
+
+
 def laid_out(config, ranks):
     parallel = config.parallel
     tensor, pipeline = replace(parallel.tensor, size=1), replace(parallel.pipeline, size=1)

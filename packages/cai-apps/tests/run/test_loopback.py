@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from cai_apps.cli.run import parse, recorded
 from cai_apps.run import loopback
@@ -17,6 +18,7 @@ WORK = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
+from cai_apps.run.job import start_rank
 
 
 def family():
@@ -52,10 +54,16 @@ def listening():
 
 
 def work():
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
+    total = torch.ones(1, device=start_rank("DEVICE"))
     dist.all_reduce(total)
     assert total == 2
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(total, group=pair)
+    if dist.get_rank():
+        dist.send(total, 0)
+    else:
+        dist.recv(total, 1)
+    assert total == 4
     dist.barrier()
     if dist.get_rank() == 0:
         print("LISTENING", *sorted(listening()), flush=True)
@@ -68,31 +76,36 @@ os.environ.setdefault("ROOT_PID", str(os.getpid()))  # ranks import this file to
 from work import work
 from cai_apps.run.launch import launch
 if __name__ == "__main__":
-    launch(work, ranks=2, device="cpu")
+    launch(work, ranks=2, device="DEVICE")
 """
 RUN = """
 import os, sys
 os.environ.setdefault("ROOT_PID", str(os.getpid()))  # ranks import this file too
 from cai_apps.cli import main
-sys.exit(main(["run", "--nproc-per-node", "2", *sys.argv[1:], "script.py"]))
+sys.exit(main(["run", "--nproc-per-node", "2", "script.py"]))
 """
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
-def addresses(directory, script: str, *arguments: str) -> list[str]:
-    (directory / "work.py").write_text(WORK)
+GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+def addresses(directory, script: str, device: str) -> list[str]:
+    (directory / "work.py").write_text(WORK.replace("DEVICE", device))
     (directory / "script.py").write_text("from work import work\nwork()\n")
-    (directory / "start.py").write_text(script)
-    command = [sys.executable, "start.py", *arguments]
+    (directory / "start.py").write_text(script.replace("DEVICE", device))
+    command = [sys.executable, "start.py"]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("LISTENING")]
     return line.split()[1:]
 
 
-@pytest.mark.parametrize("script, arguments", [(LAUNCHED, []), (RUN, [])], ids=["launch", "run"])
-def test_two_ranks_listen_on_loopback_only(tmp_path, script, arguments):
-    found = addresses(tmp_path, script, *arguments)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPUS)])
+@pytest.mark.parametrize("script", [LAUNCHED, RUN], ids=["launch", "run"])
+def test_two_ranks_listen_on_loopback_only(tmp_path, script, device):
+    """Sockets of the store, of gloo or NCCL, and of all that NCCL starts beside them."""
+    found = addresses(tmp_path, script, device)
     assert len(found) >= 3  # the store, and a socket of each rank
     assert set(found) <= LOOPBACK
 

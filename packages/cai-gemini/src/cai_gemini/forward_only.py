@@ -67,10 +67,11 @@ class HostModel:
     """A frozen model on the host; inside `with` its forwards run on a device.
 
     What lies in `layers` comes layer by layer: each before its forward, while the one before it runs, and is dropped
-    after it. So at most two are on the device. All else is there from the beginning of `with` to its end. The order of
-    layers is that of the pass before; one that comes unexpectedly is waited for. Values are those of the same model on
-    the device, bit for bit. On a CPU device layers are copied as well, so that what is there can be counted, and
-    tensors of mapped files that begin at odd addresses once, as a CPU's products are rounded otherwise there.
+    after it. So at most two are on the device. All else comes as one copy at the beginning of `with`, and is there to
+    its end. The order of layers is that of the pass before; one that comes unexpectedly is waited for. Values are those
+    of the same model on the device, bit for bit. On a CPU device layers are copied as well, so that what is there can
+    be counted, and tensors of mapped files that begin at odd addresses once, as a CPU's products are rounded otherwise
+    there.
 
     Args:
         model: on the host; its tensors are moved, and put in others' place. It may not be used outside `with`.
@@ -88,8 +89,12 @@ class HostModel:
         self.most = 0
         self._rest, own = _places(model, layers)
         with torch.inference_mode(False), torch.no_grad():
+            self._around: _Layer | None = None
             if self._copies.device.type == "cpu":
                 self._rest = [_aligned(place) for place in self._rest]
+            elif self._rest:
+                self._around = _Layer(self._rest, self._copies.device)
+                self._rest = []
             self._layers = {
                 layer: _Layer(places, self._copies.device) for layer, places in own.items() if places
             }
@@ -104,13 +109,21 @@ class HostModel:
     @property
     def resident(self) -> int:
         """Bytes of weights on the device now, those on their way included."""
-        around = sum(place.home.nbytes for place in self._rest) if self._open else 0
-        return around + sum(self._layers[layer].nbytes for layer in self._there)
+        return (self._around_bytes if self._open else 0) + sum(
+            self._layers[layer].nbytes for layer in self._there
+        )
+
+    @property
+    def _around_bytes(self) -> int:
+        """Of what lies around the layers."""
+        if self._around is not None:
+            return self._around.nbytes
+        return sum(place.home.nbytes for place in self._rest)
 
     def __enter__(self) -> Self:
-        with torch.inference_mode(False), torch.no_grad():
-            for place in self._rest:
-                place.put(place.home.to(self._copies.device))
+        if self._around is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._around.lay(self._around.memory.to(self._copies.device, non_blocking=True))
         self._open = True
         self._count()
         return self
@@ -119,8 +132,8 @@ class HostModel:
         with torch.inference_mode(False), torch.no_grad():
             for layer in [*self._there]:
                 self._drop(layer)
-            for place in self._rest:
-                place.put(place.home)
+            if self._around is not None:
+                self._around.lay(self._around.memory)
         self._open, self._last = False, None
         let_go(self._copies.device)
 

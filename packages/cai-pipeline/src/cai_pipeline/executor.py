@@ -26,6 +26,7 @@ from cai_pipeline.schedules import forward_only
 from cai_pipeline.simulate import Timeline
 from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
+from cai_pipeline.wire import Wire, check_wire
 
 Inputs = Mapping[str, Any]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -67,6 +68,8 @@ class PipelineRunner:
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
         observers: who is told of what the runner does.
+        wire: what stages on different ranks send each other, hidden states and their gradients: "full", or "fp8", in a
+            byte an element and a scale a token (`cai_pipeline.wire`), which rounds both.
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh.
@@ -84,9 +87,11 @@ class PipelineRunner:
         grad_sync: GradSync | None = None,
         sharding: ParameterSharding | None = None,
         observers: Observers | None = None,
+        wire: Wire = "full",
     ):
         mesh = ParallelMesh.of(mesh, alone="pp")
         mesh.require("pp", "PipelineRunner")
+        check_wire(wire)
         self.held = Stages.of(model).held
         ranks = mesh.degree("pp")
         if max(self.held) + 1 != ranks:
@@ -108,7 +113,9 @@ class PipelineRunner:
         self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0
         self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
-        self.p2p = P2PCommunicator(self.group, self.device, self._peers()) if self.group is not None else None
+        self.p2p = None
+        if self.group is not None:
+            self.p2p = P2PCommunicator(self.group, self.device, self._peers(), wire)
 
     def follow(self, schedule: Program) -> None:
         """Take another program for the steps to come. All ranks of the pipeline do, between the same steps.

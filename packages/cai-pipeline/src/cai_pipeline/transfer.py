@@ -2,7 +2,7 @@
 
 Both ends make their calls in the order of a checked program, so messages need no tags. A transfer is of one tensor or
 of several, whose number both ends know. The first forward transfer of new shapes is preceded by a message with shapes
-and dtypes.
+and dtypes. What is sent may be packed in a byte an element (`wire`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from cai_mesh.comm import start_exchange
 from cai_mesh.errors import PlanError
+from cai_pipeline.wire import Wire, pack, packed_bytes, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
@@ -59,16 +60,26 @@ Metas = tuple[TensorMeta, ...]
 
 @dataclass
 class PendingReceive:
-    """The tensors of one transfer that are being received."""
+    """The tensors of one transfer that are being received.
 
-    tensors: tuple[torch.Tensor, ...]
+    Args:
+        incoming: what is received.
+        works: what is waited for.
+        packed: shapes and dtypes of the tensors, where they come packed.
+    """
+
+    incoming: Sequence[torch.Tensor]
     works: Sequence[dist.Work]
+    packed: Metas | None = None
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Wait for the tensors and return them."""
         for work in self.works:
             work.wait()
-        return self.tensors
+        if self.packed is None:
+            return tuple(self.incoming)
+        pairs = zip(self.incoming, self.packed, strict=True)
+        return tuple(unpack(each, meta.shape, meta.dtype) for each, meta in pairs)
 
 
 class P2PCommunicator:
@@ -78,11 +89,15 @@ class P2PCommunicator:
         group: the pp group; all its ranks create their communicator at the same time.
         device: where the tensors live.
         peers: the ranks in the group that this one exchanges tensors with.
+        wire: "fp8": tensors travel packed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, peers: Iterable[int]):
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, peers: Iterable[int], wire: Wire = "full"
+    ):
         self.group = group
         self.device = device
+        self.wire = wire
         self._sending: deque[tuple[Sequence[dist.Work], Sequence[torch.Tensor]]] = deque()
         self._open_connections(sorted(peers))
 
@@ -122,15 +137,23 @@ class P2PCommunicator:
         Returns:
             the tensors being received, or None.
         """
-        incoming = [torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in receive or ()]
+        packs = self.wire == "fp8"
+        send = [pack(each) for each in send] if packs else send
+        incoming = [self._room(meta) for meta in receive or ()]
         works = self._start(peer, send, incoming)
         separate = len(works) == len(send) + len(incoming)
         if send:
             self._sending.append((works[: len(send)] if separate else works, send))
             self._wait_until(SENDS_IN_FLIGHT)
-        return (
-            PendingReceive(tuple(incoming), works[len(send) :] if separate else works) if incoming else None
-        )
+        if not incoming:
+            return None
+        return PendingReceive(incoming, works[len(send) :] if separate else works, receive if packs else None)
+
+    def _room(self, meta: TensorMeta) -> torch.Tensor:
+        """Where what is received of a tensor comes."""
+        if self.wire == "fp8":
+            return torch.empty(packed_bytes(meta.shape), dtype=torch.uint8, device=self.device)
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def finish(self) -> None:
         """Wait for all sends."""

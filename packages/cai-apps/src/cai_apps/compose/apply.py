@@ -57,6 +57,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         grad_sync=weights.sync if samples is None else samples,
         sharding=weights.sync if isinstance(weights.sync, ModuleSharding) else None,
         observers=Observers(on_choice=print if dist.get_rank() == 0 else None),
+        wire=config.parallel.pipeline.wire,
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)

@@ -51,6 +51,9 @@ class Pipeline:
     unshard: Literal["pass", "step"] = "pass"
     """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
     once, and its gradients are reduced once; both are whole on every rank meanwhile."""
+    wire: Literal["full", "fp8"] = "full"
+    """What stages send each other, hidden states and their gradients. fp8: a byte an element and a scale a token, which
+    rounds both."""
     microbatches: Annotated[int | None, COUNT] = None
     """Microbatches of a data rank in one step; None: global_batch / (data ranks * microbatch_size)."""
 

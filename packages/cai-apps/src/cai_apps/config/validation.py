@@ -158,6 +158,12 @@ def check_pipeline(config: RunConfig) -> None:
             expected='zero = 3, a size of at least 2, residency = "device"',
             fix="leave it out",
         )
+    if pipeline.wire != "full" and pipeline.size == 1:
+        raise ConfigError(
+            "parallel.pipeline.wire says how stages on different ranks send each other tensors, and there is one rank",
+            got=f'parallel.pipeline.wire = "{pipeline.wire}", parallel.pipeline.size = 1',
+            fix="leave it out",
+        )
     waits = config.parallel.zero <= 1 or pipeline.unshard == "step"
     if (
         pipeline.schedule in SPLIT

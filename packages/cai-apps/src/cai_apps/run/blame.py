@@ -6,15 +6,17 @@ import json
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-WAITING = ("torch/distributed/", "cai_mesh/comm/")
-"""Parts of paths whose functions wait for other ranks."""
+WAITING = ("torch/distributed/", "cai_mesh/comm/", "torch/cuda/streams.py", "torch/cuda/__init__.py")
+"""Parts of paths whose functions wait for other ranks, or for a device that may be waiting for them."""
+KEPT = 32
+"""Collectives of a group that a rank tells by name: the last ones."""
 OWN = "cai "
 """What names of threads begin with that wait for no rank."""
 
@@ -25,13 +27,19 @@ class Group:
 
     Args:
         ranks: of the group.
-        calls: collectives that this rank has called there.
-        last: the last of them, as "all_reduce [4]"; empty where it has called none.
+        calls: collectives that this rank has called there. With NCCL the host runs ahead of its device: what it has
+            called need not have begun.
+        recent: the last of them in their order, as "all_reduce [4]"; "" for one that is not known.
     """
 
     ranks: tuple[int, ...]
     calls: int
-    last: str
+    recent: tuple[str, ...] = ()
+
+    def name(self, number: int) -> str:
+        """The collective of this number, from 1; "" where it is not known."""
+        place = number - 1 - self.calls + len(self.recent)
+        return self.recent[place] if 0 <= place < len(self.recent) else ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,10 @@ class Seen:
     @staticmethod
     def load(text: str | bytes) -> Seen:
         told = json.loads(text)
-        groups = {name: Group(tuple(g["ranks"]), g["calls"], g["last"]) for name, g in told["groups"].items()}
+        groups = {
+            name: Group(tuple(g["ranks"]), g["calls"], tuple(g["recent"]))
+            for name, g in told["groups"].items()
+        }
         return Seen(told["step"], told["where"], told["waits"], groups, told["at"])
 
 
@@ -73,40 +84,65 @@ def blame(reports: Sequence[Seen | None]) -> str:
         who = f"rank{'s' * (len(silent) > 1)} {_listed(silent)}"
         return f"{who}: no sign of life; stopped, or the machine is gone"
     seen = [each for each in reports if each is not None]
-    late = _late(seen)
-    missing = [rank for rank in late if not seen[rank].waits] or list(late)
+    if differ := _different(seen):
+        return differ
+    late, ahead = _late(seen), _ahead(seen)
+    missing = [rank for rank in late if not seen[rank].waits and rank not in ahead]
+    missing = missing or [rank for rank in late if not seen[rank].waits] or list(late)
     if missing:
         return "\n".join(
             f"rank {rank} has not arrived at {late[rank]}: {_state(seen[rank])}" for rank in missing
         )
-    if differ := _different(seen):
-        return differ
     busy = [rank for rank, each in enumerate(seen) if not each.waits]
     who = busy if 0 < len(busy) < len(seen) else range(len(seen))
     return "\n".join(f"rank {rank}: {_state(seen[rank])}" for rank in who)
 
 
+def _groups(seen: Sequence[Seen]) -> Iterator[dict[int, Group]]:
+    """Each group, as its ranks tell of it."""
+    found: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
+    for rank, each in enumerate(seen):
+        for name, group in each.groups.items():  # a name may be that of several groups
+            found.setdefault((name, group.ranks), {})[rank] = group
+    for key in sorted(found):
+        yield found[key]
+
+
 def _late(seen: Sequence[Seen]) -> dict[int, str]:
-    """By rank: the collective that others of a group have called and it has not."""
+    """By rank: the first collective that others of a group have called and it has not."""
     found: dict[int, str] = {}
-    for name in sorted({name for each in seen for name in each.groups}):
-        members = {rank: each.groups[name] for rank, each in enumerate(seen) if name in each.groups}
+    for members in _groups(seen):
         first = max(members, key=lambda rank: members[rank].calls)
         ahead = members[first]
         for rank, group in members.items():
             if group.calls < ahead.calls:
-                number = f"number {ahead.calls} of ranks {_listed(ahead.ranks)}"
-                found.setdefault(rank, f"{ahead.last}, {number}, where rank {first} waits")
+                number = group.calls + 1 if ahead.name(group.calls + 1) else ahead.calls
+                which = (
+                    f"{ahead.name(number) or 'a collective'}, number {number} of ranks {_listed(ahead.ranks)}"
+                )
+                found.setdefault(rank, f"{which}, where rank {first} waits")
+    return found
+
+
+def _ahead(seen: Sequence[Seen]) -> set[int]:
+    """Ranks that have called what another of a group has not: they, or their devices, wait for that one."""
+    found: set[int] = set()
+    for members in _groups(seen):
+        least = min(group.calls for group in members.values())
+        found |= {rank for rank, group in members.items() if group.calls > least}
     return found
 
 
 def _different(seen: Sequence[Seen]) -> str:
-    """Ranks of a group whose last collectives, alike in number, are not the same operation."""
-    for name in sorted({name for each in seen for name in each.groups}):
-        members = {rank: each.groups[name].last for rank, each in enumerate(seen) if name in each.groups}
-        if len({last.partition(" ")[0] for last in members.values()}) > 1:
-            called = ", ".join(f"rank {rank} {last}" for rank, last in members.items())
-            return f"the ranks have called different collectives: {called}"
+    """The first collective of a group that its ranks have called, and not as the same operation."""
+    for members in _groups(seen):
+        reached = min(group.calls for group in members.values())
+        for number in range(max(1, reached - KEPT + 1), reached + 1):
+            names = {rank: group.name(number) for rank, group in members.items()}
+            if len({name.partition(" ")[0] for name in names.values() if name}) > 1:
+                called = ", ".join(f"rank {rank} {name}" for rank, name in names.items() if name)
+                ranks = _listed(next(iter(members.values())).ranks)
+                return f"the ranks have called different collectives: {called}, as number {number} of ranks {ranks}"
     return ""
 
 
@@ -131,7 +167,15 @@ def look(step: int, at: str) -> Seen:
     }
     waiting = next((stack for stack in stacks.values() if _waits(stack)), None)
     stack = waiting or stacks.get(main or 0) or []
-    return Seen(step, _place(stack), waiting is not None, groups(), at)
+    return Seen(step, _place(stack), waiting is not None, _groups_if_told(), at)
+
+
+def _groups_if_told() -> dict[str, Group]:
+    """Nothing where the recorder fails, or is of another form than here: what else is known is told all the same."""
+    try:
+        return groups()
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def _waits(stack: Sequence[traceback.FrameSummary]) -> bool:
@@ -149,31 +193,33 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 def groups() -> dict[str, Group]:
     """This rank's groups, and how far it is in each, by torch's flight recorder; without those it has forgotten."""
-    last: dict[str, dict[str, Any]] = {}
-    entries = _recorded()
+    called: dict[str, dict[int, str]] = {}
+    entries, forgets = _recorded()
     for entry in entries:
         if not entry.get("is_p2p"):
-            last[entry["process_group"][0]] = entry
-    forgets = not entries or entries[0]["record_id"] > 0
+            what = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+            sizes = " ".join(map(str, entry.get("input_sizes", ())))
+            called.setdefault(entry["process_group"][0], {})[entry["collective_seq_id"]] = (
+                f"{what} {sizes}".strip()
+            )
     members = {
         str(name): tuple(dist.get_process_group_ranks(g)) for g, name in c10d._world.pg_names.items() if g
     }
-    found = {name: Group(ranks, 0, "") for name, ranks in members.items() if not forgets}
-    for name in last.keys() & members.keys():
-        entry = last[name]
-        what = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-        sizes = " ".join(map(str, entry["input_sizes"]))
-        found[name] = Group(members[name], entry["collective_seq_id"], f"{what} {sizes}".strip())
+    found = {name: Group(ranks, 0) for name, ranks in members.items() if not forgets}
+    for name in called.keys() & members.keys():
+        calls = max(called[name])
+        numbers = range(max(min(called[name]), calls - KEPT + 1), calls + 1)
+        found[name] = Group(members[name], calls, tuple(called[name].get(n, "") for n in numbers))
     return found
 
 
-def _recorded() -> list[dict[str, Any]]:
-    """What the flight recorders of gloo and NCCL hold, oldest first."""
+def _recorded() -> tuple[list[dict[str, Any]], bool]:
+    """What the flight recorders of gloo and NCCL hold, oldest first, and whether one has forgotten something."""
     import torch._C._distributed_c10d as native
 
-    entries: list[dict[str, Any]] = []
+    held: list[list[dict[str, Any]]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(native, name, None)
-        if dump is not None:
-            entries += json.loads(dump(True, False)).get("entries", [])
-    return entries
+        held.append(json.loads(dump(True, False)).get("entries", []) if dump is not None else [])
+    entries = [entry for each in held for entry in each]
+    return entries, not entries or any(each[0]["record_id"] > 0 for each in held if each)

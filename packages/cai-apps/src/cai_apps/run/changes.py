@@ -18,6 +18,9 @@ FREE = (
 )  # fmt: skip
 """Keys that say where, how and for how long a run is computed, and what is shown: a step learns what it would have."""
 
+ROUNDS = ("parallel.wire_*", "parallel.pipeline.wire")
+"""Those of them that are not: what travels is rounded."""
+
 FOLLOWS = {"lr_schedule.decay_steps": "train.steps", "lr_schedule.warmup_steps": "train.steps"}
 """Keys that are worked out from another where they are not set: whoever means that one means them."""
 
@@ -75,7 +78,8 @@ def _shown(value: Any) -> str:
 
 
 def _is_free(key: str) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in FREE)
+    free, rounds = (any(fnmatch.fnmatchcase(key, pattern) for pattern in keys) for keys in (FREE, ROUNDS))
+    return free and not rounds
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:

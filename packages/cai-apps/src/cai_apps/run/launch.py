@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     loopback.use_loopback()
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    _start_fork_server()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -120,6 +121,20 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, device: st
     pids = multiprocessing.get_context("forkserver").RawArray("i", ranks)
     with _signals_to(pids) as asked, _failures_named(asked):
         elastic_launch(config, _as_rank)(os.getpid(), pids, function, *arguments)
+
+
+def _start_fork_server() -> None:
+    """Starts the process that ranks are forked from.
+
+    Signals to all processes of a job, as schedulers and `timeout` send them, do not end it: it tells how ranks end.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPED}  # which it inherits
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_launcher(options: argparse.Namespace) -> None:

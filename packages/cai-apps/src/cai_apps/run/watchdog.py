@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -23,6 +24,11 @@ TIMES, FLOOR, FIRST, PAUSE = 20.0, 300.0, 1800.0, 3600.0
 one, and for what is no step."""
 TICK, PATIENCE = 1.0, 15.0
 """Seconds between two looks, and for which the other ranks are asked."""
+LONGER = 600.0
+"""Seconds that torch's own limit for a collective is above the longest of these: it ends a rank by SIGABRT, and it is
+the one that waits."""
+TIMED = ("gloo", "nccl")
+"""Backends with such a limit: half an hour, and ten minutes."""
 ASKED = "cai/hang/asked"
 
 
@@ -55,6 +61,7 @@ class Watchdog:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         if self._ranks > 1 and self._fixed != 0:
             self._store = dist.PrefixStore("cai/hang", dist.distributed_c10d._get_default_store())
+            _be_patient(max(FIRST, PAUSE, self._fixed or 0.0) + LONGER)
             threading.Thread(target=self._watch, name=f"{OWN}watchdog", daemon=True).start()
 
     def after_step(self, step: int, seconds: float) -> None:
@@ -122,6 +129,14 @@ class Watchdog:
                 time.sleep(TICK / 4)
             found.append(Seen.load(self._store.get(str(rank))) if there else None)
         return found
+
+
+def _be_patient(seconds: float) -> None:
+    """Lets collectives of all groups of this rank take so long, at least."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for backend in map(group._get_backend, group._device_types):
+            if backend.name() in TIMED and backend.options._timeout.total_seconds() < seconds:
+                backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _stacks() -> str:

@@ -31,6 +31,10 @@ from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
 from cai_mesh.paths import remove
 
+STORE_SECONDS = 1.0
+"""For a store that does not answer: in this time the guard finds that the launcher, whose it is, has ended, says so and
+ends this process."""
+
 
 def run_rank(job: Job) -> None:
     """A rank started here: joins the others, does the job and leaves."""
@@ -39,7 +43,7 @@ def run_rank(job: Job) -> None:
     try:
         do_job(job, device, guard)
     finally:
-        if dist.get_world_size() == 1:
+        if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -57,6 +61,8 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
     except SystemExit:
         raise
     except BaseException as error:
+        if isinstance(error, dist.DistNetworkError):
+            time.sleep(STORE_SECONDS)
         job.run.record_crash(dist.get_rank(), error)
         raise
     finally:
@@ -131,6 +137,7 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
         )
     dist.barrier()
     guard.close()
+    dist.destroy_process_group()  # NCCL warns of a process that ends without it
     sys.exit(STOPPED[stopped])
 
 

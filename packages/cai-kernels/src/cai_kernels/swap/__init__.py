@@ -28,10 +28,11 @@ def swap(
     """Let the modules of `model` run kernels, in place; parameters, names, hooks and the state dict stay as they are.
 
     A module is a candidate by its parameters and its code, and is replaced if it computes what the kernel's reference
-    computes on random values: RMS and layer norms ("norm"), `act(gate) * up` in MLPs ("activation"), rotary embedding
-    of queries and keys ("rope"), modules whose code calls torch's attention ("attention": while they train, torch tries
-    its operators fastest first), and the output layer of a model with `get_output_embeddings` ("loss"): while it
-    trains, its logits are computed only when something other than a cross-entropy uses them.
+    computes on random values: RMS and layer norms ("norm"; group norms too, which run their kernel outside compiled
+    graphs), `act(gate) * up` in MLPs ("activation"), rotary embedding of queries and keys ("rope"), modules whose code
+    calls torch's attention ("attention": while they train, torch tries its operators fastest first), and the output
+    layer of a model with `get_output_embeddings` ("loss"): while it trains, its logits are computed only when something
+    other than a cross-entropy uses them.
 
     Swap after transforms that replace forwards by others (tensor parallelism) and before those that wrap them
     (recompute, compile, sharding). Modules whose forward was replaced before are left alone and reported.
@@ -52,22 +53,24 @@ def swap(
         raise KernelError("unknown kind of module", got=", ".join(unknown), expected=", ".join(KINDS))
     from cai_kernels.swap.activations import swap_activations
     from cai_kernels.swap.attention import swap_attention
+    from cai_kernels.swap.group_norms import swap_group_norms
     from cai_kernels.swap.head import swap_loss
     from cai_kernels.swap.norms import swap_norms
     from cai_kernels.swap.rotary import swap_rotary
 
     steps = {
-        "norm": swap_norms,
-        "activation": swap_activations,
-        "rope": swap_rotary,
-        "attention": swap_attention,
-        "loss": swap_loss,
+        "norm": (swap_norms, swap_group_norms),
+        "activation": (swap_activations,),
+        "rope": (swap_rotary,),
+        "attention": (swap_attention,),
+        "loss": (swap_loss,),
     }
     before = None if verify is None else _first_result(model, verify)
     record = Swapped()
     for kind in KINDS:
         if kind in kinds:
-            steps[kind](model, record, backend)
+            for step in steps[kind]:
+                step(model, record, backend)
     if before is not None and verify is not None:
         _compare(record, before, _first_result(model, verify), tolerance)
     return record

@@ -19,6 +19,7 @@ from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.design import LABELS, Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_text
 from cai_apps.applications.diffusion.families import predicts_variance
+from cai_apps.applications.diffusion.graphs import Forward, Graphed
 from cai_apps.applications.diffusion.loading import (
     EVERYTHING,
     Memory,
@@ -33,6 +34,7 @@ from cai_apps.applications.diffusion.process import open_scheduler
 from cai_apps.applications.diffusion.sizes import Size, sides
 from cai_apps.applications.diffusion.text import join, load_tokenizers, read, tokenize
 from cai_gemini import HostModel
+from cai_kernels.swap import Swapped, swap
 from cai_mesh import rng
 from cai_mesh.errors import ConfigError, did_you_mean
 
@@ -79,6 +81,8 @@ class Sampler:
         directory: of an export, or of a pipeline of diffusers.
         raw: the last weights of the denoiser, where the export holds averaged ones too.
         memory: what is held in memory.
+        graphs: whether steps on a GPU are replayed as CUDA graphs (`graphs`), in which norms run our kernels; weights
+            that come layer by layer and pictures in strips are not.
 
     Attributes:
         device: where it draws.
@@ -95,6 +99,7 @@ class Sampler:
         dtype: torch.dtype,
         raw: bool = False,
         memory: Memory = EVERYTHING,
+        graphs: bool = True,
     ):
         self.design: Design = load_design(str(directory))
         self._directory, self.device, self._dtype = directory, torch.device(device), dtype
@@ -102,6 +107,8 @@ class Sampler:
         self._patches: PatchDenoiser | None = None
         self._branches: Branches | None = None
         self._texts: dict[int, HostModel] = {}
+        self._graphs = graphs and self.device.type == "cuda" and memory.residency == "device"
+        self._swapped: Swapped | None = None
         self.seconds = 0.0
 
     @functools.cached_property
@@ -162,6 +169,8 @@ class Sampler:
                 got="thresholding = true",
                 cause="it looks at the brightest pixels of the whole picture",
             )
+        if self._swapped is not None:
+            self._swapped.undo()
         self._patches = split_denoiser(self._denoiser.model, group, mode=mode, warmup=warmup)
 
     def check(self, prompts: Sequence[str], options: Options, *, strips: int = 1) -> None:
@@ -241,23 +250,50 @@ class Sampler:
                 "without guidance there is one prediction", got="guidance 1", fix="branches=False"
             )
         parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-        given, found, drawn = self._conditions(parts, options.guidance), [], 0
+        given = self._conditions(parts, options.guidance)
         with self._denoiser, torch.inference_mode():
-            started = self._now()
-            for part, condition in zip(parts, given, strict=True):
-                there = {name: value.to(self.device) for name, value in condition.items()}
-                noise = self._noise(len(part), options, first + drawn)
-                found.append(self._denoised(noise, there, options).cpu())
-                drawn += len(part)
-                told(drawn)
-            self.seconds = self._now() - started
+            return self._drawn(self._forward(), parts, given, options, first, told)
+
+    def _drawn(
+        self,
+        forward: Forward,
+        parts: Sequence[Sequence[str]],
+        given: Sequence[dict[str, Tensor]],
+        options: Options,
+        first: int,
+        told: Callable[[int], None],
+    ) -> list[Tensor]:
+        """`_latents` of each batch, from what the denoiser takes of it; the denoiser is on the device."""
+        found, drawn, started = [], 0, self._now()
+        for part, condition in zip(parts, given, strict=True):
+            there = {name: value.to(self.device) for name, value in condition.items()}
+            noise = self._noise(len(part), options, first + drawn)
+            found.append(self._denoised(forward, noise, there, options).cpu())
+            drawn += len(part)
+            told(drawn)
+        self.seconds = self._now() - started
         return found
 
-    def _denoised(self, noise: Tensor, given: dict[str, Tensor], options: Options) -> Tensor:
+    def _forward(self) -> Forward:
+        """The denoiser's, of a strip where ranks make a picture together."""
+        if self._patches is not None:
+            patches = self._patches
+            return lambda taken: patches.forward(**taken)
+        model = self._denoiser.model
+        plain: Forward = lambda taken: model(**taken, return_dict=False)[0]  # noqa: E731
+        if not self._graphs:
+            return plain
+        if self._swapped is None:  # without a graph the host would take longer to start them than torch's
+            self._swapped = swap(model, kinds=("norm",))
+        return Graphed(plain)
+
+    def _denoised(
+        self, forward: Forward, noise: Tensor, given: dict[str, Tensor], options: Options
+    ) -> Tensor:
         scheduler = make_scheduler(self.design, options)
 
         def said(x: Tensor, at: Tensor) -> Tensor:
-            return self._guided(x, at, given, options.guidance)
+            return self._guided(forward, x, at, given, options.guidance)
 
         if self._patches is None:
             return denoise(said, noise, scheduler)
@@ -304,17 +340,15 @@ class Sampler:
             rng.normal_(noise[number], rng.key(options.seed, "picture", first + number))
         return noise.to(self.device)
 
-    def _guided(self, x: Tensor, at: Tensor, given: dict[str, Tensor], guidance: float) -> Tensor:
+    def _guided(
+        self, forward: Forward, x: Tensor, at: Tensor, given: dict[str, Tensor], guidance: float
+    ) -> Tensor:
         branches = self._branches
         if branches is not None:
             given = branches.own(given)
         twice = torch.cat([x, x]) if guidance != 1 and branches is None else x
         times = at.to(self.device).expand(len(twice))
-        taken = self.design.family.takes(twice.to(self._dtype), times, given)
-        if self._patches is None:
-            said = self._denoiser.model(**taken, return_dict=False)[0].float()
-        else:
-            said = self._patches.forward(**taken).float()
+        said = forward(self.design.family.takes(twice.to(self._dtype), times, given)).float()
         if predicts_variance(self.design.denoiser):
             said = said.chunk(2, 1)[0]
         if guidance == 1:
