@@ -135,6 +135,15 @@ def test_what_travels() -> None:
     assert sent_by_each("vit", cuts) == [[(2, 17, 32)]] * 3
 
 
+def test_code_may_ask_a_placeholder_for_the_dtype_of_its_weight() -> None:
+    """As Mamba does of its head, on every stage."""
+    config = hf.MambaConfig(hidden_size=32, num_hidden_layers=4, vocab_size=96, state_size=4)
+    verify_split(small_model(hf.MambaForCausalLM(config)))
+    part = parts_of(build("vit"), structure_of(small_model(build("vit"))), [range(4), range(4, 8)])[1]
+    projection = part.vit.embeddings.patch_embeddings.projection
+    assert not list(projection.parameters()) and not hasattr(projection, "weight")
+
+
 def count_messages(name: str) -> list[int]:
     """Tensors that the first of four ranks starts to send in a second step, and those it did before that."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))

@@ -144,9 +144,9 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(PlanError, match="Linear"):
         small_model(torch.nn.Linear(2, 2))
     with torch.device("meta"):
-        t5 = hf.T5ForConditionalGeneration(hf.T5Config(num_layers=2, d_model=8, d_ff=8, d_kv=4, num_heads=2))
-    with pytest.raises(PlanError):
-        find_layers(t5)
+        resnet = hf.ResNetForImageClassification(hf.ResNetConfig())
+    with pytest.raises(PlanError, match="cannot find the layers of ResNet"):
+        find_layers(resnet)
 
 
 def test_verifying_leaves_the_random_state_alone() -> None:

@@ -17,13 +17,14 @@ from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
 from cai_pipeline.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.auto import MEASURED_STEP, Choice, begin_with, choose
+from cai_pipeline.boundary import Tensors, gradients_to_send, tensors_in
 from cai_pipeline.check import check
 from cai_pipeline.lower import batches, lower
 from cai_pipeline.placement import Held
 from cai_pipeline.recorder import SHOWN_STEP, Recorder, again, gather, timeline
 from cai_pipeline.schedules import forward_only
 from cai_pipeline.simulate import Timeline
-from cai_pipeline.stage import Stages, Tensors, gradients_to_send, run_stage, tensors_in
+from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
 from cai_pipeline.wire import Wire, check_wire
 

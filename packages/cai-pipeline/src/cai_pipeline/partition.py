@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_pipeline.boundary import EncoderEnd, StageIO
 from cai_pipeline.placeholders import (
     Placeholder,
     PlaceholderEmbedding,
@@ -15,9 +16,10 @@ from cai_pipeline.placeholders import (
     PlaceholderLinear,
     PlaceholderPassThrough,
     PlaceholderShaped,
+    Role,
 )
 from cai_pipeline.placement import Held, stages_of
-from cai_pipeline.stage import EncoderEnd, Role, Stage, StageIO, Stages
+from cai_pipeline.stage import Stage, Stages
 from cai_pipeline.structure import ModelStructure
 
 

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
-from cai_pipeline.stage import Role, StageIO
+from cai_pipeline.boundary import StageIO
 from cai_pipeline.structure import LayerList
+
+Role = Literal["input", "output", "pass"]
+"""What a placeholder layer does with the hidden states."""
 
 
 class Placeholder(nn.Module):
-    """Stands for a module of another stage: the same plain attributes, no parameters."""
+    """Stands for a module of another stage: the same plain attributes, no parameters.
+
+    While the stage runs, its parameters can be looked at, as code does that asks for a dtype: they are zeros that take
+    no memory.
+    """
 
     def __init__(self, replaced: nn.Module, io: StageIO):
         super().__init__()
         self.io = io
         self.replaced = type(replaced).__name__
+        self.shapes = {name: tuple(p.shape) for name, p in replaced._parameters.items() if p is not None}
         for name, value in vars(replaced).items():
             taken = name.startswith("_") or name in self.__dict__ or name == "forward"
             if not taken and not isinstance(value, torch.Tensor):
                 self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if name in own.get("shapes", ()) and own["io"].travelling:
+            return own["io"].zeros(own["shapes"][name])
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         return self.replaced
@@ -75,8 +89,7 @@ class PlaceholderPassThrough(Placeholder):
 class PlaceholderShaped(Placeholder):
     """A module of another stage that changes shapes (patches, convolutions): returns zeros of its output's shape.
 
-    A copy without values says which shapes the outputs have. While the stage runs, its parts and parameters can be
-    looked at: parts are such placeholders too, and parameters zeros that take no memory.
+    A copy without values says which shapes the outputs have. Its parts are such placeholders too.
     """
 
     def __init__(self, replaced: nn.Module, io: StageIO):
@@ -86,13 +99,6 @@ class PlaceholderShaped(Placeholder):
         self.__dict__["made"] = (None, None)
         for name, part in original.named_children():
             self.add_module(name, PlaceholderShaped(part, io))
-
-    def __getattr__(self, name: str) -> Any:
-        for original in self.__dict__.get("original", ()):
-            parameter = original._parameters.get(name)
-            if parameter is not None and self.__dict__["io"].running:
-                return self.io.zeros(parameter.shape)
-        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, shape = _pytree.tree_flatten((args, kwargs))
