@@ -80,7 +80,12 @@ class PlaceholderLinear(Placeholder):
 
 
 class PlaceholderPassThrough(Placeholder):
-    """A norm or head of another stage: returns its input."""
+    """A norm or head of another stage: returns its input. Its parts are such placeholders too, to be looked at."""
+
+    def __init__(self, replaced: nn.Module, io: StageIO):
+        super().__init__(replaced, io)
+        for name, part in replaced.named_children():
+            self.add_module(name, PlaceholderPassThrough(part, io))
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return x
