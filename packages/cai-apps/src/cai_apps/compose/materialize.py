@@ -198,6 +198,8 @@ class InitialValues:
         try:
             self._initialize(module)
         except AttributeError as error:
+            if next(module.parameters(), None) is None:  # all that it would fill is on another stage
+                return
             raise PlanError(
                 "the model's own initialization does not run on a part of the model",
                 got=str(error),
