@@ -14,6 +14,7 @@ from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import assert_same_as_one_device
 from cai_pipeline import PipelineRunner, split
 from cai_pipeline.placement import Placement
+from cai_pipeline.wire import Wire
 
 STEPS = 2
 WORDS = 96
@@ -163,6 +164,7 @@ def train(
     placement: Placement = "loop",
     balance: tuple[int, ...] | None = None,
     frozen: str = "",
+    wire: Wire = "full",
 ) -> dict[int, list[dict[str, torch.Tensor]]]:
     """What `reference` gives, on this rank's stages, for each number of microbatches."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
@@ -171,7 +173,8 @@ def train(
         model = split(build(name), mesh, chunks=chunks, placement=placement, balance=balance or "auto")
         freeze(model, frozen)
         optimizer = optimizer_of(model)
-        runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=count, loss_fn=loss_of)
+        how: dict[str, Any] = {"schedule": schedule, "wire": wire}
+        runner = PipelineRunner(model, mesh, microbatches=count, loss_fn=loss_of, **how)
         trained[count] = []
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner
-from cai_pipeline.wire import LARGEST, pack, packed_bytes, unpack
+from cai_pipeline.wire import LARGEST, as_hidden, pack, packed_bytes, unpack
 
 
 def through(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +40,12 @@ def test_rows_do_not_share_a_scale() -> None:
     x = torch.tensor([[1.0, 0.5], [1e-20, 2e-20], [0.0, -0.0], [3e38, 1e38]])
     torch.testing.assert_close(through(x), x, rtol=1 / 16, atol=0.0)
     assert torch.equal(through(x)[2], torch.zeros(2))
+
+
+def test_only_what_is_as_wide_as_hidden_states_is_packed() -> None:
+    hidden, bias, memory = (2, 6, 32), (2, 4, 6, 32), (2, 8, 32)
+    assert as_hidden([hidden, bias, memory, (2, 6, 16)]) == [True, False, True, False]
+    assert as_hidden([hidden]) == [True] and as_hidden([]) == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -68,7 +68,7 @@ class PipelineRunner:
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
         observers: who is told of what the runner does.
-        wire: what stages on different ranks send each other, hidden states and their gradients: "full", or "fp8", in a
+        wire: how stages on different ranks send each other hidden states and their gradients: "full", or "fp8", in a
             byte an element and a scale a token (`cai_pipeline.wire`), which rounds both.
 
     Raises:

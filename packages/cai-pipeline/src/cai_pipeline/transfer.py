@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cai_mesh.comm import start_exchange
 from cai_mesh.errors import PlanError
-from cai_pipeline.wire import Wire, pack, packed_bytes, unpack
+from cai_pipeline.wire import Wire, as_hidden, pack, packed_bytes, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
@@ -65,21 +65,19 @@ class PendingReceive:
     Args:
         incoming: what is received.
         works: what is waited for.
-        packed: shapes and dtypes of the tensors, where they come packed.
+        packed: of each tensor its shape and dtype, if it comes packed.
     """
 
     incoming: Sequence[torch.Tensor]
     works: Sequence[dist.Work]
-    packed: Metas | None = None
+    packed: Sequence[TensorMeta | None]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Wait for the tensors and return them."""
         for work in self.works:
             work.wait()
-        if self.packed is None:
-            return tuple(self.incoming)
         pairs = zip(self.incoming, self.packed, strict=True)
-        return tuple(unpack(each, meta.shape, meta.dtype) for each, meta in pairs)
+        return tuple(each if meta is None else unpack(each, meta.shape, meta.dtype) for each, meta in pairs)
 
 
 class P2PCommunicator:
@@ -89,7 +87,7 @@ class P2PCommunicator:
         group: the pp group; all its ranks create their communicator at the same time.
         device: where the tensors live.
         peers: the ranks in the group that this one exchanges tensors with.
-        wire: "fp8": tensors travel packed.
+        wire: "fp8": hidden states travel packed.
     """
 
     def __init__(
@@ -137,9 +135,10 @@ class P2PCommunicator:
         Returns:
             the tensors being received, or None.
         """
-        packs = self.wire == "fp8"
-        send = [pack(each) for each in send] if packs else send
-        incoming = [self._room(meta) for meta in receive or ()]
+        packed = self._packed(tuple(map(TensorMeta.of, send)))
+        send = [each if meta is None else pack(each) for each, meta in zip(send, packed, strict=True)]
+        packed = self._packed(receive or ())
+        incoming = [self._room(*each) for each in zip(receive or (), packed, strict=True)]
         works = self._start(peer, send, incoming)
         separate = len(works) == len(send) + len(incoming)
         if send:
@@ -147,13 +146,20 @@ class P2PCommunicator:
             self._wait_until(SENDS_IN_FLIGHT)
         if not incoming:
             return None
-        return PendingReceive(incoming, works[len(send) :] if separate else works, receive if packs else None)
+        return PendingReceive(incoming, works[len(send) :] if separate else works, packed)
 
-    def _room(self, meta: TensorMeta) -> torch.Tensor:
+    def _packed(self, metas: Metas) -> list[TensorMeta | None]:
+        """Of each tensor of a transfer its shape and dtype, if it travels packed."""
+        if self.wire == "full":
+            return [None] * len(metas)
+        hidden = as_hidden([meta.shape for meta in metas])
+        return [meta if packed else None for meta, packed in zip(metas, hidden, strict=True)]
+
+    def _room(self, meta: TensorMeta, packed: TensorMeta | None) -> torch.Tensor:
         """Where what is received of a tensor comes."""
-        if self.wire == "fp8":
-            return torch.empty(packed_bytes(meta.shape), dtype=torch.uint8, device=self.device)
-        return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        if packed is None:
+            return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        return torch.empty(packed_bytes(meta.shape), dtype=torch.uint8, device=self.device)
 
     def finish(self) -> None:
         """Wait for all sends."""

@@ -7,6 +7,7 @@ sixteenth of itself at most, and by 1/1024 of the scale where that is more. A ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -25,6 +26,15 @@ def check_wire(wire: str) -> None:
         raise PlanError(
             "unknown form of what stages send", got=repr(wire), expected=" or ".join(get_args(Wire))
         )
+
+
+def as_hidden(shapes: Sequence[tuple[int, ...]]) -> list[bool]:
+    """Which tensors of a transfer, the first of them the hidden states, are as wide as these: an encoder's output is.
+
+    Others may have rows of values that share no scale, as a position bias has once a mask is in it: those are not packed.
+    """
+    dims, width = len(shapes[0]) if shapes else 0, shapes[0][-1:] if shapes else ()
+    return [(len(shape), shape[-1:]) == (dims, width) for shape in shapes]
 
 
 def packed_bytes(shape: tuple[int, ...]) -> int:
