@@ -31,7 +31,7 @@ def check_wire(wire: str) -> None:
 def as_hidden(shapes: Sequence[tuple[int, ...]]) -> list[bool]:
     """Which tensors of a transfer, the first of them the hidden states, are as wide as these: an encoder's output is.
 
-    Others may have rows of values that share no scale, as a position bias has once a mask is in it: those are not packed.
+    Others may have rows whose values share no scale, as a position bias has once a mask is in it: they are not packed.
     """
     dims, width = len(shapes[0]) if shapes else 0, shapes[0][-1:] if shapes else ()
     return [(len(shape), shape[-1:]) == (dims, width) for shape in shapes]
