@@ -23,7 +23,7 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
     """The dataclass `kind` filled from the command line; "~" of paths is the home directory.
 
     Raises:
-        ConfigError: a flag that `kind` does not have, one argument too many, or a number out of its range.
+        ConfigError: a flag that `kind` does not have, one argument too many, a number out of its range, an empty path.
     """
     known = ["help", *(field.name for field in dataclasses.fields(kind))]  # type: ignore[arg-type]
     for argument in arguments:
@@ -39,11 +39,20 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
             fix=f"`cai {command} --help` shows them",
         )
     ranges.check(options, flags=True)
+    given = {argument.rpartition("=")[2] for argument in arguments}
     paths = {
         field.name: value.expanduser()
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
         if isinstance(value := getattr(options, field.name), Path)
     }
+    for name, path in paths.items():
+        if path == Path() and "" in given and "." not in given:
+            raise ConfigError(
+                f"the path of {name} is empty",
+                got="''",
+                cause="often a variable of the shell that is not set",
+                fix="give a path; . is the directory you are in",
+            )
     return dataclasses.replace(options, **paths)  # type: ignore[type-var]
 
 
