@@ -492,7 +492,6 @@ CASES: dict[str, list[Case]] = {
         Case(("doctor", "--nvme", ""), ("nvme is empty",)),
         Case(("doctor", "--nvme="), ("nvme is empty",)),
         Case(("report", ""), ("is empty",)),
-        Case(("verify", ""), ("is empty",)),
         Case(("generate", "", "--prompt", "x"), ("is empty",)),
         Case(("doctor", "--nvme", "{here}/file"), ("file",), files.file),
         Case(("run",), ("script",)),
