@@ -315,6 +315,20 @@ def test_recorded_steps_draw_the_same_pictures(pipelines, name, scheduler, guida
         np.testing.assert_array_equal(again, drawn[0])
 
 
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_norms_run_kernels_where_steps_are_recorded(pipelines, monkeypatch, name):
+    """On a CPU the kernels are their plain torch forms, and nothing is recorded."""
+    expected = sampler_of(pipelines[name]).pictures(PROMPTS[name], OPTIONS)
+    monkeypatch.setattr(sample, "Graphed", lambda forward: forward)
+    sampler = sampler_of(pipelines[name])
+    sampler._graphs = True
+    for _ in range(2):
+        found = sampler.pictures(PROMPTS[name], OPTIONS)
+        np.testing.assert_allclose(found.astype(int), expected.astype(int), atol=1)
+    kernels = {entry.kernel for entry in sampler._swapped.replaced}
+    assert kernels == {"sd": {"group_norm", "layer_norm"}}.get(name, kernels)
+
+
 def test_a_picture_that_was_interrupted(pipelines):
     sampler = sampler_of(pipelines["sd"], residency="host")
     expected = sampler.pictures(CAPTIONS, OPTIONS)

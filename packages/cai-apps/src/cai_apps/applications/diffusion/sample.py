@@ -251,6 +251,10 @@ class Sampler:
             )
         parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         given = self._conditions(parts, options.guidance)
+        if self._records and self._swapped is None:  # started one by one, kernels would keep the host longer
+            self._swapped = swap(
+                self._denoiser.model, kinds=("norm",)
+            )  # which tries gradients: not in inference mode
         with self._denoiser, torch.inference_mode():
             return self._drawn(self._forward(), parts, given, options, first, told)
 
@@ -274,6 +278,11 @@ class Sampler:
         self.seconds = self._now() - started
         return found
 
+    @property
+    def _records(self) -> bool:
+        """Whether steps are recorded as graphs."""
+        return self._graphs and self._patches is None
+
     def _forward(self) -> Forward:
         """The denoiser's, of a strip where ranks make a picture together."""
         if self._patches is not None:
@@ -281,11 +290,7 @@ class Sampler:
             return lambda taken: patches.forward(**taken)
         model = self._denoiser.model
         plain: Forward = lambda taken: model(**taken, return_dict=False)[0]  # noqa: E731
-        if not self._graphs:
-            return plain
-        if self._swapped is None:  # without a graph the host would take longer to start them than torch's
-            self._swapped = swap(model, kinds=("norm",))
-        return Graphed(plain)
+        return Graphed(plain) if self._records else plain
 
     def _denoised(
         self, forward: Forward, noise: Tensor, given: dict[str, Tensor], options: Options
