@@ -8,6 +8,8 @@ from torch import nn
 
 from cai_apps.compose.materialize import materialize
 from cai_mesh.errors import PlanError
+from cai_pipeline.boundary import StageIO
+from cai_pipeline.placeholders import PlaceholderPassThrough
 
 
 class Embeddings(nn.Module):
@@ -39,11 +41,17 @@ def made(of: nn.Module) -> nn.Module:
     return materialize(of, initializer, seed=0, dtype=torch.float32, device=torch.device("cpu"))
 
 
+def elsewhere() -> nn.Module:
+    return PlaceholderPassThrough(nn.Identity(), StageIO())
+
+
 def test_what_is_wholly_on_another_stage_is_passed_over() -> None:
-    found = made(model(nn.Identity()))
+    found = made(model(elsewhere()))
     assert torch.equal(found[1].weight, torch.full((2, 2), 2.0))
 
 
-def test_what_has_values_here_is_refused() -> None:
+@pytest.mark.parametrize(("child", "own"), [(elsewhere(), True), (nn.Identity(), False)])
+def test_what_has_values_here_is_refused(child: nn.Module, own: bool) -> None:
+    """So is what has none anywhere: nobody knows what its initialization would have filled."""
     with pytest.raises(PlanError, match="does not run on a part"):
-        made(model(nn.Identity(), own=True))
+        made(model(child, own=own))

@@ -19,6 +19,7 @@ from cai_mesh import rng
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, canonical_name, layout_of
 from cai_mesh.storage import blocks
+from cai_pipeline.placeholders import Placeholder
 
 Initializer = Callable[[nn.Module], Callable[[nn.Module], None]]
 """Of a model, what fills the parameters and buffers of one of its modules."""
@@ -198,7 +199,7 @@ class InitialValues:
         try:
             self._initialize(module)
         except AttributeError as error:
-            if next(module.parameters(), None) is None:  # all that it would fill is on another stage
+            if _is_elsewhere(module):
                 return
             raise PlanError(
                 "the model's own initialization does not run on a part of the model",
@@ -206,6 +207,13 @@ class InitialValues:
                 cause="it looks into layers that another pipeline stage has",
                 fix="parallel.pipeline.size = 1",
             ) from error
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether all parameters of a module are on other stages: it has none, and parts that stand for those."""
+    return next(module.parameters(), None) is None and any(
+        isinstance(part, Placeholder) for part in module.modules()
+    )
 
 
 def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
