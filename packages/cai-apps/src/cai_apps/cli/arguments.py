@@ -39,21 +39,28 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
             fix=f"`cai {command} --help` shows them",
         )
     ranges.check(options, flags=True)
-    given = {argument.rpartition("=")[2] for argument in arguments}
     paths = {
         field.name: value.expanduser()
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
         if isinstance(value := getattr(options, field.name), Path)
     }
+    _check_filled(paths, arguments)
+    return dataclasses.replace(options, **paths)  # type: ignore[type-var]
+
+
+def _check_filled(paths: dict[str, Path], arguments: list[str]) -> None:
+    """Raise ConfigError for a path that was given as nothing, which would be the directory one is in."""
+    values = (each.partition("=")[2] if each.startswith("--") else each for each in arguments)
+    if any(value and Path(value) == Path() for value in values):
+        return
     for name, path in paths.items():
-        if path == Path() and "" in given and "." not in given:
+        if path == Path():
             raise ConfigError(
                 f"the path of {name} is empty",
                 got="''",
                 cause="often a variable of the shell that is not set",
                 fix="give a path; . is the directory you are in",
             )
-    return dataclasses.replace(options, **paths)  # type: ignore[type-var]
 
 
 @contextlib.contextmanager
