@@ -13,7 +13,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "launcher, layout", [("cai train", "tensor"), ("cai run", "pipeline"), ("cai run", "data")]
+    "launcher, layout",
+    [
+        ("cai train", "tensor"),
+        pytest.param("cai run", "pipeline", marks=pytest.mark.matrix),
+        pytest.param("cai run", "data", marks=pytest.mark.matrix),
+    ],
 )
 def test_a_run_ends_without_a_word(launcher, layout, device, tmp_path):
     run = tmp_path / "run"

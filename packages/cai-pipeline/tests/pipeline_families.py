@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 
-from cai_mesh.layout import reduce_of
+from cai_mesh.layout import canonical_name, reduce_of
 
 _SIZE: dict[str, Any] = {
     "hidden_size": 32,
@@ -80,5 +80,22 @@ def token_ids(seed: int, batch: int = 2, length: int = 9) -> torch.Tensor:
 def sum_tied_gradients(model: torch.nn.Module) -> None:
     """As a plain loop over stages has to, before it steps."""
     for parameter in model.parameters():
-        if (group := reduce_of(parameter).tied) is not None:
+        group = reduce_of(parameter).tied
+        if group is not None and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
+
+
+def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Loss and gradients, then a step, then the parameters."""
+    record = {"loss": loss.clone()}
+    own = {canonical_name(name, parameter): parameter for name, parameter in model.named_parameters()}
+    record |= {f"grad.{name}": p.grad.clone() for name, p in own.items() if p.grad is not None}
+    optimizer.step()
+    record |= {f"value.{name}": parameter.detach().clone() for name, parameter in own.items()}
+    return record
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)

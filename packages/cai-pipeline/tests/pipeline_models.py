@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers as hf
+from pipeline_families import optimizer_of, snapshot, sum_tied_gradients
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import assert_same_as_one_device
 from cai_pipeline import PipelineRunner, split
 from cai_pipeline.placement import Placement
@@ -114,20 +113,6 @@ def freeze(model: torch.nn.Module, frozen: str) -> None:
             parameter.requires_grad_(False)
 
 
-def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Loss and gradients, then a step, then the parameters."""
-    record = {"loss": loss.clone()}
-    own = {canonical_name(name, parameter): parameter for name, parameter in model.named_parameters()}
-    record |= {f"grad.{name}": p.grad.clone() for name, p in own.items() if p.grad is not None}
-    optimizer.step()
-    record |= {f"value.{name}": parameter.detach().clone() for name, parameter in own.items()}
-    return record
-
-
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
 def reference(name: str, count: int, ragged: bool, frozen: str = "") -> list[dict[str, torch.Tensor]]:
     """Loss, gradients and parameters after each step of a plain loop in this process."""
     model = build(name)
@@ -142,15 +127,6 @@ def reference(name: str, count: int, ragged: bool, frozen: str = "") -> list[dic
             loss += part.detach()
         steps.append(snapshot(model, loss, optimizer))
     return steps
-
-
-def sum_tied_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        group = reduce_of(parameter).tied
-        if group is not None and parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
 
 
 def train(

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_families import build, config_of, sum_tied_gradients, token_ids
+from pipeline_families import build, config_of, optimizer_of, snapshot, sum_tied_gradients, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import canonical_name
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import Costs, PipelineRunner, search, split
 from cai_pipeline.actions import Program, from_text
@@ -34,10 +33,6 @@ def batches(count: int, step: int, ragged: bool) -> tuple[list[dict[str, torch.T
     lengths = [6 + 2 * (m % 3) if ragged else 8 for m in range(count)]
     ids = [token_ids(100 * step + m, length=length) for m, length in enumerate(lengths)]
     return [{"input_ids": each} for each in ids], [each.roll(-1, 1) for each in ids]
-
-
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def reference(
@@ -61,16 +56,6 @@ def reference(
             loss += part.detach()
         steps.append(snapshot(model, loss, optimizer))
     return steps
-
-
-def snapshot(model: Any, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Loss and gradients, then a step, then the parameters."""
-    record = {"loss": loss.clone()}
-    own = {canonical_name(name, parameter): parameter for name, parameter in model.named_parameters()}
-    record |= {f"grad.{name}": parameter.grad.clone() for name, parameter in own.items()}
-    optimizer.step()
-    record |= {f"value.{name}": parameter.detach().clone() for name, parameter in own.items()}
-    return record
 
 
 def train(

@@ -309,7 +309,6 @@ class _StepState:
         saved = self.saved.pop((action.stage, action.microbatch))
         gradients = self._taken(Kind.RECV_B, action) or (None,)
         learned = [pair for pair in zip(saved.roots, gradients, strict=True) if pair[0] is not None]
-        del gradients
         self._begin()
         self.backwards_left[action.stage] -= 1
         sync = self.runner.grad_sync

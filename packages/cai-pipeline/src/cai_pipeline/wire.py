@@ -37,19 +37,20 @@ def as_hidden(shapes: Sequence[tuple[int, ...]]) -> list[bool]:
     return [(len(shape), shape[-1:]) == (dims, width) for shape in shapes]
 
 
+def _width(shape: Sequence[int]) -> int:
+    """Of a row."""
+    return shape[-1] if shape and 0 not in shape else 1
+
+
 def packed_bytes(shape: tuple[int, ...]) -> int:
     """Length of what `pack` makes of a tensor of this shape."""
     elements = torch.Size(shape).numel()
-    return (
-        elements + SCALE_BYTES * (elements // shape[-1])
-        if elements and shape
-        else elements * (1 + SCALE_BYTES)
-    )
+    return elements + SCALE_BYTES * (elements // _width(shape))
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """A floating-point tensor as uint8 [packed_bytes]: the scales of all rows, then their codes."""
-    rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() and tensor.numel() else 1)
+    rows = tensor.detach().reshape(-1, _width(tensor.shape))
     rows = rows if rows.dtype == torch.float64 else rows.float()
     largest = rows.abs().amax(1, keepdim=True).float()
     scale = (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
@@ -57,14 +58,10 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.view(torch.uint8).flatten() for part in (scale, codes)])
 
 
-def unpack(bytes_: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def unpack(sent: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The tensor that `pack` was given, rounded."""
-    elements = torch.Size(shape).numel()
-    rows = (len(bytes_) - elements) // SCALE_BYTES
-    scale, codes = bytes_[: SCALE_BYTES * rows].view(torch.float32), bytes_[SCALE_BYTES * rows :].view(CODES)
+    width = _width(shape)
+    scales = SCALE_BYTES * (torch.Size(shape).numel() // width)
+    scale, codes = sent[:scales].view(torch.float32), sent[scales:].view(CODES)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (
-        (codes.to(wide).view(rows, -1) * scale.view(-1, 1)).to(dtype).view(shape)
-        if rows
-        else codes.to(dtype).view(shape)
-    )
+    return (codes.to(wide).view(-1, width) * scale.view(-1, 1)).to(dtype).view(shape)
