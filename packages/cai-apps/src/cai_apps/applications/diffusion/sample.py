@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.design import LABELS, Design, load_design
+from cai_apps.applications.diffusion.design import Design, load_design
 from cai_apps.applications.diffusion.encoders import Autoencoder, load_autoencoder, load_text
 from cai_apps.applications.diffusion.families import predicts_variance
 from cai_apps.applications.diffusion.graphs import Forward, Graphed
+from cai_apps.applications.diffusion.labels import label_names, label_numbers
 from cai_apps.applications.diffusion.loading import (
     EVERYTHING,
     Memory,
@@ -36,7 +37,7 @@ from cai_apps.applications.diffusion.text import join, load_tokenizers, read, to
 from cai_gemini import HostModel
 from cai_kernels.swap import Swapped, swap
 from cai_mesh import rng
-from cai_mesh.errors import ConfigError, did_you_mean
+from cai_mesh.errors import ConfigError
 
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
@@ -398,32 +399,6 @@ def make_scheduler(design: Design, options: Options) -> Any:
     scheduler = getattr(diffusers, SCHEDULERS[name]).from_config(config)
     scheduler.set_timesteps(options.steps)
     return scheduler
-
-
-def label_numbers(design: Design, prompts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Numbers of labels that prompts name.
-
-    Args:
-        names: of the labels that are known by name, in their order.
-
-    Raises:
-        ConfigError: a prompt is neither a name nor a number that the denoiser knows.
-    """
-    known = design.denoiser["num_embeds_ada_norm"]
-    for prompt in prompts:
-        if prompt not in names and not (prompt.isdecimal() and int(prompt) < known):
-            raise ConfigError(
-                f"no label {prompt!r}",
-                expected=f"a number below {known}, or a name",
-                fix=did_you_mean(prompt, names),
-            )
-    return [names.index(prompt) if prompt in names else int(prompt) for prompt in prompts]
-
-
-def label_names(directory: Path) -> list[str]:
-    """Names of the labels that a run was trained on, in their order; empty where nobody wrote them."""
-    file = directory / LABELS
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
 def open_sampler(

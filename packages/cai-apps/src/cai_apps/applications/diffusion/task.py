@@ -16,7 +16,7 @@ from cai_apps.applications.diffusion.design import LABELS, load_design
 from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.flops import image_flops
 from cai_apps.applications.diffusion.gallery import PICTURES, draw_at_the_end, draw_before, draw_on_the_way
-from cai_apps.applications.diffusion.sample import label_numbers
+from cai_apps.applications.diffusion.labels import label_numbers
 from cai_apps.applications.diffusion.tensor import share_of
 from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.applications.diffusion.workload import workload
