@@ -26,9 +26,10 @@ def model():
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=96)).eval()
 
 
-def test_a_length_is_looked_at_once(looks):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_length_is_looked_at_once(looks, batch):
     llama, running = model(), PositionsKnown()
-    ids = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 96, (batch, 8), generator=torch.Generator().manual_seed(0))
     plain = llama(input_ids=ids, use_cache=False).logits
     looks.reset_mock()
     for _ in range(3):
@@ -41,10 +42,11 @@ def test_a_length_is_looked_at_once(looks):
     assert masking_utils.find_packed_sequence_indices is looks  # outside nothing is changed
 
 
-def test_positions_of_a_packed_batch_are_seen_every_time(looks):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_positions_of_a_packed_batch_are_seen_every_time(looks, batch):
     llama, running = model(), PositionsKnown()
-    ids = torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(0))
-    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3, 4]])
+    ids = torch.randint(0, 96, (batch, 8), generator=torch.Generator().manual_seed(0))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3, 4]])[:batch]
     plain = llama(input_ids=ids, position_ids=packed, use_cache=False).logits
     with running():
         llama(input_ids=ids, use_cache=False)

@@ -15,8 +15,8 @@ class PositionsKnown:
     """A context in which models of transformers look at the values of positions once, not in every forward.
 
     For batches that bring no positions of their own. Models look for several sequences packed into one, and the host
-    waits for the device each time. Positions that are the same for the whole batch are made of its length alone: what
-    was found once for a length holds. Where there are no values (`FakeTensorMode`), they are taken for those of a
+    waits for the device each time. Positions that have no batch dimension of their own, or are the same for the whole
+    batch, are made of its length alone: what was found once for a length holds. Where there are no values (`FakeTensorMode`), they are taken for those of a
     sequence, as they are in a run.
     """
 
@@ -37,14 +37,22 @@ class PositionsKnown:
         def find(position_ids: Tensor) -> Tensor | None:
             if isinstance(position_ids, FakeTensor):
                 return None
-            same = position_ids.shape[0] > 1 and position_ids.stride(0) == 0
+            of_length = _is_of_length_alone(position_ids)
             key = (position_ids.shape[1], position_ids.device)
-            if same and key in self._plain:
+            if of_length and key in self._plain:
                 return None
             found = look(position_ids)
-            if same and found is None:
+            if of_length and found is None:
                 self._plain.add(key)
             return found
 
         with mock.patch.object(masking_utils, self.NAME, find):
             yield
+
+
+def _is_of_length_alone(position_ids: Tensor) -> bool:
+    """Whether positions, (batch, sequence), cannot depend on what is in a batch that brings none."""
+    if position_ids.shape[0] > 1:
+        return position_ids.stride(0) == 0
+    base = position_ids._base  # of one sample: a view of what a model made without a batch dimension
+    return base is not None and base.dim() == 1
