@@ -12,6 +12,7 @@ from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
+from cai_pipeline.placement import Placement
 from cai_tensor_parallel import parallelize, sub_axes
 
 MICROBATCHES = 4
@@ -21,19 +22,29 @@ EVEN = 8
 """A length that two ranks can divide."""
 
 
-def train(name: str, schedule: str, sequence: bool = False, mode: str = "1d", chunks: int = 1):
+def train(
+    name: str,
+    schedule: str,
+    sequence: bool = False,
+    mode: str = "1d",
+    chunks: int = 1,
+    placement: Placement = "loop",
+):
     axes = {"pp": 2} | sub_axes(mode, 2 if mode == "1d" else 4)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    stage = split(twin.build(name), mesh, chunks=chunks)
-    model = parallelize(stage, mesh, logits="sharded", mode=mode, sequence=sequence)
+    stage = split(twin.build(name), mesh, chunks=chunks, placement=placement)
+    whole = name in twin.PAIRS
+    logits = "whole" if whole else "sharded"
+    model = parallelize(stage, mesh, logits=logits, mode=mode, sequence=sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss_fn(output, ids):
-        loss = model.loss_function(logits=output.logits, labels=ids, vocab_size=twin.VOCAB)
-        return loss / MICROBATCHES
+        if whole:
+            return twin.loss_of(output.logits, ids) / MICROBATCHES
+        return model.loss_function(logits=output.logits, labels=ids, vocab_size=twin.VOCAB) / MICROBATCHES
 
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=MICROBATCHES, loss_fn=loss_fn)
-    backward = twin.in_microbatches(runner, MICROBATCHES)
+    backward = twin.in_microbatches(runner, MICROBATCHES, name)
     losses, norms = [], []
     for step in range(twin.STEPS):
         ids = twin.batch(step)
@@ -79,3 +90,14 @@ def test_several_stages_a_rank(name: str, sequence: bool, monkeypatch: pytest.Mo
 def test_several_stages_of_a_grid():
     results = run_ranks(8, train, "gpt2, 4 layers", "interleaved", False, "2d", 2, timeout=300)
     twin.assert_equals_one_process("gpt2, 4 layers", results)
+
+
+@pytest.mark.parametrize("how", ["1f1b", "cut along the sequence", "in a V"])
+@pytest.mark.parametrize("name", list(twin.PAIRS))
+def test_an_encoder_decoder(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
+    """T5's position bias is of a rank's heads alone, and travels so."""
+    whole, sequence = twin.batch, how == "cut along the sequence"
+    if sequence:
+        monkeypatch.setattr(twin, "batch", lambda *args: whole(*args)[:, :EVEN])
+    arguments = ("zb-v", False, "1d", 2, "v") if how == "in a V" else ("1f1b", sequence)
+    twin.assert_equals_one_process(name, run_ranks(4, train, name, *arguments))

@@ -33,9 +33,13 @@ PAIRS: dict[str, dict[str, Any]] = {
         "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": VOCAB,
         "max_position_embeddings": 32,
-    }
+    },
+    "t5": {
+        "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 3,
+        "vocab_size": VOCAB, "dropout_rate": 0.0, "relative_attention_num_buckets": 8,
+    },
 }  # fmt: skip
-"""Encoder-decoders that make their decoder's ids of the encoder's; their embeddings are in three places."""
+"""Encoder-decoders; their embeddings are in three places. Of two stages of T5 the first makes the position bias."""
 
 
 def build(name: str) -> nn.Module:
@@ -49,6 +53,11 @@ def batch(step: int, index: int = 0, count: int = 1) -> torch.Tensor:
     """Part `index` of `count` of the sequences of a step, [SEQUENCES / count, 9]."""
     ids = torch.randint(0, VOCAB, (SEQUENCES, 9), generator=torch.Generator().manual_seed(step))
     return ids.chunk(count)[index]
+
+
+def inputs_of(name: str, ids: torch.Tensor) -> dict[str, Any]:
+    """What a model is called with. BART makes its decoder's ids of the encoder's."""
+    return {"input_ids": ids, "use_cache": False} | ({"decoder_input_ids": ids} if name == "t5" else {})
 
 
 def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -66,7 +75,7 @@ def reference(name: str, device: str = "cpu") -> tuple[list[float], list[float],
     losses, norms = [], []
     for step in range(STEPS):
         ids = batch(step).to(device)
-        loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids)
+        loss = loss_of(model(**inputs_of(name, ids)).logits, ids)
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
@@ -97,12 +106,12 @@ def own_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def in_microbatches(runner: Any, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def in_microbatches(runner: Any, count: int, name: str = "") -> Callable[[torch.Tensor], torch.Tensor]:
     """A pipeline's way to a loss and its gradients."""
 
     def backward(ids: torch.Tensor) -> torch.Tensor:
         parts = list(ids.chunk(count))
-        return runner.step([{"input_ids": part, "use_cache": False} for part in parts], parts)
+        return runner.step([inputs_of(name, part) for part in parts], parts)
 
     return backward
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import Layout, Shard, attach
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import Costs, PipelineRunner, search, split
 from cai_pipeline.actions import Program, from_text
@@ -385,13 +386,18 @@ def refused() -> list[str]:
     expect(lambda: PipelineRunner(model, mesh, schedule=swapped, microbatches=1, loss_fn=loss_of))
     chunked = split(build(config_of("llama", 4)), mesh, chunks=2)
     expect(lambda: PipelineRunner(chunked, mesh, microbatches=1, loss_fn=loss_of))
+    tied = split(build(config_of("gpt2", 2)), mesh)
+    if mesh.get_local_rank():
+        rows, width = tied.lm_head.weight.shape
+        attach(tied.lm_head.weight, Layout((2 * rows, width)).then("tp", 2, 0, Shard(0)))
+    expect(lambda: PipelineRunner(tied, mesh, microbatches=1, loss_fn=loss_of))
     return messages
 
 
 def test_wrong_use_is_refused_before_anything_is_sent() -> None:
     expected = ["not split", "unknown schedule", "nothing to do", "number of microbatches"]
     expected += ["needs a target", "needs a target", "split already", "not split for this schedule"]
-    expected += ["one chunk per rank"]
+    expected += ["one chunk per rank", "share transformer.wte.weight, and do not hold the same part"]
     for messages in run_ranks(2, refused):
         for message, part in zip(messages, expected, strict=True):
             assert part in message

@@ -13,6 +13,7 @@ from pipeline_families import config_of, sum_tied_gradients
 from pipeline_models import (
     MODELS,
     PAIRS,
+    WORDS,
     batches,
     build,
     compare,
@@ -442,3 +443,12 @@ def _small_layers() -> dict[str, Any]:
         "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 96,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
     }  # fmt: skip
+
+
+def test_a_t5_that_cannot_shift_labels_is_tried_without() -> None:
+    """As transformers' T5Config is by itself."""
+    config = hf.T5Config(d_model=32, d_kv=8, d_ff=48, num_heads=4, num_layers=2, vocab_size=WORDS)
+    assert not hasattr(config, "decoder_start_token_id")
+    small = small_model(hf.T5ForConditionalGeneration(config))
+    assert not small.labelled
+    verify_split(small)

@@ -11,7 +11,7 @@ from cai_apps import recipes
 from cai_apps.applications.language.plan import plan
 from cai_apps.applications.language.task import LANGUAGE
 from cai_apps.cli import main
-from cai_apps.planner.fit import OVERHEAD, Planner, needed
+from cai_apps.planner.fit import OVERHEAD, Planner, is_open, needed, settled
 from cai_apps.run import launch
 from cai_apps.run.train import agree, settle
 from cai_mesh.errors import PlanError
@@ -79,7 +79,7 @@ def test_peak_is_within_10_percent_of_what_gpus_reported(planner, name):
 def test_auto_is_the_fastest_form_that_fits(planner, memory, chosen):
     config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
     memory = memory and memory * GIB
-    choice = planner.choose_recompute(config, ranks=2, memory=memory)
+    choice = planner.choose(config, ranks=2, memory=memory)
     assert choice.config.memory.recompute == chosen
     if memory:
         assert needed(planner.plan(choice.config, ranks=2).peak) <= memory
@@ -88,7 +88,7 @@ def test_auto_is_the_fastest_form_that_fits(planner, memory, chosen):
 
 def test_auto_says_where_nothing_fits(planner):
     config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
-    choice = planner.choose_recompute(config, ranks=2, memory=40 * GIB)
+    choice = planner.choose(config, ranks=2, memory=40 * GIB)
     assert choice.config.memory.recompute == "full"
     assert "may not fit" in choice.reason
 
@@ -110,15 +110,59 @@ def test_ranks_settle_by_the_memory_of_their_gpus(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("recompute selective: its planned peak of 90.")
 
 
-def agreed(config, forms):
-    form = forms[torch.distributed.get_rank()]
-    return agree(replace(config, memory=replace(config.memory, recompute=form))).memory.recompute
+def agreed(config, choices):
+    found = agree(settled(config, *choices[torch.distributed.get_rank()]))
+    return found.memory.recompute, found.parallel.pipeline.unshard
 
 
 def test_ranks_of_different_machines_agree():
     config = recipes.load("llama-tiny")
-    assert run_ranks(2, agreed, config, ["none", "selective"]) == ["selective"] * 2
-    assert run_ranks(2, agreed, config, ["full", "selective"]) == ["full"] * 2
+    assert (
+        run_ranks(2, agreed, config, [("none", "step"), ("selective", "pass")]) == [("selective", "pass")] * 2
+    )
+    assert run_ranks(2, agreed, config, [("full", "step"), ("selective", "step")]) == [("full", "step")] * 2
+
+
+STAGES = {
+    "train.device": "cuda",
+    "parallel.shard": 1,
+    "parallel.pipeline.size": 2,
+    "train.global_batch": 8,
+    "train.microbatch_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen"), [(141, ("none", "step")), (90, ("none", "pass")), (None, ("none", "step"))]
+)
+def test_stages_are_gathered_once_a_step_where_that_fits(planner, memory, chosen):
+    config = LANGUAGE.resolve(recipes.load("llama-8b", STAGES), 2)
+    choice = planner.choose(config, ranks=2, memory=memory and memory * GIB)
+    assert (choice.config.memory.recompute, choice.config.parallel.pipeline.unshard) == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "unshard"),
+    [
+        ({"parallel.pipeline.schedule": "zb-h1"}, "step"),
+        ({"parallel.pipeline.schedule": "dualpipe-v", "parallel.pipeline.chunks": 2}, "step"),
+        ({"parallel.zero": 1}, "pass"),
+        ({"parallel.pipeline.size": 1}, "pass"),
+        ({"parallel.pipeline.unshard": "pass"}, "pass"),
+    ],
+)
+def test_what_a_schedule_or_stage_says_is_not_left_to_the_plan(changes, unshard):
+    config = recipes.load("llama-8b", STAGES | {"memory.recompute": "none"} | changes)
+    ranks = config.parallel.pipeline.size
+    resolved = LANGUAGE.resolve(config, ranks)
+    assert resolved.parallel.pipeline.unshard == unshard
+    assert not is_open(resolved)
+
+
+def test_what_is_open_is_said_with_what_it_became(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "device_memory", lambda: 141 * GIB)
+    settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", STAGES), 2), 2, "cuda")
+    assert capsys.readouterr().out.startswith("recompute none, unshard step: its planned peak of 8")
 
 
 def test_text_says_whether_it_fits_and_what_would(capsys):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import attach, record_of
 
 Tensors = tuple[torch.Tensor, ...]
 """What one stage sends to the next for a microbatch: the hidden states first, [B, S, D]."""
@@ -19,6 +20,15 @@ def tensors_in(boundary: torch.Tensor | Tensors | None) -> Tensors:
     if boundary is None:
         return ()
     return (boundary,) if isinstance(boundary, torch.Tensor) else boundary
+
+
+def without_graph(sent: Tensors) -> Tensors:
+    """What a stage sends, detached; what the next one must know of it stays attached."""
+    detached = tuple(each.detach() for each in sent)
+    for each, before in zip(detached, sent, strict=True):
+        if record_of(before).part:
+            attach(each, part=True)
+    return detached
 
 
 def gradients_to_send(received: Tensors) -> Tensors:

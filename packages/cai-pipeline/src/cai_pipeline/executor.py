@@ -17,13 +17,14 @@ from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
 from cai_pipeline.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.auto import MEASURED_STEP, Choice, begin_with, choose
-from cai_pipeline.boundary import Tensors, gradients_to_send, tensors_in
+from cai_pipeline.boundary import Tensors, gradients_to_send, tensors_in, without_graph
 from cai_pipeline.check import check
 from cai_pipeline.lower import batches, lower
 from cai_pipeline.placement import Held
 from cai_pipeline.recorder import SHOWN_STEP, Recorder, again, gather, timeline
 from cai_pipeline.schedules import forward_only
 from cai_pipeline.simulate import Timeline
+from cai_pipeline.split import check_shared
 from cai_pipeline.stage import Stages, run_stage
 from cai_pipeline.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
 from cai_pipeline.wire import Wire, check_wire
@@ -72,7 +73,8 @@ class PipelineRunner:
             byte an element and a scale a token (`cai_pipeline.wire`), which rounds both.
 
     Raises:
-        PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh.
+        PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh; or
+            stages have different parts of a parameter that they share.
         MeshError: the mesh has no axis "pp".
     """
 
@@ -109,6 +111,7 @@ class PipelineRunner:
         self.observers = observers or Observers()
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
+        check_shared(model, self.group)
         self.device = torch.device(mesh.device_type)
         self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0
@@ -291,7 +294,7 @@ class _StepState:
         roots: tuple[torch.Tensor | GradientEdge | None, ...] = ()
         if not self.stages.own[action.stage].is_last:
             sent = tensors_in(result)
-            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = tuple(each.detach() for each in sent)
+            self.outgoing[Action(Kind.SEND_F, action.stage, m)] = without_graph(sent)
             roots = tuple(get_gradient_edge(each) if each.requires_grad else None for each in sent)
         elif self.targets is None:
             self.output = result
@@ -384,7 +387,7 @@ class _StepState:
         assert p2p is not None
         send = next((action for action in batch if action.kind in SENDS), None)
         receive = next((action for action in batch if action.kind in RECEIVES), None)
-        tensors = tuple(each.contiguous() for each in self.outgoing.pop(send)) if send is not None else ()
+        tensors = self.outgoing.pop(send) if send is not None else ()
         metas_to_send = self._metas_to_send(send, tensors)
         unknown = receive is not None and self._boundary(receive) not in metas
         if metas_to_send is not None or unknown:
@@ -393,7 +396,7 @@ class _StepState:
             if receive is not None and received_metas is not None:
                 metas[self._boundary(receive)] = received_metas
         expected = metas[self._boundary(receive)] if receive is not None else None
-        pending = p2p.exchange(peer, tensors, expected)
+        pending = p2p.exchange(peer, [each.contiguous() for each in tensors], expected)
         if receive is not None and pending is not None:
             self.receiving[receive] = pending
 

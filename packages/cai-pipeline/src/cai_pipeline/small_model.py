@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -18,12 +19,15 @@ def small_model(model: nn.Module) -> SmallModel:
     """A small version of a model of transformers, with as many layers. Raises PlanError when none can be built.
 
     It is given labels where those are tokens, and stages can make a decoder's input ids of them. Other models are
-    tried without, and with labels when a call first has them.
+    tried without, and with labels when a call first has them; so is a T5 whose config has no `decoder_start_token_id`.
     """
     config = getattr(model, "config", None)
     lists = find_layers(model) if hasattr(config, "get_text_config") else ""
     labelled = _reads_text(model) and "labels" in signature(type(model).forward).parameters
-    return shrunk(model, lists, labelled=labelled and (isinstance(lists, str) or hasattr(model, SHIFT)))
+    if labelled and (isinstance(lists, str) or hasattr(model, SHIFT)):
+        with suppress(PlanError):
+            return shrunk(model, lists)
+    return shrunk(model, lists, labelled=False)
 
 
 def _reads_text(model: nn.Module) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.comm import AnyMesh, ParallelMesh, axis_names
+from cai_mesh.comm import AnyMesh, ParallelMesh, all_gather_object, axis_names
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import attach_to, reduce_of, sites
+from cai_mesh.layout import attach_to, canonical_name, record_of, reduce_of, sites
 from cai_mesh.trial import Trial
 from cai_pipeline.balance import LOOKUP_COST, balance_ranks, check_enough_layers, explicit_layers
 from cai_pipeline.partition import Tied, partition, tied_parameters
@@ -109,6 +109,27 @@ def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], held:
         for module, local, parameter in list(sites(model)):
             if parameter is each.parameter:
                 attach_to(module, local, name=name, reduce=spec)
+
+
+def check_shared(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise PlanError where stages have different parts of a parameter that they share. Collective."""
+    own = {
+        canonical_name(name, parameter): layout.local_shape
+        if (layout := record_of(parameter).layout)
+        else None
+        for name, parameter in model.named_parameters()
+        if reduce_of(parameter).tied is not None
+    }
+    of_ranks = all_gather_object(own, group)
+    for name in sorted({name for shapes in of_ranks for name in shapes}):
+        shapes = [shapes[name] for shapes in of_ranks if name in shapes]
+        if len(set(shapes)) > 1:
+            raise PlanError(
+                f"pipeline stages share {name}, and do not hold the same part of it",
+                got=", ".join("all of it" if shape is None else f"a part {shape}" for shape in shapes),
+                cause="tensor-parallel ranks cut it on one stage, not on another, where it has another name",
+                fix="pass parallelize(..., plan) with roles for all its names, or untie the weights",
+            )
 
 
 def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:

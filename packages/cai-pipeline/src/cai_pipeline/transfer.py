@@ -9,49 +9,53 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from cai_mesh.comm import start_exchange
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import attach, record_of
 from cai_pipeline.wire import Wire, as_hidden, pack, packed_bytes, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
+ENCODED = 3 + MAX_DIMS
 SENDS_IN_FLIGHT = 2
 """Sends that may overlap compute. One more waits for the oldest, which limits the memory that sends keep alive."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape and dtype of a tensor that is sent between stages."""
+    """Shape and dtype of a tensor that is sent between stages, and whether it is a part (`Record.part`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    part: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """The shape and dtype of `tensor`. Raises PlanError when it cannot be sent."""
+        """What describes `tensor`. Raises PlanError when it cannot be sent."""
         if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
             raise PlanError(
                 "the output of a pipeline stage cannot be sent",
                 got=f"{tensor.dtype} of {tensor.dim()} dims",
                 expected=f"a floating-point tensor of at most {MAX_DIMS} dims",
             )
-        return cls(tuple(tensor.shape), tensor.dtype)
+        return cls(tuple(tensor.shape), tensor.dtype, record_of(tensor).part)
 
     def encode(self, device: torch.device) -> torch.Tensor:
-        """As int64 [2 + MAX_DIMS]: dtype code, number of dims, sizes, padding."""
+        """As int64 [ENCODED]: dtype code, whether a part, number of dims, sizes, padding."""
         padding = [0] * (MAX_DIMS - len(self.shape))
-        return torch.tensor([DTYPES.index(self.dtype), len(self.shape), *self.shape, *padding], device=device)
+        numbers = [DTYPES.index(self.dtype), self.part, len(self.shape), *self.shape, *padding]
+        return torch.tensor(numbers, device=device)
 
     @classmethod
     def decode(cls, encoded: torch.Tensor) -> TensorMeta:
         """What `encode` wrote."""
-        code, dims, *sizes = encoded.tolist()
-        return cls(tuple(sizes[:dims]), DTYPES[code])
+        code, part, dims, *sizes = encoded.tolist()
+        return cls(tuple(sizes[:dims]), DTYPES[code], bool(part))
 
 
 Metas = tuple[TensorMeta, ...]
@@ -65,19 +69,27 @@ class PendingReceive:
     Args:
         incoming: what is received.
         works: what is waited for.
-        packed: of each tensor its shape and dtype, if it comes packed.
+        metas: what describes the tensors.
+        packed: whether each comes packed.
     """
 
     incoming: Sequence[torch.Tensor]
     works: Sequence[dist.Work]
-    packed: Sequence[TensorMeta | None]
+    metas: Metas
+    packed: Sequence[bool]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Wait for the tensors and return them."""
         for work in self.works:
             work.wait()
-        pairs = zip(self.incoming, self.packed, strict=True)
-        return tuple(each if meta is None else unpack(each, meta.shape, meta.dtype) for each, meta in pairs)
+        return tuple(map(_taken_out, self.incoming, self.metas, self.packed))
+
+
+def _taken_out(received: torch.Tensor, meta: TensorMeta, packed: bool) -> torch.Tensor:
+    tensor = unpack(received, meta.shape, meta.dtype) if packed else received
+    if meta.part:
+        attach(tensor, part=True)
+    return tensor
 
 
 class P2PCommunicator:
@@ -117,7 +129,7 @@ class P2PCommunicator:
             send: what to send, or None.
             receive: how many the peer sends.
         """
-        incoming = [torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device) for _ in range(receive)]
+        incoming = [torch.empty(ENCODED, dtype=torch.int64, device=self.device) for _ in range(receive)]
         for work in self._start(peer, [meta.encode(self.device) for meta in send or ()], incoming):
             work.wait()
         return tuple(map(TensorMeta.decode, incoming)) or None
@@ -135,8 +147,7 @@ class P2PCommunicator:
         Returns:
             the tensors being received, or None.
         """
-        packed = self._packed(tuple(map(TensorMeta.of, send)))
-        send = [each if meta is None else pack(each) for each, meta in zip(send, packed, strict=True)]
+        send = [pack(t) if packed else t for t, packed in zip(send, self._packed(send), strict=True)]
         packed = self._packed(receive or ())
         incoming = [self._room(*each) for each in zip(receive or (), packed, strict=True)]
         works = self._start(peer, send, incoming)
@@ -146,18 +157,17 @@ class P2PCommunicator:
             self._wait_until(SENDS_IN_FLIGHT)
         if not incoming:
             return None
-        return PendingReceive(incoming, works[len(send) :] if separate else works, packed)
+        return PendingReceive(incoming, works[len(send) :] if separate else works, receive or (), packed)
 
-    def _packed(self, metas: Metas) -> list[TensorMeta | None]:
-        """Of each tensor of a transfer its shape and dtype, if it travels packed."""
+    def _packed(self, tensors: Sequence[torch.Tensor | TensorMeta]) -> list[bool]:
+        """Whether each tensor of a transfer travels packed."""
         if self.wire == "full":
-            return [None] * len(metas)
-        hidden = as_hidden([meta.shape for meta in metas])
-        return [meta if packed else None for meta, packed in zip(metas, hidden, strict=True)]
+            return [False] * len(tensors)
+        return as_hidden([tuple(each.shape) for each in tensors])
 
-    def _room(self, meta: TensorMeta, packed: TensorMeta | None) -> torch.Tensor:
+    def _room(self, meta: TensorMeta, packed: bool) -> torch.Tensor:
         """Where what is received of a tensor comes."""
-        if packed is None:
+        if not packed:
             return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
         return torch.empty(packed_bytes(meta.shape), dtype=torch.uint8, device=self.device)
 

@@ -4,6 +4,8 @@ The graph of a row-cut layer's input is walked back once, at the first forward t
 the walk, whole ones that sum the gradients of their results, and copies whose gradients are summed. A parameter found
 on the way acts on one rank's features and would get the gradient of these alone; so would a result that is whole on
 every rank. Cut parameters are as they should be.
+
+Between pipeline stages a graph ends: what a stage sends is looked at there, and says with it whether it is a part.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import record_of
+from cai_mesh.layout import attach, record_of
+from cai_mesh.trial import tensors_of
 from cai_tensor_parallel.modes.one_d import Column, Row
 from cai_tensor_parallel.modes.whole import Picked, Tail
 
@@ -52,7 +55,7 @@ def _whole_before(root: Any) -> Iterator[torch.Tensor | None]:
         node = waiting.pop()
         leaf, rule = getattr(node, "variable", None), getattr(node, "rule", None)
         if leaf is not None:
-            if record_of(leaf).layout is None:
+            if not _is_cut(leaf):
                 yield leaf
         elif isinstance(rule, Row) or type(node).__name__ == "_ReduceFromBackward":
             yield None
@@ -60,6 +63,29 @@ def _whole_before(root: Any) -> Iterator[torch.Tensor | None]:
             ahead = {after for after, _ in node.next_functions if after is not None} - seen
             seen |= ahead
             waiting += ahead
+
+
+def _is_cut(leaf: torch.Tensor) -> bool:
+    """Whether a tensor at the end of a graph is a cut parameter, or a part that another stage has sent."""
+    record = record_of(leaf)
+    return record.layout is not None or record.part
+
+
+def mark_parts(model: nn.Module) -> None:
+    """Let a model of stages mark, of what a stage sends, the tensors before which nothing is whole."""
+
+    def mark(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        stages = getattr(module, "cai_stages", None)
+        if stages is None or not stages.hands_on:
+            return
+        for sent in tensors_of(output).values():
+            graph = sent.grad_fn
+            if graph is None and sent.requires_grad:
+                continue  # handed on as it was received
+            if graph is not None and next(_whole_before(graph), sent) is sent:
+                attach(sent, part=True)
+
+    model.register_forward_hook(mark)
 
 
 def owners(model: nn.Module, leaves: Sequence[torch.Tensor]) -> list[str]:

@@ -16,7 +16,7 @@ from cai_mesh.errors import PlanError, did_you_mean
 from cai_mesh.layout import Replicate, keep_attached, refresh
 from cai_mesh.trial import SmallModel, Trial
 from cai_tensor_parallel.arguments import cut_arguments
-from cai_tensor_parallel.between import refusal, watch
+from cai_tensor_parallel.between import mark_parts, refusal, watch
 from cai_tensor_parallel.complete import completed, narrow_placeholders
 from cai_tensor_parallel.entry import base_of, cut_samples
 from cai_tensor_parallel.gradients import show_gradients
@@ -128,6 +128,7 @@ def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
     """Let what would go wrong in silence be refused: parts between cuts, in files, taken for copies by wrappers."""
     if mode == "1d":
         watch(model, _refuse(model))
+        mark_parts(model)
     guard_saving(model)
     guard_wrapping(model, mesh)
 

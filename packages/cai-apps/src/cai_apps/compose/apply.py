@@ -105,13 +105,13 @@ def rewrite(
     The order is: `split`, linear layers in FP8, `parallelize`, `swap`.
     """
     compiled = is_compiled(config, device)
-    if config.memory.recompute == "auto":
-        raise ConfigError(
-            'memory.recompute = "auto" is still to be settled',
-            expected='"none", "selective", "most" or "full"',
-            fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set it",
-        )
     pipeline = config.parallel.pipeline
+    if "auto" in (config.memory.recompute, pipeline.unshard):
+        raise ConfigError(
+            'what is "auto" is still to be settled',
+            got=f'memory.recompute = "{config.memory.recompute}", parallel.pipeline.unshard = "{pipeline.unshard}"',
+            fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set both",
+        )
     placement = placement_of(pipeline.schedule, pipeline.chunks)
     balance = pipeline.balance or "auto"
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)

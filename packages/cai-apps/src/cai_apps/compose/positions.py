@@ -16,8 +16,8 @@ class PositionsKnown:
 
     For batches that bring no positions of their own. Models look for several sequences packed into one, and the host
     waits for the device each time. Positions that have no batch dimension of their own, or are the same for the whole
-    batch, are made of its length alone: what was found once for a length holds. Where there are no values (`FakeTensorMode`), they are taken for those of a
-    sequence, as they are in a run.
+    batch, are made of its length alone: what was found once for a length holds. Where there are no values
+    (`FakeTensorMode`), they are taken for those of a sequence, as they are in a run.
     """
 
     NAME = "find_packed_sequence_indices"

@@ -48,9 +48,10 @@ class Pipeline:
     balance: Annotated[tuple[int, ...], COUNT] = ()
     """Layers of each stage, in the order of the stages. Empty: as many as make ranks cost alike, counted in parameters
     of layers and head."""
-    unshard: Literal["pass", "step"] = "pass"
+    unshard: Literal["auto", "pass", "step"] = "auto"
     """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
-    once, and its gradients are reduced once; both are whole on every rank meanwhile."""
+    once, and its gradients are reduced once; both are whole on every rank meanwhile. auto: step where the schedule asks
+    for it or the plan says that it fits."""
     wire: Literal["full", "fp8"] = "full"
     """What stages send each other, hidden states and their gradients. fp8: a byte an element and a scale a token, which
     rounds both."""

@@ -146,11 +146,27 @@ CHUNKED, SPLIT = ("interleaved", "bfs", "auto", *IN_A_V), ("zb-h1", "auto", *IN_
 """Schedules that take several stages a rank, and whose backwards are split."""
 
 
+def _shards_stages(config: RunConfig) -> bool:
+    """Whether the parameters of stages are sharded, and stay on the device."""
+    parallel = config.parallel
+    return parallel.zero == 3 and config.memory.residency == "device" and parallel.pipeline.size > 1
+
+
+def _with_unshard(config: R) -> R:
+    """The config with `unshard` filled in where it does not depend on memory."""
+    pipeline = config.parallel.pipeline
+    if pipeline.unshard != "auto":
+        return config
+    if _shards_stages(config) and pipeline.schedule not in SPLIT:
+        return config
+    pipeline = replace(pipeline, unshard="step" if _shards_stages(config) else "pass")
+    return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+
+
 def check_pipeline(config: RunConfig) -> None:
     """Raises ConfigError for chunks that no rank can have, or not this schedule, and for parameters nobody shards."""
     pipeline = config.parallel.pipeline
-    whole = config.parallel.zero == 3 and config.memory.residency == "device" and pipeline.size > 1
-    if pipeline.unshard == "step" and not whole:
+    if pipeline.unshard == "step" and not _shards_stages(config):
         raise ConfigError(
             'parallel.pipeline.unshard = "step" is for stages whose parameters are sharded, and stay on the device',
             got=f"parallel.zero = {config.parallel.zero}, parallel.pipeline.size = {pipeline.size}, "
@@ -233,7 +249,9 @@ def ranks_of(config: RunConfig) -> int:
 
 
 def resolve(config: R, world_size: int) -> R:
-    """The config with `shard`, `microbatches` and `decay_steps` filled in for `world_size` ranks.
+    """The config with `shard`, `microbatches` and `decay_steps` filled in for `world_size` ranks, and `unshard`.
+
+    `unshard` and `memory.recompute` may stay "auto", to be settled by the plan.
 
     Raises:
         MeshError: the degrees do not multiply to `world_size`.
@@ -249,6 +267,7 @@ def resolve(config: R, world_size: int) -> R:
     check_samples(config)
     check_wire(config.parallel)
     check_tensor(config)
+    config = _with_unshard(config)
     check_pipeline(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))
     _check_enough(pipeline)

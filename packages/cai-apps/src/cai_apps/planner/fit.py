@@ -1,4 +1,4 @@
-"""Whether a plan fits a device, which recompute fits first, and what to change where none does."""
+"""Whether a plan fits a device, what is chosen where the config leaves it to that, and what to change otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OVERHEAD = 2 * 2**30
 SLACK = 1.05
 """What the allocator takes for a byte of tensors, with pieces too small to be used again, and what plans are off by."""
 RECOMPUTE = ("none", "selective", "most", "full")
-"""From the fastest to the smallest."""
+UNSHARD = ("step", "pass")
+"""Both from the fastest to the smallest."""
 
 
 def needed(peak: int) -> int:
@@ -28,15 +29,57 @@ def needed(peak: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `memory.recompute = "auto"` became.
+    """What `memory.recompute = "auto"` and `parallel.pipeline.unshard = "auto"` became.
 
     Args:
-        config: with recompute chosen.
+        config: with both chosen.
         reason: why, in a few words.
     """
 
     config: Any
     reason: str
+
+
+@dataclass(frozen=True)
+class Open:
+    """What a resolved config leaves to the plan: values to choose from, the fastest first.
+
+    Args:
+        recompute: of `memory.recompute`.
+        unshard: of `parallel.pipeline.unshard`, which costs less time than recompute.
+    """
+
+    recompute: tuple[str, ...]
+    unshard: tuple[str, ...]
+
+    @staticmethod
+    def of(config: Any) -> Open:
+        memory, unshard = config.memory, config.parallel.pipeline.unshard
+        forms: tuple[str, ...] = (memory.recompute,)
+        if memory.recompute == "auto":
+            forms = _forms(config)
+            if memory.residency != "device" or memory.activations == "host":
+                forms = RECOMPUTE[-1:]
+        return Open(forms, UNSHARD if unshard == "auto" else (unshard,))
+
+    def settled(self, config: Any) -> list[Any]:
+        """The config with each choice, from the fastest to the smallest."""
+        return [settled(config, form, unshard) for form in self.recompute for unshard in self.unshard]
+
+
+def is_open(config: Any) -> bool:
+    """Whether a resolved config leaves something to the plan."""
+    return "auto" in (config.memory.recompute, config.parallel.pipeline.unshard)
+
+
+def chosen(before: Any, after: Any) -> str:
+    """What was chosen, in a few words."""
+    pipeline, names = after.parallel.pipeline, []
+    if before.memory.recompute == "auto":
+        names.append(f"recompute {after.memory.recompute}")
+    if before.parallel.pipeline.unshard == "auto":
+        names.append(f"unshard {pipeline.unshard}")
+    return ", ".join(names)
 
 
 @dataclass
@@ -58,35 +101,38 @@ class Planner:
         Raises what `train` would raise before its ranks start.
         """
         config = self.resolve(config, ranks)
-        if config.memory.recompute == "auto":
-            config = self.choose_recompute(config, ranks=ranks, memory=memory).config
+        if is_open(config):
+            config = self.choose(config, ranks=ranks, memory=memory).config
         return self._plan(config, ranks)
 
     def peaks(self, config: Any, *, ranks: int) -> dict[str, int]:
         """The peak of a resolved config by form of recompute, from the fastest form to the smallest."""
-        forms = [form for form in RECOMPUTE if form != "selective" or config.parallel.tensor.mode == "1d"]
-        return {form: self._plan(_with_recompute(config, form), ranks).peak for form in forms}
+        unshard = config.parallel.pipeline.unshard
+        return {form: self._plan(settled(config, form, unshard), ranks).peak for form in _forms(config)}
 
-    def choose_recompute(self, config: Any, *, ranks: int, memory: int | None) -> Choice:
-        """Settle `memory.recompute = "auto"` of a resolved config: the fastest form that fits.
+    def choose(self, config: Any, *, ranks: int, memory: int | None) -> Choice:
+        """Settle what a resolved config leaves to the plan: the fastest of `Open` that fits.
 
         Args:
             memory: bytes of a rank's device; None: there is no limit.
 
         Training state that is not all on the device, and inputs of blocks that wait on the host, take full recompute.
         """
-        if config.memory.residency != "device" or config.memory.activations == "host":
-            return Choice(_with_recompute(config, "full"), "the config keeps on the device what it must")
+        choices = Open.of(config).settled(config)
+        if len(choices) == 1:
+            return Choice(choices[0], "the config keeps on the device what it must")
         if memory is None:
-            return Choice(_with_recompute(config, "none"), "the device's memory is not known")
-        try:
-            found = self.peaks(config, ranks=ranks)
-        except PlanError as error:
-            return Choice(_with_recompute(config, "full"), str(error).splitlines()[0])
-        form = next((form for form, peak in found.items() if needed(peak) <= memory), RECOMPUTE[-1])
-        fits = "fits" if needed(found[form]) <= memory else "may not fit, and nothing takes less:"
-        reason = f"its planned peak of {found[form] / 2**30:.1f} GiB {fits} {memory / 2**30:.1f} GiB"
-        return Choice(_with_recompute(config, form), reason)
+            return Choice(choices[0], "the device's memory is not known")
+        peak, choice = 0, config
+        for choice in choices:
+            try:
+                peak = self._plan(choice, ranks).peak
+            except PlanError as error:
+                return Choice(choices[-1], str(error).splitlines()[0])
+            if needed(peak) <= memory:
+                break
+        fits = "fits" if needed(peak) <= memory else "may not fit, and nothing takes less:"
+        return Choice(choice, f"its planned peak of {peak / 2**30:.1f} GiB {fits} {memory / 2**30:.1f} GiB")
 
     def _plan(self, config: Any, ranks: int) -> Plan:
         workload = self.workload(config)
@@ -96,8 +142,16 @@ class Planner:
         return plan_run(config, workload, ranks=ranks, saved=self._known[key])
 
 
-def _with_recompute(config: Any, form: str) -> Any:
-    return replace(config, memory=replace(config.memory, recompute=form))
+def _forms(config: Any) -> tuple[str, ...]:
+    """Of recompute, those that a config may have."""
+    return tuple(form for form in RECOMPUTE if form != "selective" or config.parallel.tensor.mode == "1d")
+
+
+def settled(config: Any, recompute: str, unshard: str) -> Any:
+    """The config with both of `Choice`."""
+    pipeline = replace(config.parallel.pipeline, unshard=unshard)
+    parallel = replace(config.parallel, pipeline=pipeline)
+    return replace(config, parallel=parallel, memory=replace(config.memory, recompute=recompute))
 
 
 def _what_forwards_depend_on(config: Any) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import mesh_spec
-from cai_apps.planner.fit import RECOMPUTE, Planner
+from cai_apps.planner.fit import RECOMPUTE, UNSHARD, Planner, chosen, is_open, settled
 from cai_apps.run import launch
 from cai_apps.run.alike import said_by_first_rank
 from cai_apps.run.checkpoint import AUTO
@@ -98,14 +98,12 @@ def _same_directory(run: RunDirectory) -> RunDirectory:
 
 def settle(task: Task, config: Any, ranks: int, device: str) -> Any:
     """The resolved config with what it leaves to the plan, said on the first rank. torch.distributed is not up yet."""
-    if config.memory.recompute != "auto":
+    if not is_open(config):
         return config
-    if device == "cpu":
-        return replace(config, memory=replace(config.memory, recompute="none"))
-    planner = Planner(task.resolve, task.workload)
-    choice = planner.choose_recompute(config, ranks=ranks, memory=launch.device_memory())
-    if os.environ.get("RANK", "0") == "0":
-        print(f"recompute {choice.config.memory.recompute}: {choice.reason}", flush=True)
+    memory = None if device == "cpu" else launch.device_memory()
+    choice = Planner(task.resolve, task.workload).choose(config, ranks=ranks, memory=memory)
+    if device != "cpu" and os.environ.get("RANK", "0") == "0":
+        print(f"{chosen(config, choice.config)}: {choice.reason}", flush=True)
     return choice.config
 
 
@@ -135,13 +133,12 @@ def restarted(config: Any) -> Any:
 
 
 def agree(config: Any) -> Any:
-    """The config with the recompute that takes least of what ranks have settled on: GPUs of machines may differ.
-
-    Collective.
-    """
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, config.memory.recompute)
-    return replace(config, memory=replace(config.memory, recompute=max(found, key=RECOMPUTE.index)))
+    """The config with what takes least of what ranks have settled on: GPUs of machines may differ. Collective."""
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(found, (config.memory.recompute, config.parallel.pipeline.unshard))
+    forms, unshards = zip(*found, strict=True)
+    recompute, unshard = max(forms, key=RECOMPUTE.index), max(unshards, key=UNSHARD.index)
+    return settled(config, recompute=recompute, unshard=unshard)
 
 
 def _announce(job: Job, ranks: int) -> None:

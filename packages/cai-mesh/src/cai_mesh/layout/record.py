@@ -54,19 +54,22 @@ class Slice:
 
 @dataclass(frozen=True)
 class Record:
-    """What is attached to one parameter.
+    """What is attached to one parameter, or to a tensor that pipeline stages send each other.
 
     Args:
         name: canonical name: that of its owner when it is a tied copy. None: the one the model gives it.
         layout: of the local tensor. None: the tensor is full.
         reduce: how its gradient is reduced. None: the default.
         slices: what a flat tensor holds of which parameters, in an order that is the same on all ranks.
+        part: of a tensor between stages: each tensor-parallel rank has its own, as of its heads alone, and the gradient
+            is of that.
     """
 
     name: str | None = None
     layout: Layout | None = None
     reduce: ReduceSpec | None = None
     slices: tuple[Slice, ...] | None = None
+    part: bool = False
 
 
 NOTHING = Record()
@@ -90,7 +93,7 @@ def attach(tensor: torch.Tensor, layout: Layout | None = None, **changes: Any) -
 
     Args:
         layout: of the local tensor.
-        changes: other fields of `Record`: `name`, `reduce`, `slices`.
+        changes: other fields of `Record`: `name`, `reduce`, `slices`, `part`.
 
     Returns the record. Raises `LayoutError` when the shapes disagree.
     """
