@@ -5,8 +5,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cai_mesh.errors import PlanError
+from cai_mesh.testing import run_ranks
+from cai_pipeline import split
 from cai_pipeline.balance import balance_layers, balance_ranks, explicit_layers
 
 costs = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9)
@@ -66,3 +70,20 @@ def test_layers_by_hand() -> None:
     for wrong in ([4], [1, 2], [4, 0]):
         with pytest.raises(PlanError):
             explicit_layers(wrong, 4, 2)
+
+
+def layers_of_stages() -> list[range]:
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=32, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=2, vocab_size=512,
+        num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+    )  # fmt: skip
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    return [
+        stage.layers
+        for stage in split(AutoModelForCausalLM.from_config(config), mesh).cai_stages.own.values()
+    ]
+
+
+def test_experts_count_as_often_as_they_are_visited() -> None:
+    """A layer has 53 k parameters and multiplies with 10 k of them, the head with 16 k."""
+    assert run_ranks(2, layers_of_stages) == [[range(5)], [range(5, 8)]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_families import build, config_of, sum_tied_gradients, token_ids
+from pipeline_models import build as build_other
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
@@ -24,10 +25,17 @@ MICROBATCHES = 4
 LENGTH = 512
 
 
-def batch() -> list[torch.Tensor]:
+def batch(family: str) -> list[torch.Tensor]:
     """Token ids whose activations are far larger than what NCCL buffers, of two lengths."""
-    lengths = [LENGTH, LENGTH // 2, LENGTH, LENGTH // 2]
-    return [token_ids(m, batch=64, length=length).cuda() for m, length in enumerate(lengths)]
+    lengths, samples = [LENGTH, LENGTH // 2, LENGTH, LENGTH // 2], 16 if family == "t5" else 64
+    return [token_ids(m, batch=samples, length=length).cuda() for m, length in enumerate(lengths)]
+
+
+def inputs_of(family: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An encoder reads twice as many tokens as its decoder."""
+    if family == "t5":
+        return {"input_ids": torch.cat([ids, ids.flip(1)], 1), "decoder_input_ids": ids}
+    return {"input_ids": ids}
 
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -35,6 +43,8 @@ def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def model_of(family: str, dtype: torch.dtype) -> Any:
+    if family == "t5":
+        return build_other("t5").to("cuda", dtype)
     config = config_of(family, 6)
     config.max_position_embeddings = LENGTH
     return build(config).to("cuda", dtype)
@@ -46,13 +56,13 @@ def work(rank: int, world: int, folder: str, family: str, schedule: str, dtype: 
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("pp",))
     model = split(model_of(family, dtype), mesh)
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=MICROBATCHES, loss_fn=loss_of)
-    inputs = [{"input_ids": ids} for ids in batch()]
+    inputs = [inputs_of(family, ids) for ids in batch(family)]
     losses = []
     for _ in range(3):
         model.zero_grad()
-        losses.append(float(runner.step(inputs, batch())))
+        losses.append(float(runner.step(inputs, batch(family))))
     sum_tied_gradients(model)
-    evaluated = float(runner.evaluate(inputs, batch()))
+    evaluated = float(runner.evaluate(inputs, batch(family)))
     gradients = {canonical_name(n, p): p.grad.cpu() for n, p in model.named_parameters()}
     torch.save((losses, evaluated, gradients), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -61,7 +71,12 @@ def work(rank: int, world: int, folder: str, family: str, schedule: str, dtype: 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"),
-    [("llama", torch.float64, 1e-9), ("gpt2", torch.float64, 1e-9), ("llama", torch.bfloat16, 1e-6)],
+    [
+        ("llama", torch.float64, 1e-9),
+        ("gpt2", torch.float64, 1e-9),
+        ("t5", torch.float64, 1e-9),
+        ("llama", torch.bfloat16, 1e-6),
+    ],
 )
 def test_training_over_nccl(
     tmp_path: Path, family: str, dtype: torch.dtype, tolerance: float, schedule: str
@@ -71,8 +86,8 @@ def test_training_over_nccl(
     torch.multiprocessing.spawn(work, arguments, nprocs=world, join=True)
     model = model_of(family, dtype)
     expected = 0.0
-    for ids in batch():
-        loss = loss_of(model(input_ids=ids), ids)
+    for ids in batch(family):
+        loss = loss_of(model(**inputs_of(family, ids)), ids)
         loss.backward()
         expected += float(loss.detach().double())
     gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}

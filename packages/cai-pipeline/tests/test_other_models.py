@@ -452,3 +452,33 @@ def test_a_t5_that_cannot_shift_labels_is_tried_without() -> None:
     small = small_model(hf.T5ForConditionalGeneration(config))
     assert not small.labelled
     verify_split(small)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(6, 6), (12, 12), (32, 32)])
+def test_sizes_of_a_call_may_be_equal(samples: int, length: int) -> None:
+    """Samples, tokens and features of one number each: places say which a dim is of. The model is 32 wide."""
+    whole = build("t5")
+    small = small_model(whole)
+    ids = torch.zeros(samples, length, dtype=torch.int64)
+    masks = {"decoder_attention_mask": ids, "attention_mask": torch.zeros(samples, 1, length, length)}
+    given = {"inputs_embeds": torch.zeros(samples, length, 32), "decoder_input_ids": ids, **masks}
+    call = Call.of(whole, given, small, {})
+    assert {keyword.name: keyword.shape for keyword in call.more} == {
+        "inputs_embeds": ("batch", "length", "hidden"),
+        "decoder_input_ids": ("batch", "length"),
+        "decoder_attention_mask": ("batch", "length"),
+        "attention_mask": ("batch", 1, "length", "length"),
+    }
+
+
+def square(ranks: int) -> float:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+    runner = PipelineRunner(split(build("t5"), mesh), mesh, microbatches=1, loss_fn=loss_of)
+    ids = torch.arange(64).reshape(8, 8) % WORDS
+    return float(runner.step([{"input_ids": ids, "decoder_input_ids": ids}], [ids]))
+
+
+def test_as_many_samples_as_tokens() -> None:
+    ids = torch.arange(64).reshape(8, 8) % WORDS
+    expected = loss_of(build("t5")(input_ids=ids, decoder_input_ids=ids), ids).item()
+    assert run_ranks(2, square, 2) == pytest.approx([expected] * 2, rel=1e-9)

@@ -57,7 +57,7 @@ class Call:
         Args:
             known: number of dims of the trial's inputs, by name.
         """
-        sizes = _sizes(model, inputs) if isinstance(trial, SmallModel) else {}
+        sizes: Sizes = _sizes(model, inputs) if isinstance(trial, SmallModel) else {}
         more = [
             _keyword(name, value, sizes)
             for name, value in sorted(inputs.items())
@@ -81,25 +81,47 @@ class Call:
         return ", ".join((["training mode"] if self.training else ["evaluation mode"]) + words)
 
 
-def _sizes(model: Any, inputs: Mapping[str, Any]) -> dict[int, str]:
-    """What the sizes of dims mean; where two are equal, the last here counts."""
-    found: dict[int, str] = {getattr(model.config.get_text_config(), "hidden_size", 0): "hidden"}
-    for name in (getattr(model, "main_input_name", "input_ids"), *MEASURED):
-        value = inputs.get(name)
-        if isinstance(value, torch.Tensor) and value.ndim:
-            found |= {value.shape[0]: "batch"}
-            if name in MEASURED and value.ndim > 1:
-                found |= {value.shape[1]: "length"}
-    return found
+Sizes = Mapping[str, frozenset[int]]
+"""The sizes that "batch", "length" and "hidden" have in a call."""
+
+
+def _sizes(model: Any, inputs: Mapping[str, Any]) -> Sizes:
+    given = [
+        (name, value.shape)
+        for name in (getattr(model, "main_input_name", "input_ids"), *MEASURED)
+        if isinstance(value := inputs.get(name), torch.Tensor) and value.ndim
+    ]
+    return {
+        "batch": frozenset(shape[0] for _, shape in given),
+        "length": frozenset(shape[1] for name, shape in given if name in MEASURED and len(shape) > 1),
+        "hidden": frozenset({getattr(model.config.get_text_config(), "hidden_size", 0)}),
+    }
+
+
+def _shape(value: torch.Tensor, sizes: Sizes) -> Shape:
+    """What each dim of a tensor means: where sizes are equal, its place says which."""
+    return tuple(_meaning(value, axis, sizes) for axis in range(value.ndim))
+
+
+def _meaning(value: torch.Tensor, axis: int, sizes: Sizes) -> str | int:
+    size = value.shape[axis]
+    if axis and size == 1:
+        return 1
+    order = ("length", "batch", "hidden")
+    if axis == 0:
+        order = ("batch", "length", "hidden")
+    elif value.ndim == 3 and axis == 2 and value.is_floating_point():
+        order = ("hidden", "length", "batch")
+    return next((meaning for meaning in order if size in sizes[meaning]), size)
 
 
 MEASURED = ("decoder_inputs_embeds", "decoder_input_ids", "labels", "inputs_embeds", "input_ids")
-"""Inputs that say how long a text is, the one that counts most last."""
+"""Inputs that say how long a text is."""
 
 
-def _keyword(name: str, value: Any, sizes: Mapping[int, str]) -> Keyword:
+def _keyword(name: str, value: Any, sizes: Sizes) -> Keyword:
     if isinstance(value, torch.Tensor) and sizes:
-        shape = tuple(sizes.get(size, size) for size in value.shape)
+        shape = _shape(value, sizes)
         if all(isinstance(size, str) or size <= LARGEST for size in shape):
             dtype = torch.float64 if value.is_floating_point() else value.dtype
             return Keyword(name, shape=shape, dtype=dtype)

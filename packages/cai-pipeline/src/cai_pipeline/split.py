@@ -12,6 +12,7 @@ from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, all_gather_object, axis_names
 from cai_mesh.errors import PlanError
+from cai_mesh.experts import visited_share
 from cai_mesh.layout import attach_to, canonical_name, record_of, reduce_of, sites
 from cai_mesh.trial import Trial
 from cai_pipeline.balance import LOOKUP_COST, balance_ranks, check_enough_layers, explicit_layers
@@ -52,8 +53,9 @@ def split(
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         chunks: stages per rank.
         placement: which stages they are: "loop" or "v", see `cai_pipeline.placement`.
-        balance: "auto" for stages of equal cost, where cost is the number of parameters and those of an embedding
-            count an eighth; or the number of layers of each stage, in the order of the stages.
+        balance: "auto" for stages of equal cost, where cost is the number of parameters that a token goes through (of
+            experts those it visits), and those of an embedding count an eighth; or the number of layers of each stage,
+            in the order of the stages.
         trial: the small model to try the split on; None: made of the model's transformers config.
 
     Returns:
@@ -114,19 +116,19 @@ def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], held:
 def check_shared(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise PlanError where stages have different parts of a parameter that they share. Collective."""
     own = {
-        canonical_name(name, parameter): layout.local_shape
-        if (layout := record_of(parameter).layout)
-        else None
+        canonical_name(name, parameter): record_of(parameter).layout
         for name, parameter in model.named_parameters()
         if reduce_of(parameter).tied is not None
     }
     of_ranks = all_gather_object(own, group)
-    for name in sorted({name for shapes in of_ranks for name in shapes}):
-        shapes = [shapes[name] for shapes in of_ranks if name in shapes]
-        if len(set(shapes)) > 1:
+    for name in sorted({name for layouts in of_ranks for name in layouts}):
+        layouts = [layouts[name] for layouts in of_ranks if name in layouts]
+        if len(set(layouts)) > 1:
             raise PlanError(
                 f"pipeline stages share {name}, and do not hold the same part of it",
-                got=", ".join("all of it" if shape is None else f"a part {shape}" for shape in shapes),
+                got=", ".join(
+                    "all of it" if each is None else f"a part {each.local_shape}" for each in layouts
+                ),
                 cause="tensor-parallel ranks cut it on one stage, not on another, where it has another name",
                 fix="pass parallelize(..., plan) with roles for all its names, or untie the weights",
             )
@@ -148,7 +150,10 @@ def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
 
 def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, balance: Balance) -> list[range]:
     def size(name: str) -> float:
-        return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
+        parameters = model.get_submodule(name).named_parameters(prefix=name)
+        return sum(
+            p.numel() * visited_share(getattr(model, "config", None), full, p) for full, p in parameters
+        )
 
     costs = [size(name) for name in structure.layer_names(model)]
     if isinstance(balance, str):

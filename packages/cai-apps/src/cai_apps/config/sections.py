@@ -47,7 +47,7 @@ class Pipeline:
     passes anew for its times and the memory that is left; two chunks lie in a V then."""
     balance: Annotated[tuple[int, ...], COUNT] = ()
     """Layers of each stage, in the order of the stages. Empty: as many as make ranks cost alike, counted in parameters
-    of layers and head."""
+    of layers and head, of experts those that a token visits."""
     unshard: Literal["auto", "pass", "step"] = "auto"
     """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
     once, and its gradients are reduced once; both are whole on every rank meanwhile. auto: step where the schedule asks

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cai_mesh.experts import visited_share
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -29,9 +31,8 @@ def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_lengt
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    visited = _visited_share(config)
     matrices = sum(
-        parameter.numel() * (visited if ".experts." in f".{name}." else 1)
+        parameter.numel() * visited_share(config, name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and (tied or parameter is not embedding) and not _is_position_table(name)
     )
@@ -41,14 +42,6 @@ def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_lengt
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         attention = 12 * config.num_hidden_layers * width * sequence_length
     return TokenFlops(causal=6 * matrices + attention / 2, full=6 * matrices + attention)
-
-
-def _visited_share(config: PretrainedConfig) -> float:
-    """Share of a layer's experts that one token visits; 1 where there are none, or the config does not say."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
-    visited = getattr(config, "num_experts_per_tok", None)
-    return visited / experts if experts and isinstance(visited, int) else 1.0
 
 
 def _is_position_table(name: str) -> bool:

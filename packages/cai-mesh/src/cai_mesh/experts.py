@@ -1,0 +1,33 @@
+"""How many of a model's parameters one token goes through: of experts, those that it visits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+VISITED = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+"""What configs of transformers call the number of a layer's experts, and of those that a token visits."""
+
+
+def visited_share(config: Any, name: str, parameter: torch.Tensor) -> float:
+    """The share of a parameter's elements that one token is multiplied with.
+
+    Args:
+        config: the model's, of transformers; any other object says nothing of experts.
+        name: of the parameter in the model.
+        parameter: of one expert, or stacked for all of a layer's, [experts, ...].
+
+    Returns 1 for what is of no expert, and where the config does not say how many a token visits.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    experts, visited = _number(text, COUNTS), _number(text, VISITED)
+    if not experts or not visited:
+        return 1.0
+    stacked = parameter.ndim == 3 and parameter.shape[0] == experts
+    return visited / experts if stacked or ".experts." in f".{name}." else 1.0
+
+
+def _number(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
