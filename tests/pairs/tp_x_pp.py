@@ -18,6 +18,13 @@ from cai_tensor_parallel import parallelize, sub_axes
 MICROBATCHES = 4
 
 
+def sum_tied(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        holders = reduce_of(parameter).tied
+        if holders is not None:
+            dist.all_reduce(parameter.grad, group=holders)
+
+
 EVEN = 8
 """A length that two ranks can divide."""
 
@@ -45,14 +52,15 @@ def train(
 
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=MICROBATCHES, loss_fn=loss_fn)
     backward = twin.in_microbatches(runner, MICROBATCHES, name)
+    if whole:  # whose tensors have no graphs
+        first = twin.batch(0)[:, :EVEN] if sequence else twin.batch(0)
+        parts = list(first.chunk(MICROBATCHES))
+        runner.evaluate([twin.inputs_of(name, part) for part in parts], parts)
     losses, norms = [], []
     for step in range(twin.STEPS):
         ids = twin.batch(step)
         losses.append(float(backward(ids[:, :EVEN] if sequence else ids)))
-        for parameter in model.parameters():
-            holders = reduce_of(parameter).tied
-            if holders is not None:
-                dist.all_reduce(parameter.grad, group=holders)
+        sum_tied(model)
         norms.append(float(clip_grad_norm_(model.parameters(), twin.CLIP, mesh)))
         optimizer.step()
         optimizer.zero_grad()
@@ -101,3 +109,29 @@ def test_an_encoder_decoder(name: str, how: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(twin, "batch", lambda *args: whole(*args)[:, :EVEN])
     arguments = ("zb-v", False, "1d", 2, "v") if how == "in a V" else ("1f1b", sequence)
     twin.assert_equals_one_process(name, run_ranks(4, train, name, *arguments))
+
+
+def freeze_tables(model: torch.nn.Module) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("relative_attention_bias" not in name)
+    return model
+
+
+def frozen() -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model = parallelize(split(freeze_tables(twin.build("t5")), mesh), mesh)
+    loss_fn = lambda output, ids: twin.loss_of(output.logits, ids) / MICROBATCHES  # noqa: E731
+    runner = PipelineRunner(model, mesh, schedule="1f1b", microbatches=MICROBATCHES, loss_fn=loss_fn)
+    loss = twin.in_microbatches(runner, MICROBATCHES, "t5")(twin.batch(0))
+    sum_tied(model)
+    return float(loss), float(clip_grad_norm_(model.parameters(), twin.CLIP, mesh))
+
+
+def test_a_position_bias_of_a_frozen_table():
+    """It travels without a graph, and what comes back of it is not used."""
+    model = freeze_tables(twin.build("t5"))
+    loss = twin.loss_of(model(**twin.inputs_of("t5", twin.batch(0))).logits, twin.batch(0))
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), twin.CLIP)
+    for found in run_ranks(4, frozen):
+        assert found == pytest.approx((loss.item(), norm.item()), rel=1e-9)

@@ -426,6 +426,7 @@ class _StepState:
 
 
 def _signature(inputs: Inputs, device: torch.device) -> tuple[Any, ...]:
-    """What the shape and dtype of activations depend on; equal on all ranks, as their inputs are."""
+    """What describes the tensors between stages for such inputs; equal on all ranks, as these are."""
     tensors = ((k, tuple(v.shape), v.dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor))
-    return (torch.is_autocast_enabled(device.type), *sorted(tensors, key=lambda entry: entry[0]))
+    modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(device.type))  # without graphs parts are not known
+    return (*modes, *sorted(tensors, key=lambda entry: entry[0]))

@@ -48,9 +48,9 @@ def _watch(module: nn.Module, name: str, found: Found) -> None:
     key = module.register_forward_pre_hook(look).id
 
 
-def _whole_before(root: Any) -> Iterator[torch.Tensor | None]:
+def _whole_before(root: Any | None) -> Iterator[torch.Tensor | None]:
     """Leaves reached from a node of the graph before any column cut; None for something else that is whole."""
-    seen, waiting = {root}, [root]
+    seen, waiting = {root}, [] if root is None else [root]
     while waiting:
         node = waiting.pop()
         leaf, rule = getattr(node, "variable", None), getattr(node, "rule", None)
@@ -72,17 +72,15 @@ def _is_cut(leaf: torch.Tensor) -> bool:
 
 
 def mark_parts(model: nn.Module) -> None:
-    """Let a model of stages mark, of what a stage sends, the tensors before which nothing is whole."""
+    """Let a model of stages mark, of what a stage sends, the tensors before which nothing whole learns."""
 
     def mark(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stages = getattr(module, "cai_stages", None)
-        if stages is None or not stages.hands_on:
+        if stages is None or not stages.hands_on or not torch.is_grad_enabled():
             return
         for sent in tensors_of(output).values():
-            graph = sent.grad_fn
-            if graph is None and sent.requires_grad:
-                continue  # handed on as it was received
-            if graph is not None and next(_whole_before(graph), sent) is sent:
+            handed_on = sent.grad_fn is None and sent.requires_grad  # as it was received
+            if not handed_on and next(_whole_before(sent.grad_fn), sent) is sent:
                 attach(sent, part=True)
 
     model.register_forward_hook(mark)
