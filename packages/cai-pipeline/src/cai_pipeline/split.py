@@ -53,9 +53,8 @@ def split(
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         chunks: stages per rank.
         placement: which stages they are: "loop" or "v", see `cai_pipeline.placement`.
-        balance: "auto" for stages of equal cost, where cost is the number of parameters that a token goes through (of
-            experts those it visits), and those of an embedding count an eighth; or the number of layers of each stage,
-            in the order of the stages.
+        balance: "auto" for stages of equal cost: parameters that a token goes through (of experts those it visits), an
+            eighth of an embedding's; or the number of layers of each stage, in the order of the stages.
         trial: the small model to try the split on; None: made of the model's transformers config.
 
     Returns:
