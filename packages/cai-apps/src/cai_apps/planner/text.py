@@ -102,7 +102,9 @@ def render(plan: Plan, title: str, batch: str) -> str:
 
 
 def _schedule(pipeline: Pipeline) -> str:
-    return f"{pipeline.schedule} with {pipeline.chunks} chunks" if pipeline.chunks > 1 else pipeline.schedule
+    chunks = f" with {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+    gathered = ", weights gathered once a step" if pipeline.unshard == "step" else ""
+    return f"{pipeline.schedule}{chunks}{gathered}"
 
 
 def _learn(plan: Plan) -> str:
