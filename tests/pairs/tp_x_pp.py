@@ -52,7 +52,7 @@ def train(
 
     runner = PipelineRunner(model, mesh, schedule=schedule, microbatches=MICROBATCHES, loss_fn=loss_fn)
     backward = twin.in_microbatches(runner, MICROBATCHES, name)
-    if whole:  # whose tensors have no graphs
+    if whole:  # an evaluation first: what it sends has no graph and says nothing of parts
         first = twin.batch(0)[:, :EVEN] if sequence else twin.batch(0)
         parts = list(first.chunk(MICROBATCHES))
         runner.evaluate([twin.inputs_of(name, part) for part in parts], parts)

@@ -426,10 +426,10 @@ class _StepState:
 
 
 def _signature(inputs: Inputs, device: torch.device) -> tuple[Any, ...]:
-    """What describes the tensors between stages for such inputs; equal on all ranks, as these are."""
+    """What the descriptions of tensors between stages depend on; equal on all ranks, as their inputs are.
+
+    Without graphs nobody knows which of them are parts.
+    """
     tensors = ((k, tuple(v.shape), v.dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor))
-    modes = (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled(device.type),
-    )  # without graphs parts are not known
-    return (*modes, *sorted(tensors, key=lambda entry: entry[0]))
+    graphs, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
+    return (graphs, autocast, *sorted(tensors, key=lambda entry: entry[0]))

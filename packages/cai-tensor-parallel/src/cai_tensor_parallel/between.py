@@ -76,7 +76,8 @@ def mark_parts(model: nn.Module) -> None:
 
     def mark(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stages = getattr(module, "cai_stages", None)
-        if stages is None or not stages.hands_on or not torch.is_grad_enabled():
+        looks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if stages is None or not stages.hands_on or not looks:
             return
         for sent in tensors_of(output).values():
             handed_on = sent.grad_fn is None and sent.requires_grad  # as it was received

@@ -253,9 +253,8 @@ class Sampler:
         parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         given = self._conditions(parts, options.guidance)
         if self._records and self._swapped is None:  # started one by one, kernels would keep the host longer
-            self._swapped = swap(
-                self._denoiser.model, kinds=("norm",)
-            )  # which tries gradients: not in inference mode
+            # outside inference mode: the kernels' trial takes gradients
+            self._swapped = swap(self._denoiser.model, kinds=("norm",))
         with self._denoiser, torch.inference_mode():
             return self._drawn(self._forward(), parts, given, options, first, told)
 
