@@ -52,6 +52,7 @@ LIGHT = {
 ROOMS = {
     "_lazy": set(),
     "errors": set(),
+    "experts": set(),
     "operators": set(),
     "protocols": {"comm"},
     "testing": set(),
