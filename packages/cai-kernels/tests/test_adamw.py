@@ -11,6 +11,7 @@ import torch
 from kernel_checks import DEVICE
 
 from cai_kernels import AdamWOptions, FusedAdamW, KernelError, adamw_step_, adamw_steps_
+from cai_kernels.adamw.halves import join, split
 
 SIZES = [(1,), (7,), (0, 3), (), (2048,), (2049,), (3, 5, 401), (4096,)]
 BACKENDS = ["triton", "reference"]
@@ -265,9 +266,11 @@ def test_the_op_is_clean_for_the_compiler():
     random = generator(7)
     param, exp_avg, exp_avg_sq = state_of((70,), random)
     numbers = (0.5, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1)
+    high, low = split(param)
     for scale in (None, torch.ones((), device=DEVICE)):
-        arguments = (param, values((70,), random), exp_avg, exp_avg_sq, scale, *numbers)
-        torch.library.opcheck(triton.adamw_step, arguments)
+        for weights in ((param, None), (high, low)):
+            arguments = (weights[0], values((70,), random), exp_avg, exp_avg_sq, weights[1], scale, *numbers)
+            torch.library.opcheck(triton.adamw_step, arguments)
 
 
 def refused(match: str, *, step: int = 1, options: dict | None = None, **changed):
@@ -629,3 +632,99 @@ def test_more_elements_than_32_bits_count():
     wanted = torch.tensor([0.5, 0.5, 1.5], device="cuda")
     torch.testing.assert_close(held[0][torch.tensor([0, count - 2, count - 1], device="cuda")], wanted)
     assert held[0][:-1].eq(held[0][0]).all()
+
+
+# -- in halves -----------------------------------------------------------------------------------------------------
+
+
+def hard_numbers() -> torch.Tensor:
+    """Where rounding is not usual: ties, the largest and smallest numbers, zeros, infinities, numbers that are none."""
+    bits = [0, 0x8000, 0x7FFF, 0x8001, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 1, 0x7F800000, 0x7FFFFFFF]
+    bits += [0x7F800001, 0x7FC00000]
+    return torch.tensor(bits + [b - 0x80000000 for b in bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def test_halves_are_the_number():
+    full = torch.cat([hard_numbers(), values(100_001, generator()).cpu()])
+    high, low = split(full)
+    back = join(high, low)
+    assert high.dtype is torch.bfloat16 and low.dtype is torch.int16
+    numbers = ~full.isnan()
+    assert torch.equal(back.view(torch.int32)[numbers], full.view(torch.int32)[numbers])
+    assert back[~numbers].isnan().all() and high[~numbers].isnan().all()
+    tie = (full.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(high[numbers & ~tie], full.to(torch.bfloat16)[numbers & ~tie])
+    assert (high.float().abs() >= full.abs())[numbers & tie].all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_in_halves_is_that_of_the_number(dtype, backend):
+    random = generator()
+    whole = [state_of(shape, random) for shape in SIZES]
+    grads = [values(shape, random, dtype) for shape in SIZES]
+    halves = [split(held[0]) for held in whole]
+    moments = [[t.clone() for t in held[1:]] for held in whole]
+    for step in (3, 4):
+        adamw_steps_(*zip(*((p, g, m, v) for (p, m, v), g in zip(whole, grads, strict=True))), OPTIONS, steps=[step] * len(SIZES), grad_scale=0.5, backend=backend)  # fmt: skip
+        highs, lows = zip(*halves, strict=True)
+        firsts, seconds = zip(*moments, strict=True)
+        adamw_steps_(highs, grads, firsts, seconds, OPTIONS, steps=[step] * len(SIZES), grad_scale=0.5, lows=lows, backend=backend)  # fmt: skip
+    for held, (high, low), others in zip(whole, halves, moments, strict=True):
+        assert torch.equal(join(high, low), held[0])
+        assert all(map(torch.equal, others, held[1:]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_that_are_none_stay_so_in_halves(backend):
+    param = hard_numbers().to(DEVICE)
+    high, low = split(param)
+    first, second, grad = torch.zeros_like(param), torch.zeros_like(param), torch.zeros_like(param)
+    still = AdamWOptions(lr=0.0)
+    adamw_step_(high, grad, first, second, still, step=1, low=low, backend=backend)
+    back, none = join(high, low), param.isnan()
+    assert back[none].isnan().all() and high[none].isnan().all()
+    finite = param.isfinite()
+    assert torch.equal(back[finite], param[finite])
+
+
+def test_bad_halves_are_named():
+    param = values((4, 4), generator())
+    high, low = split(param)
+    moments = [torch.zeros_like(param), torch.zeros_like(param)]
+    for arguments, text in (
+        ((param, low), r"params\[0\]"),
+        ((high, low.int()), r"lows\[0\]"),
+        ((high, low[:2]), r"lows\[0\]"),
+        ((high, None), r"params\[0\]"),
+    ):
+        with pytest.raises(KernelError, match=text):
+            adamw_step_(arguments[0], param, *moments, OPTIONS, step=1, low=arguments[1])
+
+
+def test_the_optimizer_steps_halves():
+    random = generator()
+    starts = [values(shape, random) for shape in ((3, 5), (2049,), (0,))]
+    twin, split_up = ([torch.nn.Parameter(s.clone()) for s in starts] for _ in range(2))
+    optimizers = [FusedAdamW(params, lr=1e-2, backend="triton") for params in (twin, split_up)]
+    halves = {param: split(param.detach()) for param in split_up}
+    for param in split_up:
+        param.data = param.new_full((), math.nan).expand(param.shape)
+    for factor in (1.0, torch.tensor(0.5, device=DEVICE)):
+        grads = [values(s.shape, random) for s in starts]
+        for optimizer, params in zip(optimizers, (twin, split_up), strict=True):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.clone()
+            optimizer.gradient_factor = factor
+        assert optimizers[1].takes_halves()
+        optimizers[1].halves = halves
+        for optimizer in optimizers:
+            optimizer.step()
+        assert optimizers[1].halves is None
+    for whole, param in zip(twin, split_up, strict=True):
+        assert torch.equal(join(*halves[param]), whole.detach())
+    optimizers[1].param_groups[0]["maximize"] = True
+    assert not optimizers[1].takes_halves()
+    optimizers[1].halves = halves
+    with pytest.raises(KernelError, match="halves"):
+        optimizers[1].step()

@@ -49,6 +49,7 @@ def adamw_step_(
     *,
     step: int,
     grad_scale: float | torch.Tensor = 1.0,
+    low: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """A step of AdamW in place (Loshchilov and Hutter, arXiv:1711.05101), in one pass over memory.
@@ -62,6 +63,9 @@ def adamw_step_(
         step: which step of this parameter it is; the first is 1.
         grad_scale: a factor of the gradient, applied as it is read: a number, or a tensor of one value of any floating
             dtype on that device. Nothing is written if it is not finite.
+        low: int16, of that shape and device, contiguous; written. With it, `param` is bfloat16: these are the halves of
+            float32 numbers, as `cai_kernels.adamw.halves` splits them. The step is that of the float32 numbers, and
+            reads and writes as many bytes.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Not differentiable. Not for CUDA graphs, which would repeat one `step`. Raises `KernelError` naming the argument
@@ -75,6 +79,7 @@ def adamw_step_(
         options,
         steps=[step],
         grad_scale=grad_scale,
+        lows=None if low is None else [low],
         backend=backend,
     )
 
@@ -88,6 +93,7 @@ def adamw_steps_(
     *,
     steps: Sequence[int],
     grad_scale: float | torch.Tensor = 1.0,
+    lows: Sequence[torch.Tensor] | None = None,
     backend: Backend = "auto",
 ) -> None:
     """`adamw_step_` of many parameters with the same options, in one launch for each device and dtype of gradients.
@@ -95,21 +101,25 @@ def adamw_steps_(
     Args:
         params, grads, exp_avgs, exp_avg_sqs, steps: lists of one length, of what `adamw_step_` takes. Nothing that is
             written is in two places of them.
+        lows: as many, where all parameters are in halves.
         options, grad_scale, backend: as there, for all of them.
 
     Nothing is written if an argument does not fit. Raises `KernelError` naming it.
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs, steps)
+    halves = [None] * len(params) if lows is None else lows
+    lists = (params, grads, exp_avgs, exp_avg_sqs, steps, halves)
     if len({len(each) for each in lists}) > 1:
         raise KernelError(
-            "params, grads, exp_avgs, exp_avg_sqs and steps differ in length",
+            "params, grads, exp_avgs, exp_avg_sqs, steps and lows differ in length",
             got=[len(each) for each in lists],
         )
     forms = [choose(backend, param.device) for param in params]
-    for i, (param, grad, exp_avg, exp_avg_sq, step) in enumerate(zip(*lists, strict=True)):
+    for i, (param, grad, exp_avg, exp_avg_sq, step, low) in enumerate(zip(*lists, strict=True)):
         if step < 1:
             raise KernelError(f"steps[{i}] is not positive", got=step, expected="1 for the first step")
-        require(f"params[{i}]", param, dtypes=(torch.float32,))
+        require(f"params[{i}]", param, dtypes=(torch.float32 if low is None else torch.bfloat16,))
+        if low is not None:
+            _check_like(f"lows[{i}]", low, param, (torch.int16,))
         _check_like(f"grads[{i}]", grad, param, GRAD_DTYPES)
         _check_like(f"exp_avgs[{i}]", exp_avg, param, (torch.float32,))
         _check_like(f"exp_avg_sqs[{i}]", exp_avg_sq, param, (torch.float32,))
@@ -117,19 +127,19 @@ def adamw_steps_(
         _check_scale(grad_scale, param)
     entries: list[Tensors] = []
     counts: list[int] = []
-    for form, param, grad, exp_avg, exp_avg_sq, step in zip(forms, *lists, strict=True):
+    for form, param, grad, exp_avg, exp_avg_sq, step, low in zip(forms, *lists, strict=True):
         tensors = (param.detach(), grad.detach(), exp_avg.detach(), exp_avg_sq.detach())
         if form == "reference":
             if _finite(grad_scale):
-                reference.adamw_step(*tensors, options, step, grad_scale)
+                reference.adamw_step(*tensors, options, step, grad_scale, low)
         else:
-            entries.append(tensors)
+            entries.append((*tensors, low))
             counts.append(step)
     launch(entries, options, counts, grad_scale)
 
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""A parameter, its gradient, its first and its second moment."""
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""A parameter, its gradient, its first and its second moment; and the lower half, where the parameter is in halves."""
 
 
 def launch(
@@ -141,7 +151,8 @@ def launch(
     """Run the kernel for all entries, unchecked: for who has checked what `adamw_steps_` would, and has many.
 
     A thousand parameters must not keep the device waiting for the host. A compiled graph has an operator an entry,
-    with numbers of steps; otherwise these may be tensors, each on the device of its entry.
+    with numbers of steps; otherwise these may be tensors, each on the device of its entry. Either all entries are in
+    halves, or none.
     """
     if not entries or not _finite(grad_scale):
         return
@@ -151,11 +162,11 @@ def launch(
     factor = 1.0 if isinstance(grad_scale, torch.Tensor) else float(grad_scale)
     if torch.compiler.is_compiling():
         numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
-        for tensors, step in zip(entries, steps, strict=True):
-            triton.adamw_step(*tensors, scale, factor, int(step), *numbers)
+        for (*tensors, low), step in zip(entries, steps, strict=True):
+            triton.adamw_step(*tensors, low, scale, factor, int(step), *numbers)
     else:
         triton.run_many(entries, scale, factor, steps, options)
-    written = [t for param, _, exp_avg, exp_avg_sq in entries for t in (param, exp_avg, exp_avg_sq)]
+    written = [t for param, _, *state in entries for t in (param, *state) if t is not None]
     torch.autograd.graph.increment_version(written)
 
 

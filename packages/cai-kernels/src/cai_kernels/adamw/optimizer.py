@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ class FusedAdamW(torch.optim.AdamW):
         gradient_factor: what the gradients of the next step are multiplied by as they are read; 1 again after it. The
             gradients stay as they are. Clipping by a norm needs no pass of its own so. A number, or a tensor of one
             value, which the host does not wait for. A factor that is not finite leaves the step out.
+        halves: (bfloat16, int16) by parameter, of those that lie in halves in the next step (see `adamw_step_`): the
+            halves are stepped, and the memory of the parameter is not touched. None again after it. Only the kernel
+            steps halves: ask `takes_halves`.
 
     The state is that of torch's fused AdamW: `step` (float32, on the parameter's device), `exp_avg`, `exp_avg_sq`. So
     each loads the other's state dict.
@@ -44,6 +47,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     gradient_factor: float | torch.Tensor = 1.0
+    halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
     backend: Backend = "auto"
 
     def __init__(
@@ -72,18 +76,34 @@ class FusedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         factor, self.gradient_factor = self.gradient_factor, 1.0
+        halves, self.halves = self.halves, None
         for group in self.param_groups:
-            self._step_group(group, factor)
+            self._step_group(group, factor, halves)
         return loss
 
-    def _step_group(self, group: dict[str, Any], factor: float | torch.Tensor) -> None:
+    def takes_halves(self) -> bool:
+        """Whether the kernel will step all there is a gradient of, as options and a gradient scaler are now."""
+        held = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        return all(
+            self._fits(group, params, [p.grad for p in params], (), (), halves=True)
+            for group, params in zip(self.param_groups, held, strict=True)
+        )
+
+    def _step_group(
+        self,
+        group: dict[str, Any],
+        factor: float | torch.Tensor,
+        halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None,
+    ) -> None:
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [], [], [])
         params, grads, exp_avgs, exp_avg_sqs, _, steps = lists
         has_complex = self._init_group(group, *lists)
         if not params:
             return
         beta1, beta2 = group["betas"]
-        if not self._fits(group, params, grads, exp_avgs, exp_avg_sqs):
+        if not self._fits(group, params, grads, exp_avgs, exp_avg_sqs, halves=halves is not None):
+            if halves is not None:
+                raise KernelError("parameters in halves need the kernel", fix="ask takes_halves() first")
             factor = float(factor)
             if not math.isfinite(factor):
                 return
@@ -98,7 +118,10 @@ class FusedAdamW(torch.optim.AdamW):
         elif math.isfinite(factor):
             torch._foreach_add_(steps, 1)
         options = AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)), options, steps, factor)
+        lows: list[torch.Tensor | None] = [None] * len(params)
+        if halves is not None:
+            params, lows = [halves[param][0] for param in params], [halves[param][1] for param in params]
+        launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, lows, strict=True)), options, steps, factor)
 
     def _fits(
         self,
@@ -107,19 +130,21 @@ class FusedAdamW(torch.optim.AdamW):
         grads: Sequence[torch.Tensor],
         exp_avgs: Sequence[torch.Tensor],
         exp_avg_sqs: Sequence[torch.Tensor],
+        *,
+        halves: bool,
     ) -> bool:
-        """Whether the kernel can step these parameters of a group."""
+        """Whether the kernel can step these parameters of a group, or their halves."""
         if any(choose(self.backend, device) != "triton" for device in {p.device for p in params}):
             return False
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         tensors = any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"]))
         if scaled or tensors or any(group[name] for name in _OTHER):
             return False
-        masters = [*params, *exp_avgs, *exp_avg_sqs]
+        masters = [*([] if halves else params), *exp_avgs, *exp_avg_sqs]
         every = [*masters, *grads]
         return (
             _PLAIN.issuperset(map(type, every))
-            and {t.dtype for t in masters} == {torch.float32}
+            and {t.dtype for t in masters} <= {torch.float32}
             and {grad.dtype for grad in grads} <= _GRADS
             and all(map(torch.Tensor.is_contiguous, every))
         )

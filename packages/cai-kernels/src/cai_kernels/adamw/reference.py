@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cai_kernels.adamw.halves import join, split
+
 if TYPE_CHECKING:
     from cai_kernels.adamw.function import AdamWOptions
 
@@ -19,11 +21,19 @@ def adamw_step(
     options: AdamWOptions,
     step: int,
     grad_scale: float | torch.Tensor,
+    low: torch.Tensor | None = None,
 ) -> None:
     """In place: `param`, `exp_avg` and `exp_avg_sq` are float32, `grad` is of any floating dtype; all of one shape.
 
-    A scale that lies on the device and is not finite leaves them as they are.
+    With `low` (int16), `param` is bfloat16 and they are the halves of the parameter. A scale that lies on the device and
+    is not finite leaves all as they are.
     """
+    if low is not None:
+        full = join(param, low)
+        adamw_step(full, grad, exp_avg, exp_avg_sq, options, step, grad_scale)
+        for held, value in zip((param, low), split(full), strict=True):
+            held.copy_(value)
+        return
     scale = grad_scale.float().reshape(()) if isinstance(grad_scale, torch.Tensor) else grad_scale
     scaled = grad.float() * scale
     correction1, correction2 = 1 - options.beta1**step, 1 - options.beta2**step

@@ -1,5 +1,8 @@
 """The step of AdamW in Triton: 28 bytes of memory an element with a float32 gradient, each read or written once.
 
+So it is where a parameter lies in halves, bfloat16 and 16 bits (`cai_kernels.adamw.halves`): they become one number in
+registers.
+
 Numbers that change from step to step are arguments of a kernel or lie in memory, and floats at that: Triton compiles
 nothing again for them. A program has one block; its first element is counted in 64 bits.
 
@@ -29,11 +32,36 @@ GRADS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, mask):
+def _load(param_ptr, low_ptr, at, mask, SPLIT: tl.constexpr):
+    """Parameters in float32; `join` of `cai_kernels.adamw.halves` where they are in halves."""
+    param = tl.load(param_ptr + at, mask=mask)
+    if SPLIT:
+        high = param.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        param = (high + tl.load(low_ptr + at, mask=mask).to(tl.int32)).to(tl.float32, bitcast=True)
+    return param
+
+
+@triton.jit
+def _store(param_ptr, low_ptr, param, at, mask, SPLIT: tl.constexpr):
+    """The reverse, and `split`."""
+    if SPLIT:
+        bits = param.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        low = bits - (high << 16)
+        is_number = param == param
+        high = tl.where(is_number, high, 0x7FC0).to(tl.int16)
+        tl.store(param_ptr + at, high.to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(low_ptr + at, tl.where(is_number, low, 0).to(tl.int16), mask=mask)
+    else:
+        tl.store(param_ptr + at, param, mask=mask)
+
+
+@triton.jit
+def _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, at, mask, SPLIT: tl.constexpr):
     """Steps the elements `at`, those under `mask` (None: all)."""
     factor, decay, rate, root, eps, weight1, weight2 = numbers
     grad = tl.load(grad_ptr + at, mask=mask).to(tl.float32) * factor
-    param = tl.load(param_ptr + at, mask=mask)
+    param = _load(param_ptr, low_ptr, at, mask, SPLIT)
     exp_avg = tl.load(exp_avg_ptr + at, mask=mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=mask)
     # not beta * x: as 1 - beta is rounded, less of it is lost than of beta
@@ -41,13 +69,24 @@ def _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, mask
     exp_avg_sq = exp_avg_sq - weight2 * exp_avg_sq + weight2 * (grad * grad)
     param -= decay * param
     param -= rate * (exp_avg / (tl.sqrt(exp_avg_sq) * root + eps))
-    tl.store(param_ptr + at, param, mask=mask)
+    _store(param_ptr, low_ptr, param, at, mask, SPLIT)
     tl.store(exp_avg_ptr + at, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq, mask=mask)
 
 
 @triton.jit
-def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, size, BLOCK: tl.constexpr):
+def _block(
+    param_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    low_ptr,
+    numbers,
+    block,
+    size,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A block of one tensor steps: the last one under a mask, the others without, in vectors of 128 bits."""
     start = block.to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
@@ -55,10 +94,12 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, siz
     grad_ptr += start
     exp_avg_ptr += start
     exp_avg_sq_ptr += start
+    low_ptr += start
     if start + BLOCK <= size:
-        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, None)
+        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, at, None, SPLIT)
     else:
-        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, at, at < size - start)
+        mask = at < size - start
+        _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, at, mask, SPLIT)
 
 
 @triton.jit
@@ -74,6 +115,7 @@ def _adamw(
     grad_ptr,
     exp_avg_ptr,
     exp_avg_sq_ptr,
+    low_ptr,
     scale_ptr,
     size,
     factor,
@@ -84,16 +126,18 @@ def _adamw(
     weight1,
     weight2,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tensor.
+    """One tensor; `low_ptr` is read and written only where it is in halves (SPLIT).
 
     decay = lr * weight_decay, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), weights 1 - beta.
     """
     if SCALED:
         factor, size = _scaled(scale_ptr, factor, size)
     numbers = (factor, decay, rate, root, eps, weight1, weight2)
-    _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, tl.program_id(0), size, BLOCK)
+    block = tl.program_id(0)
+    _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, block, size, SPLIT, BLOCK)
 
 
 @triton.jit
@@ -120,6 +164,7 @@ def _adamw_many(
     GRAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`count` tensors, a block a program.
@@ -127,24 +172,28 @@ def _adamw_many(
     Args:
         owners_ptr: which tensor a program works on.
         spans_ptr: [2, count]: the first program of a tensor, and how many elements it has.
-        table_ptr: [4, count]: addresses of parameters, gradients, first and second moments.
+        table_ptr: [4, count]: addresses of parameters, gradients, first and second moments; [5, count] with those of
+            lower halves where parameters are in halves (SPLIT).
         corrections_ptr: [count, 2]: rate and root of a tensor.
         ALIGNED: whether all addresses are multiples of 16 bytes.
     """
     tensor = tl.load(owners_ptr + tl.program_id(0))
     first = tl.load(spans_ptr + tensor)
     size = tl.load(spans_ptr + count + tensor)
-    param_ptr = _address(table_ptr + tensor, tl.float32, ALIGNED)
+    param_ptr = _address(table_ptr + tensor, tl.bfloat16 if SPLIT else tl.float32, ALIGNED)
     grad_ptr = _address(table_ptr + count + tensor, GRAD, ALIGNED)
     exp_avg_ptr = _address(table_ptr + 2 * count + tensor, tl.float32, ALIGNED)
     exp_avg_sq_ptr = _address(table_ptr + 3 * count + tensor, tl.float32, ALIGNED)
+    low_ptr = param_ptr
+    if SPLIT:
+        low_ptr = _address(table_ptr + 4 * count + tensor, tl.int16, ALIGNED)
     rate = tl.load(corrections_ptr + 2 * tensor)
     root = tl.load(corrections_ptr + 2 * tensor + 1)
     if SCALED:
         factor, size = _scaled(scale_ptr, factor, size)
     numbers = (factor, decay, rate, root, eps, weight1, weight2)
     block = tl.program_id(0) - first
-    _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, numbers, block, size, BLOCK)
+    _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, block, size, SPLIT, BLOCK)
 
 
 def _corrections(
@@ -163,6 +212,7 @@ def run(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
+    low: torch.Tensor | None,
     scale: torch.Tensor | None,
     factor: float,
     step: int,
@@ -172,7 +222,10 @@ def run(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """In place: contiguous tensors of one shape; the gradient times `factor`, and times `scale` if there is one."""
+    """In place: contiguous tensors of one shape; the gradient times `factor`, and times `scale` if there is one.
+
+    With `low`, it and `param` are the halves of the parameter.
+    """
     size = param.numel()
     if not size:
         return
@@ -184,6 +237,7 @@ def run(
             grad,
             exp_avg,
             exp_avg_sq,
+            param if low is None else low,
             param if scale is None else scale,
             size,
             float(factor),
@@ -194,12 +248,13 @@ def run(
             1.0 - beta1,
             1.0 - beta2,
             SCALED=scale is not None,
+            SPLIT=low is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
 
 
-adamw_step = define(run, name="adamw_step", mutates=("param", "exp_avg", "exp_avg_sq"))
+adamw_step = define(run, name="adamw_step", mutates=("param", "exp_avg", "exp_avg_sq", "low"))
 
 
 def run_many(
@@ -236,10 +291,14 @@ def _launch_many(
     corrections: torch.Tensor,
     options: AdamWOptions,
 ) -> None:
-    """Tensors of one device, the current one, and one dtype of gradients, each with at least an element."""
+    """Tensors of one device, the current one, and one dtype of gradients, each with at least an element.
+
+    All are in halves, or none.
+    """
     device, count = entries[0][0].device, len(entries)
     owners, spans = _kept(tuple([tensors[0].numel() for tensors in entries]), device)
-    words = array("q", [t.data_ptr() for column in zip(*entries, strict=True) for t in column])
+    columns = zip(*entries, strict=True)
+    words = array("q", [t.data_ptr() for column in columns for t in column if t is not None])
     listed = torch.frombuffer(words, dtype=torch.int64)
     table = _on(device, listed)
     launch = _adamw_many[(owners.numel(),)]  # pyright: ignore[reportIndexIssue]
@@ -258,6 +317,7 @@ def _launch_many(
         GRAD=GRADS[entries[0][1].dtype],
         ALIGNED=not (listed & 15).any().item(),
         SCALED=scale is not None,
+        SPLIT=entries[0][4] is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
