@@ -639,9 +639,25 @@ def test_more_elements_than_32_bits_count():
 
 def hard_numbers() -> torch.Tensor:
     """Where rounding is not usual: ties, the largest and smallest numbers, zeros, infinities, numbers that are none."""
-    bits = [0, 0x8000, 0x7FFF, 0x8001, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 1, 0x7F800000, 0x7FFFFFFF]
+    bits = [
+        0,
+        0x8000,
+        0x7FFF,
+        0x8001,
+        0x3F808000,
+        0x3F818000,
+        0x7F7FFFFF,
+        0x7F7F8000,
+        1,
+        0x7F800000,
+        0x7FFFFFFF,
+    ]
     bits += [0x7F800001, 0x7FC00000]
-    return torch.tensor(bits + [b - 0x80000000 for b in bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    return (
+        torch.tensor(bits + [b - 0x80000000 for b in bits], dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def test_halves_are_the_number():
@@ -663,16 +679,16 @@ def test_a_step_in_halves_is_that_of_the_number(dtype, backend):
     random = generator()
     whole = [state_of(shape, random) for shape in SIZES]
     grads = [values(shape, random, dtype) for shape in SIZES]
-    halves = [split(held[0]) for held in whole]
-    moments = [[t.clone() for t in held[1:]] for held in whole]
-    for step in (3, 4):
-        adamw_steps_(*zip(*((p, g, m, v) for (p, m, v), g in zip(whole, grads, strict=True))), OPTIONS, steps=[step] * len(SIZES), grad_scale=0.5, backend=backend)  # fmt: skip
-        highs, lows = zip(*halves, strict=True)
-        firsts, seconds = zip(*moments, strict=True)
-        adamw_steps_(highs, grads, firsts, seconds, OPTIONS, steps=[step] * len(SIZES), grad_scale=0.5, lows=lows, backend=backend)  # fmt: skip
-    for held, (high, low), others in zip(whole, halves, moments, strict=True):
-        assert torch.equal(join(high, low), held[0])
-        assert all(map(torch.equal, others, held[1:]))
+    highs, lows = zip(*(split(held[0]) for held in whole), strict=True)
+    own = [[held[i].clone() for held in whole] for i in (1, 2)]
+    params, *moments = zip(*whole, strict=True)
+    for number in (3, 4):
+        same = {"steps": [number] * len(SIZES), "grad_scale": 0.5, "backend": backend}
+        adamw_steps_(params, grads, *moments, OPTIONS, **same)
+        adamw_steps_(highs, grads, *own, OPTIONS, lows=lows, **same)
+    assert all(torch.equal(join(*pair), param) for *pair, param in zip(highs, lows, params, strict=True))
+    for mine, others in zip(own, moments, strict=True):
+        assert all(map(torch.equal, mine, others))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

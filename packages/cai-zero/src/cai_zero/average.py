@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.layout import BoxedTensor, canonical_name
+from cai_zero.chunks import Chunk
+from cai_zero.masters import opened
 from cai_zero.optimizer import ShardedOptimizer
 
 
@@ -44,6 +47,7 @@ class Ema:
         self._named = list(model.named_parameters())
         self._weights: list[torch.Tensor] = []
         self._averages: list[torch.Tensor] = []
+        self._chunks: dict[int, Chunk] = {}
         self._join()
         found = weakref.ref(self)
 
@@ -57,6 +61,7 @@ class Ema:
     def _trained(self) -> list[torch.Tensor]:
         if self._sharded is not None:
             self._sharded.admit()
+            self._chunks = {id(chunk.flat): chunk for chunk in self._sharded.chunks}
             return [chunk.flat for chunk in self._sharded.chunks]
         return [param for _, param in self._named if param.requires_grad]
 
@@ -66,7 +71,12 @@ class Ema:
         for weight in self._trained():
             if id(weight) not in known:
                 self._weights.append(weight)
-                self._averages.append(_wide(weight))
+                with self._opened(weight):
+                    self._averages.append(_wide(weight))
+
+    def _opened(self, weight: torch.Tensor) -> AbstractContextManager[None]:
+        """Inside, a weight has its values."""
+        return opened([self._chunks[id(weight)]] if id(weight) in self._chunks else [])
 
     @torch.no_grad()
     def update(self) -> None:
@@ -74,12 +84,16 @@ class Ema:
         if self._sharded is not None:
             self._sharded.take_writes()
         for average, value in zip(self._averages, self._weights, strict=True):
-            average.lerp_(value.detach().to(average.dtype), 1.0 - self.decay)
+            with self._opened(value):
+                average.lerp_(value.detach().to(average.dtype), 1.0 - self.decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the model has the averages for weights. Collective where weights are sharded."""
-        before = [value.detach().clone() for value in self._weights]
+        before = []
+        for value in self._weights:
+            with self._opened(value):
+                before.append(value.detach().clone())
         self._put(self._averages)
         try:
             yield
@@ -89,7 +103,8 @@ class Ema:
     @torch.no_grad()
     def _put(self, values: list[torch.Tensor]) -> None:
         for value, weight in zip(values, self._weights, strict=True):
-            weight.copy_(value)
+            with self._opened(weight):
+                weight.copy_(value)
         if self._sharded is not None:
             self._sharded.publish()
 

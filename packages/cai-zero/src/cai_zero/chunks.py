@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cai_mesh.comm import ParallelMesh
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, Place, set_raw_grad
 from cai_mesh.layout import (
     BoxedTensor,
@@ -22,6 +23,7 @@ from cai_mesh.layout import (
     reduce_of,
 )
 from cai_mesh.protocols import CommHandle
+from cai_zero.halves import Halves, split
 from cai_zero.precision import MixedPrecision
 from cai_zero.ranks import DataRanks, RankTable, groups_along
 from cai_zero.reducer import Reducible
@@ -42,7 +44,8 @@ class Chunk:
         spec: how its gradients are reduced.
         params, chunk: the parameters and where they lie.
         weights: [chunk.numel] in compute dtype, which the parameters are views of.
-        flat: this rank's shard in master dtype; its `.grad` is that of the coming step, once reduced.
+        flat: this rank's shard in master dtype, once `join` has returned; its `.grad` is that of the coming step, once
+            reduced.
         pieces: each parameter's part of it, 1-d and perhaps empty, which the optimizer steps.
         buffer: where the gradients accumulate until they are reduced.
         units: modules whose backward gives the gradients.
@@ -57,6 +60,7 @@ class Chunk:
         pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
         gathering: the gather of the new parameters after a step, while it is under way.
         versions: of the parameters, as of the last gather; `lent`: whose memory was asked for since.
+        halves: where master weights are in halves while nobody needs them.
     """
 
     group: int
@@ -80,6 +84,7 @@ class Chunk:
     gathering: CommHandle | None = None
     versions: list[int] = field(default_factory=list)
     lent: set[int] = field(default_factory=set)
+    halves: Halves | None = None
 
     def __post_init__(self) -> None:
         self.reducible = Reducible(self.buffer, self.spec, self.ranks, self._add_reduced)
@@ -172,29 +177,78 @@ class Chunk:
         self.versions = [param._version for param in self.params]
         self.lent.clear()
 
+    def join(self) -> None:
+        """Have the master weights in `flat`. Raises `PlanError` where one that is in halves has been written to."""
+        if self.halves is not None and not self.halves.joined:
+            self._check_unwritten()
+            self.halves.join()
+
+    def split(self) -> None:
+        """Have them in halves, where they are kept so: the upper ones are this rank's part of the parameters.
+
+        Not while parameters may have been written to, which `take_writes` has to look at.
+        """
+        if self.halves is not None and not self.lent and not self._written():
+            self.halves.split()
+
+    def _written(self) -> list[str]:
+        """Names of the parameters that have been changed in place since the last gather."""
+        now = [param._version for param in self.params] if self.versions else []
+        changed = (a != b for a, b in zip(now, self.versions, strict=True))
+        return [name for name, one in zip(self.chunk.names, changed, strict=False) if one]
+
+    def _check_unwritten(self) -> None:
+        written = self._written()
+        if written:
+            raise PlanError(
+                "a parameter was written to, of which half of the master weights is kept (split_master)",
+                got=f"{written[0]!r}, changed in place since the last step",
+                cause="where it was written to cannot be told from the other half",
+                fix="write through param.data, load weights before shard_optimizer or through "
+                "optimizer.weights(), or leave split_master out",
+            )
+
     def take_writes(self) -> None:
         """Let master weights take what somebody has written to the parameters since, element by element.
 
-        What was not written keeps its precision. Nothing waits for the device.
+        What was not written keeps its precision. Nothing waits for the device. Raises as `join` does.
         """
+        if self.halves is not None and not self.halves.joined:
+            self._check_unwritten()
+            return
         if not self.has_master or not self.versions:
             return
         for i, param in enumerate(self.params):
             if param._version != self.versions[i] or i in self.lent:
                 master, seen = self.of(i, self.flat.detach()), self.of(i, self.shard)
-                written = seen != master.to(seen.dtype)
+                written = seen != self._rounded(master, seen)
                 master.copy_(torch.where(written, seen.to(master.dtype), master))
         self.gathered()
+
+    def _rounded(self, master: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """What parameters are of master weights."""
+        if self.halves is None:
+            return master.to(like.dtype)
+        rounded = torch.empty_like(like)
+        split(master, rounded)
+        return rounded
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's shard of `weights`."""
         return self.weights[self.low : self.low + self.chunk.shard_numel]
 
+    def newest(self) -> torch.Tensor:
+        """[shard] of what the parameters of all ranks will be, `flat` or its upper halves; those in halves are split."""
+        if self.halves is None:
+            return self.flat
+        self.halves.split()
+        return self.shard
+
     @property
     def has_master(self) -> bool:
         """Whether `flat` is a copy, in another dtype or not rounded, and not a view of `weights`."""
-        return self.flat.data_ptr() != self.shard.data_ptr()
+        return self.halves is not None or self.flat.data_ptr() != self.shard.data_ptr()
 
     def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
         """Boxes, by canonical name, of a tensor laid out as `flat`; the pieces are views."""
@@ -250,12 +304,14 @@ def _build(
     weights = chunk.allocate(compute, tensors[0].device)
     low, high = chunk.shard_range(ranks.index)
     shard = weights[low:high]
+    chunk.fill(weights, tensors)
     if master != compute or apart:
         full = chunk.allocate(master, tensors[0].device)
         chunk.fill(full, tensors)
         shard = full[low:high].clone()
+        if precision.split_master:
+            split(full, weights)  # rounded as its shards will be
         del full
-    chunk.fill(weights, tensors)
     flat = nn.Parameter(shard)
     slices = _slices(chunk, low, high, spec, frozenset(ranks.shard_axes))
     attach(flat, slices=slices)
@@ -263,7 +319,11 @@ def _build(
     for param, view in zip(tensors, chunk.views(weights), strict=True):
         param.data = view
     buffer = GradBuffer(chunk, tensors, reduce, weights.device, before_open=before_open)
-    return Chunk(group, spec, tensors, chunk, weights, flat, pieces, buffer, units, low, ranks, table.mesh)
+    built = Chunk(group, spec, tensors, chunk, weights, flat, pieces, buffer, units, low, ranks, table.mesh)
+    if precision.split_master:
+        built.halves = Halves(flat, built.ranges, built.shard)
+        built.split()
+    return built
 
 
 def _piece(shard: torch.Tensor, part: Slice) -> nn.Parameter:

@@ -109,7 +109,7 @@ def load_full_state_dict(
             if held is None:
                 continue
             if other == here == rank:
-                for box, view in mine[name].pieces:
+                for box, view in mine[name].present.pieces:
                     view.copy_(state[names[name]][box.slices()])
             elif here == rank:
                 parts = [state[names[name]][box.slices()].to(held.dtype) for box in held.boxes]
@@ -203,7 +203,7 @@ def _sources(table: list[dict[str, _Held]]) -> dict[str, list[tuple[int, _Held]]
 
 
 def _pieces(boxed: BoxedTensor, boxes: tuple[Box, ...]) -> list[tuple[Box, torch.Tensor]]:
-    return [(box, view.detach()) for box, view in boxed.pieces if box in boxes]
+    return [(box, view.detach()) for box, view in boxed.present.pieces if box in boxes]
 
 
 def _send(
@@ -229,10 +229,11 @@ def _receive(
 def _fill(boxed: BoxedTensor, source: int, group: dist.ProcessGroup | None) -> None:
     if not boxed.pieces:
         return
-    sizes = [view.numel() for _, view in boxed.pieces]
-    buffer = torch.empty(sum(sizes), dtype=boxed.dtype, device=boxed.pieces[0][1].device)
+    pieces = boxed.present.pieces
+    sizes = [view.numel() for _, view in pieces]
+    buffer = torch.empty(sum(sizes), dtype=boxed.dtype, device=pieces[0][1].device)
     receive(buffer, source, group)
-    for (_, view), part in zip(boxed.pieces, buffer.split(sizes), strict=True):
+    for (_, view), part in zip(pieces, buffer.split(sizes), strict=True):
         view.copy_(part.view(view.shape))
 
 

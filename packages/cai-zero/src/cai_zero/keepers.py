@@ -96,6 +96,7 @@ class ChunkKeeper:
         """What is written to a parameter is there; its master weights take it before the next step."""
         chunk = self._weak()
         if chunk is not None:
+            chunk.join()
             chunk.lent.add(index)
 
 

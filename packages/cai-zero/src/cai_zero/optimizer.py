@@ -28,6 +28,7 @@ from cai_mesh.gradients import (
 )
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
 from cai_mesh.storage import ModuleLifecycle
+from cai_zero import masters
 from cai_zero.chunks import Chunk, Units, build_chunks, reduction_order
 from cai_zero.compress import Compression, check_ranks, gather_weights
 from cai_zero.keepers import ChunkKeeper, show_others
@@ -178,6 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._end_pass()  # an earlier backward may have raised
             if unit is self._model:
                 self.admit()
+                masters.rest(self._chunks)
         for chunk in self._chunks_of[unit]:
             chunk.wait_gathered()
 
@@ -287,7 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.ensure_gradients()
         self.take_writes()
         with self._gradients_in_pieces():
-            self.inner.step()
+            masters.step(self.inner, self._chunks)
         self._gather()
         if not self._overlap:
             self.wait_gathered()
@@ -348,7 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 done = gather_weights(
                     self._compression,
                     chunk.weights,
-                    chunk.flat,
+                    chunk.newest(),
                     group,
                     async_op=asynchronous,
                     peer=self._peers.of(group),
@@ -405,16 +407,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def weights(self) -> dict[str, BoxedTensor]:
-        """This rank's shards of the (master) weights by canonical name, as views: call `publish` after loading."""
+        """This rank's shards of the (master) weights by canonical name, as views: call `publish` after loading.
+
+        Those in halves (`split_master`) are lent one after the other until the next forward: `BoxedTensor.present`.
+        """
         self.take_writes()
-        return {n: b for chunk in self._chunks for n, b in chunk.boxed(chunk.flat.detach()).items()}
+        return masters.boxed(self._chunks)
 
     def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
         """This rank's shards of the state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
 
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
-        with plain(self._pieces):
+        fresh = [chunk for chunk in self._chunks if any(p not in self.state for p in chunk.pieces)]
+        with plain(self._pieces), masters.opened(fresh):
             return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}
 
     def restore_groups(self, groups: list) -> None:
@@ -429,9 +435,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Unsharded parameters are the model's. `state_for_checkpoint` is the one that reshards.
         """
         self.take_writes()
-        master = [chunk.flat.detach() if chunk.has_master else None for chunk in self._chunks]
         residual = [chunk.reducible.residual for chunk in self._chunks]
-        return {**self.inner.state_dict(), "master": master, "residual": residual}
+        return {**self.inner.state_dict(), "master": masters.saved(self._chunks), "residual": residual}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -441,8 +446,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
             kept = residual if residual is None else residual.to(chunk.weights.device, copy=True)
             chunk.reducible.residual = kept
-        for chunk, master in zip(self._chunks, state_dict["master"], strict=True):
-            if master is not None:
-                chunk.flat.copy_(master)
-        if any(chunk.has_master for chunk in self._chunks):
+        if masters.load(self._chunks, state_dict["master"]):
             self.publish()

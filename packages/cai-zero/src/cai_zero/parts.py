@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from cai_mesh.gradients import Place, ShardGradient, ShownParameter
+from cai_mesh.gradients import LOOKS, Place, ShardGradient, ShownParameter
 from cai_zero.chunks import Chunk
 from cai_zero.keepers import ChunkKeeper
 
@@ -31,7 +31,8 @@ class PieceKeeper(ChunkKeeper):
         super().set_gradient(index, gradient)
 
     def about_to_write(self, index: int) -> None:
-        """A write shows itself: see `PieceParameter`."""
+        """A write shows itself: see `PieceParameter`. Until the next step the values are there."""
+        self._chunk.join()
 
     @property
     def chunk(self) -> Chunk:
@@ -58,7 +59,10 @@ def _keepers(values: Iterable[Any]) -> dict[int, PieceKeeper]:
 
 
 def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `func`; publish the chunks that it has written to, and watch views."""
+    """Call `func`, with values that are there; publish the chunks that it has written to, and watch views."""
+    if func not in LOOKS:
+        for keeper in _keepers(tree_leaves((args, kwargs))).values():
+            keeper.chunk.join()
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if _writes(func, kwargs):

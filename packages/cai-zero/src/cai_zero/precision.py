@@ -19,14 +19,21 @@ class MixedPrecision:
         master: of the weights the optimizer steps, and so of its state. None: float32 when `compute` has fewer bits
             than that, else `compute`.
         reduce: in which gradients are accumulated and reduced. None: `master`.
+        split_master: keep float32 master weights as the bfloat16 parameters and the 16 bits that those lack: exactly,
+            in two bytes an element and not four. For `compute=torch.bfloat16` in stages 0 to 2. A loop that writes to
+            parameters must do so through `param.data`; what is written in another way is refused at the next step.
     """
 
     compute: torch.dtype | None = None
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    split_master: bool = False
 
     def resolve(self, param: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """(compute, master, reduce) for parameters of dtype `param`. Raises `PlanError` for non-float dtypes."""
+        """(compute, master, reduce) for parameters of dtype `param`.
+
+        Raises `PlanError` for non-float dtypes, and for others than bfloat16 and float32 of master weights in halves.
+        """
         compute = self.compute or param
         master = self.master or (torch.float32 if compute.itemsize < 4 else compute)
         reduce = self.reduce or master
@@ -37,4 +44,10 @@ class MixedPrecision:
                     got=dtype,
                     expected="float64, float32, bfloat16 or float16",
                 )
+        if self.split_master and (compute, master) != (torch.bfloat16, torch.float32):
+            raise PlanError(
+                "split_master needs parameters in bfloat16 and master weights in float32",
+                got=f"compute {compute}, master {master}",
+                fix="compute=torch.bfloat16, or split_master=False",
+            )
         return compute, master, reduce

@@ -61,10 +61,11 @@ def shard_optimizer(
     Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded, for an
     optimizer that is not elementwise, and for several ranks without a mesh.
     """
+    precision = precision or MixedPrecision()
     _check(optimizer, mesh, model, stage, overlap_gather)
+    _check_split(precision, compression)
     if model is not None:
         refresh(model)
-    precision = precision or MixedPrecision()
     sharded = ShardedOptimizer(
         optimizer, mesh, model, stage, precision, overlap_gather, compression, copy_engines
     )
@@ -103,6 +104,24 @@ def _check(
         check_alone("shard_optimizer", "pass the mesh of the ranks that share the parameters")
     if stage > 0 and getattr(optimizer, "boxed_state", None) is None:
         check_elementwise(optimizer)
+
+
+def _check_split(precision: MixedPrecision, compression: Compression | None, stage: int = 0) -> None:
+    """Raise `PlanError` where the upper halves of master weights would not be the parameters, or not stay."""
+    if not precision.split_master:
+        return
+    if stage == 3:
+        raise PlanError(
+            "master weights in halves need parameters that stay",
+            cause="stage 3 frees them after each use",
+            fix="shard_optimizer (stages 0 to 2), or split_master=False",
+        )
+    if compression is not None and compression.weights is not None:
+        raise PlanError(
+            "master weights in halves need parameters that are their upper halves",
+            got=f"compressed weights ({compression.weights})",
+            fix="Compression(weights=None), or split_master=False",
+        )
 
 
 def sharding_of(model: nn.Module) -> ModuleSharding:
@@ -164,6 +183,7 @@ def shard_module(
         raise PlanError("unknown driver of a sharded module", got=driver, expected="'hooks' or 'actions'")
     if getattr(model, "cai_sharding", None) is not None:
         raise PlanError("this model is already sharded")
+    _check_split(precision or MixedPrecision(), None, stage=3)
     check_arguments(model, what="shard_module")
     if mesh is None:
         check_alone("shard_module", "pass the mesh of the ranks that share the parameters")

@@ -37,7 +37,11 @@ def place_weights(
     Raises what `cai_zero` and `cai_gemini` raise for memory that is too small.
     """
     compute = DTYPES[config.precision.compute]
-    precision = MixedPrecision(compute=compute, master=torch.float32 if compute.itemsize == 2 else compute)
+    precision = MixedPrecision(
+        compute=compute,
+        master=torch.float32 if compute.itemsize == 2 else compute,
+        split_master=config.precision.master == "split",
+    )
     if offloads(config, mesh.size()):
         weights = _offload(config, workload, model, mesh, precision, device)
         _load_pretrained(workload, model)
@@ -146,7 +150,7 @@ def _shard_optimizer(
         compression=_compression(config.parallel),
         copy_engines=_copy_engines(config, mesh),
     )
-    return Replicated(model, optimizer)
+    return Replicated(model, optimizer, stay=config.precision.master == "whole")
 
 
 def _compression(parallel: Parallel) -> Compression | None:

@@ -96,10 +96,9 @@ class Replicated:
     """ZeRO stages 0 to 2: every rank computes with unsharded parameters; `shard_optimizer` steps shards."""
 
     offloaded = None
-    stay = True
 
-    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer):
-        self.optimizer, self.sync = optimizer, optimizer
+    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, *, stay: bool):
+        self.optimizer, self.sync, self.stay = optimizer, optimizer, stay
         self._model = model
 
     def finish(self) -> None:

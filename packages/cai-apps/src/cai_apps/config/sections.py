@@ -102,6 +102,9 @@ class Precision:
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Dtype of forward and backward. With bf16 and fp16 the master weights and optimizer state are fp32. With fp16 the
     loss is scaled: a step whose gradients overflow is left out, and the scale halved."""
+    master: Literal["whole", "split"] = "whole"
+    """How master weights are kept in ZeRO stages 0 to 2 with bf16. split: as the parameters and the 16 bits that those
+    lack, which takes 2 bytes an element and not 4; the numbers are the same."""
     linear: Literal["compute", "fp8"] = "compute"
     """fp8: linear layers, but for the output layer, multiply in FP8, forward and backward, with a current scale a
     row. Needs a GPU of compute capability 8.9 (Ada, Hopper); on a CPU it is emulated, slowly."""

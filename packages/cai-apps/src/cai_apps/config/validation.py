@@ -140,6 +140,26 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
+def check_master(config: RunConfig) -> None:
+    """Raises ConfigError for master weights in halves where parameters are not the upper ones, or do not stay."""
+    if config.precision.master == "whole":
+        return
+    compute, parallel, residency = config.precision.compute, config.parallel, config.memory.residency
+    causes = {
+        f'precision.compute = "{compute}"': compute != "bf16",
+        f"parallel.zero = {parallel.zero}": parallel.zero == 3,
+        f'parallel.wire_weights = "{parallel.wire_weights}"': parallel.wire_weights != "full",
+        f'memory.residency = "{residency}"': residency != "device",
+    }
+    for cause in (cause for cause, wrong in causes.items() if wrong):
+        raise ConfigError(
+            'precision.master = "split" keeps the upper half of master weights in the parameters',
+            got=cause,
+            expected='precision.compute "bf16", parallel.zero 0 to 2, wire_weights "full", residency "device"',
+            fix='change that, or leave precision.master "whole"',
+        )
+
+
 IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules of two stages a rank."""
 CHUNKED, SPLIT = ("interleaved", "bfs", "auto", *IN_A_V), ("zb-h1", "auto", *IN_A_V)
@@ -263,6 +283,7 @@ def resolve(config: R, world_size: int) -> R:
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
+    check_master(config)
     check_optimizer(config.optimizer)
     check_samples(config)
     check_wire(config.parallel)

@@ -232,6 +232,8 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
         yield {"precision.compute": "bf16"}
     if parallel.shard != 1 and parallel.zero < 3:
         yield {"parallel.zero": 3}
+    if config.precision.compute == "bf16" and parallel.zero < 3 and config.precision.master == "whole":
+        yield {"precision.master": "split"}
     if config.optimizer.kind == "adamw" and config.optimizer.state == "fp32":
         yield {"optimizer.state": "int8"}
 

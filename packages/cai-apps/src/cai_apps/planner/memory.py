@@ -27,6 +27,8 @@ class ModelState:
     gradients: int
     optimizer: int
     """Adam's moments, a moving average of the weights, and master weights where they are not the parameters."""
+    joined: int = 0
+    """Master weights that are in halves, as numbers, while an optimizer steps them that cannot step halves."""
 
     @property
     def total(self) -> int:
@@ -76,14 +78,22 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
     own, own_frozen = -(-trained // ranks), -(-frozen // ranks)
     stepped = own if zero >= 1 else trained
-    masters = master if master != compute else 0
+    split = config.precision.master == "split"
+    masters = master - compute if split else master if master != compute else 0
     average = master if config.optimizer.ema_decay is not None else 0
     unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config)) or clips_samples(config)
     return ModelState(
         parameters=(own + own_frozen) * master if zero == 3 else (trained + frozen) * compute,
         gradients=(trained if unsharded_gradients else own) * master,
         optimizer=int(stepped * (moments + average + (masters if zero < 3 else 0))),
+        joined=stepped * master if split and not steps_halves(config) else 0,
     )
+
+
+def steps_halves(config: RunConfig) -> bool:
+    """Whether the optimizer steps master weights in halves as they are: the kernel of AdamW does, on a GPU."""
+    options = config.optimizer
+    return (options.kind, options.state) == ("adamw", "fp32") and config.train.device != "cpu"
 
 
 def most_kept(actions: Sequence[Action], kept: Mapping[int, int]) -> int:

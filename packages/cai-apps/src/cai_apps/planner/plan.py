@@ -53,11 +53,15 @@ class StagePlan:
 
     @property
     def peak(self) -> int:
-        """At the fullest moment. In a step of one microbatch gradients come as activations go."""
+        """At the fullest moment. In a step of one microbatch gradients come as activations go.
+
+        When the optimizer steps there are no activations, and perhaps master weights in one piece.
+        """
         beside = self.state.gradients + self.activations
         if not self.accumulates:
             beside = max(self.state.gradients, self.activations)
-        return self.state.parameters + self.state.optimizer + self.unsharded + beside
+        passes = self.state.parameters + self.state.optimizer + self.unsharded + beside
+        return max(passes, self.state.total + self.state.joined)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ def adamw_step(
 ) -> None:
     """In place: `param`, `exp_avg` and `exp_avg_sq` are float32, `grad` is of any floating dtype; all of one shape.
 
-    With `low` (int16), `param` is bfloat16 and they are the halves of the parameter. A scale that lies on the device and
-    is not finite leaves all as they are.
+    With `low` (int16), `param` is bfloat16 and they are the halves of the parameter. A scale that lies on the device
+    and is not finite leaves all as they are.
     """
     if low is not None:
         full = join(param, low)

@@ -57,7 +57,9 @@ def _store(param_ptr, low_ptr, param, at, mask, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _advance(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, at, mask, SPLIT: tl.constexpr):
+def _advance(
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, at, mask, SPLIT: tl.constexpr
+):
     """Steps the elements `at`, those under `mask` (None: all)."""
     factor, decay, rate, root, eps, weight1, weight2 = numbers
     grad = tl.load(grad_ptr + at, mask=mask).to(tl.float32) * factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, check_no_gradients, defer
-from cai_mesh.gradients.flat import check_flat_use
+from cai_mesh.gradients.flat import LOOKS, check_flat_use
 from cai_mesh.gradients.linear import (
     LOCAL,
     Local,
@@ -36,6 +36,7 @@ from cai_mesh.gradients.shown import (
 
 __all__ = [
     "LOCAL",
+    "LOOKS",
     "PLAIN",
     "TRANSPOSED",
     "Deferred",

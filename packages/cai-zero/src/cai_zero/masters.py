@@ -1,0 +1,102 @@
+"""Master weights of chunks: as an optimizer steps them, and as checkpoints see them, in halves or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from cai_mesh.layout import BoxedTensor
+from cai_zero.chunks import Chunk
+
+
+def step(inner: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> None:
+    """Step pieces that have their gradients.
+
+    An optimizer with `takes_halves()` and `halves` (such as `cai_kernels.FusedAdamW`) steps halves as they are. For any
+    other they become one number for as long as the step takes: there are no activations then.
+    """
+    takes = getattr(inner, "takes_halves", None)
+    halves = [chunk.halves for chunk in chunks]
+    if takes is not None and all(h is not None for h in halves) and takes():
+        for chunk in chunks:
+            chunk.split()
+        parts = ((c.pieces, c.halves.parts) for c in chunks if c.halves is not None)
+        inner.halves = {p: held for pieces, both in parts for p, held in zip(pieces, both, strict=True)}  # type: ignore[attr-defined]
+    else:
+        for chunk in chunks:
+            chunk.join()
+    inner.step()
+
+
+def rest(chunks: Iterable[Chunk]) -> None:
+    """Have those in halves again that somebody has read: what was lent is not there any more."""
+    for chunk in chunks:
+        chunk.split()
+
+
+@contextmanager
+def opened(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Inside, master weights of these chunks are numbers that may be read and written."""
+    closed = [chunk for chunk in chunks if chunk.halves is not None and not chunk.halves.joined]
+    for chunk in closed:
+        chunk.join()
+    try:
+        yield
+    finally:
+        for chunk in closed:
+            chunk.split()
+
+
+class _Loan:
+    """Has the numbers of one chunk at a time."""
+
+    def __init__(self) -> None:
+        self._chunk: Chunk | None = None
+
+    def open(self, chunk: Chunk) -> None:
+        if self._chunk is not None and self._chunk is not chunk:
+            self._chunk.split()
+        self._chunk = chunk
+        chunk.join()
+
+
+def boxed(chunks: Iterable[Chunk]) -> dict[str, BoxedTensor]:
+    """Master weights by name: views; of halves such that are lent, one chunk after the other."""
+    loan, found = _Loan(), dict[str, BoxedTensor]()
+    for chunk in chunks:
+        found |= chunk.boxed(chunk.flat.detach()) if chunk.halves is None else _lent(chunk, loan)
+    return found
+
+
+def _lent(chunk: Chunk, loan: _Loan) -> dict[str, BoxedTensor]:
+    def lender(name: str):
+        def lend() -> BoxedTensor:
+            loan.open(chunk)
+            return chunk.boxed(chunk.flat.detach())[name]
+
+        return lend
+
+    shapes = chunk.boxed(torch.empty(chunk.flat.shape, dtype=chunk.flat.dtype, device="meta"))
+    return {name: replace(value, lend=lender(name)) for name, value in shapes.items()}
+
+
+def saved(chunks: Iterable[Chunk]) -> list[torch.Tensor | None]:
+    """Master weights chunk by chunk, for `load`; None where the parameters are those."""
+    found = list[torch.Tensor | None]()
+    for chunk in chunks:
+        with opened([chunk]):
+            flat = chunk.flat.detach()
+            found.append((flat if chunk.halves is None else flat.clone()) if chunk.has_master else None)
+    return found
+
+
+def load(chunks: Sequence[Chunk], masters: Sequence[torch.Tensor | None]) -> bool:
+    """Fill master weights with what `saved` gave; whether there were any. Parameters follow when they are gathered."""
+    for chunk, master in zip(chunks, masters, strict=True):
+        if master is not None:
+            with opened([chunk]):
+                chunk.flat.copy_(master)
+    return any(master is not None for master in masters)
