@@ -239,7 +239,7 @@ class Chunk:
         return self.weights[self.low : self.low + self.chunk.shard_numel]
 
     def newest(self) -> torch.Tensor:
-        """[shard] of what the parameters of all ranks will be, `flat` or its upper halves; those in halves are split."""
+        """[shard] of what the parameters of all ranks will be: `flat`, or the upper halves, of which it is split."""
         if self.halves is None:
             return self.flat
         self.halves.split()
