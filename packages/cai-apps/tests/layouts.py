@@ -44,6 +44,8 @@ class Case:
     microbatches: int = 4
     chunks: int = 1
     unshard: str = "pass"
+    master: str = "whole"
+    average: float | None = None
 
     @property
     def world(self) -> int:
@@ -150,9 +152,9 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
         parallel=parallel,
         train=train,
         data=Data(sequence_length=LENGTH),
-        precision=c.Precision(compute=dtype, linear=case.linear),  # type: ignore[arg-type]
+        precision=c.Precision(compute=dtype, master=case.master, linear=case.linear),  # type: ignore[arg-type]
         memory=c.Memory(recompute=case.recompute),  # type: ignore[arg-type]
-        optimizer=c.Optimizer(lr=1e-2, clip=1.0),
+        optimizer=c.Optimizer(lr=1e-2, clip=1.0, ema_decay=case.average),
     )
 
 

@@ -118,9 +118,9 @@ class FusedAdamW(torch.optim.AdamW):
         elif math.isfinite(factor):
             torch._foreach_add_(steps, 1)
         options = AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        lows: list[torch.Tensor | None] = [None] * len(params)
+        lows: Sequence[torch.Tensor | None] = [None] * len(params)
         if halves is not None:
-            params, lows = [halves[param][0] for param in params], [halves[param][1] for param in params]
+            params, lows = zip(*(halves[param] for param in params), strict=True)
         launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, lows, strict=True)), options, steps, factor)
 
     def _fits(

@@ -1,0 +1,128 @@
+"""`precision.master = "split"`: the run of whole master weights, their checkpoints and averages, on any layout."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts import Case, full, run_config, session_of, train_steps
+
+from cai_apps.compose.weights import MODEL
+from cai_apps.config.validation import resolve
+from cai_apps.planner.memory import model_state
+from cai_mesh import checkpoint
+from cai_mesh.errors import ConfigError
+from cai_mesh.testing import run_ranks
+
+STEPS, HALF = 6, 3
+LAYOUTS = {
+    "one": Case(average=0.9),
+    "data2-zero0": Case(data=2, zero=0),
+    "data2-zero2": Case(data=2, zero=2, average=0.9),
+    "2x2x2": Case(data=2, tensor=2, pipeline=2),
+    "dualpipe-v": Case(pipeline=2, chunks=2, schedule="dualpipe-v"),
+}
+
+
+def split(layout: str) -> Case:
+    return replace(LAYOUTS[layout], master="split")
+
+
+def model_of(session):
+    """Master weights, and what else a checkpoint has but steps and param groups."""
+    state = {n: v for n, v in session.state().items() if n.startswith((MODEL, "average."))}
+    return full(state)
+
+
+def bytes_of(session):
+    return sum(chunk.flat.untyped_storage().nbytes() for chunk in session.weights.optimizer.chunks)
+
+
+def through(model, case):
+    session = session_of(model, case, "bf16", STEPS)
+    losses, _ = train_steps(session, case, 0, STEPS)
+    held = bytes_of(session)
+    return losses, model_of(session), held
+
+
+whole = functools.cache(
+    lambda model, layout: run_ranks(LAYOUTS[layout].world, through, model, LAYOUTS[layout])[0]
+)
+halves = functools.cache(
+    lambda model, layout: run_ranks(LAYOUTS[layout].world, through, model, split(layout))[0]
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_the_run_of_whole_ones(layout):
+    """But for numbers halfway between two in bfloat16, of which the other may be taken."""
+    losses, expected, _ = whole("llama", layout)
+    got_losses, got, held = halves("llama", layout)
+    assert got.keys() == expected.keys()
+    assert held == 0 or LAYOUTS[layout].average  # an average has looked at them; the next forward frees them
+    assert got_losses == pytest.approx(losses, abs=3e-3)
+    for name, value in expected.items():
+        assert got[name].dtype is torch.float32
+        # without the lower halves it is a hundred times as far
+        assert (got[name] - value).norm() < 2e-3 * value.norm(), name
+
+
+def first_half(model, case, directory):
+    session = session_of(model, case, "bf16", STEPS)
+    train_steps(session, case, 0, HALF)
+    checkpoint.save(directory, session.state(), step=HALF)
+    return model_of(session)
+
+
+def second_half(model, case, directory):
+    session = session_of(model, case, "bf16", STEPS)
+    session.loaded(checkpoint.load(directory, session.state()), HALF)
+    loaded = model_of(session)
+    losses, _ = train_steps(session, case, HALF, STEPS)
+    return loaded, losses, model_of(session)
+
+
+def test_a_resume_is_bitwise(tmp_path):
+    case = split("data2-zero2")
+    run_ranks(case.world, first_half, "gpt2", case, tmp_path)
+    _, losses, ended = run_ranks(case.world, second_half, "gpt2", case, tmp_path)[0]
+    expected_losses, expected, _ = halves("gpt2", "data2-zero2")
+    assert losses == expected_losses[HALF:]
+    assert all(torch.equal(ended[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(split("2x2x2"), LAYOUTS["data2-zero0"]), (Case(data=2, zero=3), split("dualpipe-v"))],
+)
+def test_checkpoints_go_both_ways(before, after, tmp_path):
+    saved = run_ranks(before.world, first_half, "gpt2", before, tmp_path)[0]
+    loaded, losses, _ = run_ranks(after.world, second_half, "gpt2", after, tmp_path)[0]
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    assert losses == pytest.approx(whole("gpt2", "data2-zero0")[0][HALF:], abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "got"),
+    [
+        (Case(data=2, zero=3), "bf16", "parallel.zero = 3"),
+        (Case(), "fp32", 'precision.compute = "fp32"'),
+        (Case(), "fp16", 'precision.compute = "fp16"'),
+    ],
+)
+def test_what_cannot_be_is_refused(case, dtype, got):
+    with pytest.raises(ConfigError, match="upper half") as caught:
+        resolve(run_config(replace(case, master="split"), dtype), case.world)
+    assert got in str(caught.value)
+
+
+def test_a_plan_counts_two_bytes_less():
+    config = resolve(run_config(Case(), "bf16"), 1)
+    halved = replace(config, precision=replace(config.precision, master="split"))
+    on_gpu = replace(halved, train=replace(halved.train, device="cuda"))
+    by_lamb = replace(on_gpu, optimizer=replace(on_gpu.optimizer, kind="lamb"))
+    states = [model_state(c, 100, 8.0) for c in (config, on_gpu, by_lamb)]
+    assert [state.total for state in states] == [1800, 1600, 1600]
+    assert [state.joined for state in states] == [0, 0, 400]
