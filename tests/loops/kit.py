@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from cai_gemini import Tuning, offload
 from cai_gemini.simulate import Rates
 from cai_mesh.errors import CaiError
-from cai_zero import full_state_dict, shard_module, shard_optimizer
+from cai_zero import MixedPrecision, full_state_dict, shard_module, shard_optimizer
 
 WORDS, WIDTH, RANKS = 12, 6, 2
 STAGES = ("zero0", "zero1", "zero2", "zero3", "offload")
@@ -117,8 +117,12 @@ class Start:
     model: Callable[[], nn.Module] = net
 
 
-def built(stage: str, make: Make, start: Start) -> Run:
-    """A run of this rank. A plain one is the twin of all."""
+def built(stage: str, make: Make, start: Start, precision: MixedPrecision | None = None) -> Run:
+    """A run of this rank. A plain one is the twin of all.
+
+    Args:
+        precision: in stages 0 to 2.
+    """
     model = start.model()
     start.before(model)
     if stage == "plain":
@@ -136,7 +140,8 @@ def built(stage: str, make: Make, start: Start) -> Run:
         shard_module(model, mesh)
         optimizer = make(start.given(model))
     else:
-        optimizer = shard_optimizer(make(start.given(model)), mesh, model=model, stage=number)
+        inner = make(start.given(model))
+        optimizer = shard_optimizer(inner, mesh, model=model, stage=number, precision=precision)
     return Run(model, optimizer, *((0, 1) if alone else (dist.get_rank(), RANKS)), mesh, stage)
 
 
@@ -148,11 +153,13 @@ def weights(run: Run, start: Start) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone().view(shapes[n]) for n, p in run.model.named_parameters()}
 
 
-def outcome(loop: Loop, stage: str, make: Make = adamw) -> tuple[str, Any]:
+def outcome(
+    loop: Loop, stage: str, make: Make = adamw, precision: MixedPrecision | None = None
+) -> tuple[str, Any]:
     """("done", (weights, what was seen)) of a rank, ("refused", the error) or ("crashed", another error)."""
     try:
         start = getattr(loop, "start", Start())
-        run = built(stage, make, start)
+        run = built(stage, make, start, precision)
         run = loop(run) or run
         return "done", (weights(run, start), copy.deepcopy(run.seen))
     except CaiError as error:
@@ -161,7 +168,9 @@ def outcome(loop: Loop, stage: str, make: Make = adamw) -> tuple[str, Any]:
         return "crashed", f"{type(error).__name__}: {error}"
 
 
-def judged(found: tuple[str, Any], wanted: tuple[dict[str, torch.Tensor], list[float]]) -> tuple[str, str]:
+def judged(
+    found: tuple[str, Any], wanted: tuple[dict[str, torch.Tensor], list[float]], close: float = CLOSE
+) -> tuple[str, str]:
     """ "right", "wrong", "refused" or "crashed", and why."""
     verdict, result = found
     if verdict != "done":
@@ -170,9 +179,9 @@ def judged(found: tuple[str, Any], wanted: tuple[dict[str, torch.Tensor], list[f
     if len(seen) != len(expected):
         return "wrong", f"saw {seen}, expected {expected}"
     for at, (a, b) in enumerate(zip(seen, expected, strict=True)):
-        if not abs(a - b) <= CLOSE * max(1.0, abs(b)):
+        if not abs(a - b) <= close * max(1.0, abs(b)):
             return "wrong", f"saw {a} where the plain loop saw {b} (number {at})"
     for name, value in want.items() if have else ():
-        if not torch.allclose(have[name], value, rtol=0, atol=CLOSE, equal_nan=True):
+        if not torch.allclose(have[name], value, rtol=0, atol=close, equal_nan=True):
             return "wrong", f"{name} differs by {(have[name] - value).abs().max():.2e}"
     return "right", ""

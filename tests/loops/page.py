@@ -36,6 +36,8 @@ the cause and the fix. Nothing is wrong in silence.
   clipped with the others; each reading sends them.
 - **What is written to `param_groups`** in stages 0 to 2 is written to this rank's part, and sent to all ranks at once,
   one message a write: write to `model.parameters()` where you can.
+- **With `MixedPrecision(split_master=True)`** write to parameters through `param.data`; `param.clamp_()` is refused at
+  the next step. The other loops below train as without it (`tests/loops/test_loops.py`).
 - **`model.state_dict()` in stage 3 and under offload** has flat parts, for this model sharded as it is; pickling it
   warns. `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
 - **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from loops.cases import BY_SHAPE, CASES, REFUSED
 from loops.kit import RANKS, STAGES, Start, adamw, built, judged, outcome
 from loops.misuse import MISUSES
 from loops.page import PAGE, text
 
 from cai_mesh.testing import run_ranks
+from cai_zero import MixedPrecision
+
+WRITES_IN_PLACE = (
+    "weights_clamped_without_grad",
+    "written_after_a_forward_without_backward",
+    "towards_flat_minima",
+)
+"""Not through `param.data`: which elements were written to cannot be told from the other half."""
 
 
 @cache
@@ -44,6 +54,26 @@ def test_a_loop_is_right_or_refused(name, stage):
         verdict, why = judged(found, wanted(name))
         assert verdict == ("refused" if expected else "right"), why
         assert expected in why
+
+
+def on_a_rank_in_halves(name):
+    """The loop in bfloat16, with whole master weights and with those in halves."""
+    whole = MixedPrecision(compute=torch.bfloat16)
+    return [
+        outcome(CASES[name], "zero1", precision=precision)
+        for precision in (whole, replace(whole, split_master=True))
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_master_weights_in_halves_it_is_that_with_whole_ones_or_refused(name):
+    for whole, halves in run_ranks(RANKS, on_a_rank_in_halves, name, timeout=60):
+        if whole[0] == "done":  # a weight halfway between two in bfloat16 may be the other one
+            verdict, why = judged(halves, whole[1], close=2e-3)
+            assert verdict == ("refused" if name in WRITES_IN_PLACE else "right"), why
+            assert name not in WRITES_IN_PLACE or "a parameter was written to" in why
+        else:
+            assert halves == whole
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])

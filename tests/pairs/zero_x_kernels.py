@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
@@ -11,12 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from cai_kernels import swap
+from cai_kernels import FusedAdamW, swap
+from cai_kernels.adamw import halves as kernel_halves
 from cai_kernels.swap.logits import Logits
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.gradients import defer, raw_grad, routed
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer
+from cai_zero import halves as zero_halves
 
 
 def step_through(model, optimizer, clip, ids_of):
@@ -216,3 +219,51 @@ def test_other_models_of_transformers(name, stage):
         assert got_losses == pytest.approx(losses, rel=1e-5)
         for n, p in model.named_parameters():
             torch.testing.assert_close(got[n], p.grad, rtol=1e-3, atol=1e-6, msg=f"{name}: {n}")
+
+
+# -- master weights in halves, which the kernel of AdamW steps as they are -------------------------------------------
+
+
+def halved(stage: int, split: bool):
+    """A model's master weights after steps of `FusedAdamW`, and how often they became one number for it."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    joined = []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 41), nn.Tanh(), nn.Linear(41, 13))
+    inner = FusedAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, backend="triton")
+    precision = MixedPrecision(compute=torch.bfloat16, split_master=split)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    optimizer = shard_optimizer(inner, mesh, model=model, stage=stage, precision=precision)
+    if split:
+        for chunk in optimizer.chunks:
+            chunk.halves.join = partial(_count, joined, chunk.halves.join)
+    for step in range(4):
+        x = torch.randn(6, 70, generator=torch.Generator().manual_seed(step)).bfloat16()
+        model(x).float().square().mean().backward()
+        inner.gradient_factor = 0.5 if step % 2 else torch.tensor(0.25)
+        optimizer.step()
+    times = len(joined)  # to see the weights they are joined
+    return twin.full(optimizer.weights()), times
+
+
+def _count(calls: list, call):
+    calls.append(1)
+    call()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_kernel_steps_halves_as_they_are(stage: int):
+    for (whole, _), (halves, joined) in zip(
+        run_ranks(2, halved, stage, False), run_ranks(2, halved, stage, True), strict=True
+    ):
+        assert joined == 0
+        assert all(torch.equal(halves[name], value) for name, value in whole.items())
+
+
+def test_both_packages_split_alike():
+    numbers = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=torch.Generator().manual_seed(0))
+    full = numbers.to(torch.int32).view(torch.float32)
+    high, low = torch.empty(full.shape, dtype=torch.bfloat16), torch.empty(full.shape, dtype=torch.int16)
+    zero_halves.split(full, high, low)
+    other = kernel_halves.split(full)
+    assert torch.equal(high.view(torch.int16), other[0].view(torch.int16)) and torch.equal(low, other[1])

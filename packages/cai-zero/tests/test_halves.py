@@ -20,6 +20,7 @@ from cai_zero import (
     MixedPrecision,
     full_state_dict,
     load_full_state_dict,
+    masters,
     shard_module,
     shard_optimizer,
 )
@@ -183,9 +184,7 @@ def resumed():
     )
     advance(model, optimizer, range(3, STEPS))
     second, other = sharded("adamw", 1)
-    with torch.no_grad():
-        for name, param in second.named_parameters():
-            param.data.copy_(weights[name])
+    second.load_state_dict(weights)
     other.load_state_dict(state)
     advance(second, other, range(3, STEPS))
     return over_ranks.full_values(optimizer.weights()), over_ranks.full_values(other.weights())
@@ -213,6 +212,24 @@ def test_full_state_dicts_have_the_numbers():
     assert alike and others
     assert all(torch.equal(again[name], value) for name, value in full.items())
     assert any(not torch.equal(v, v.to(BF16).float()) for v in full.values())
+
+
+def loaded_over():
+    """A state dict is loaded into a model that has trained: what it does not change keeps its precision."""
+    model, optimizer = sharded("sgd", 1)
+    advance(model, optimizer, range(2))
+    before = over_ranks.full_values(optimizer.weights())
+    masters.rest(optimizer.chunks)
+    model.load_state_dict(model.state_dict() | {"head.bias": torch.full((29,), 0.25)})
+    after = over_ranks.full_values(optimizer.weights())
+    advance(model, optimizer, [2])
+    return before, after, bytes_of(optimizer)
+
+
+def test_a_state_dict_may_be_loaded_later():
+    for before, after, held in run_ranks(2, loaded_over):
+        assert (after["head.bias"] == 0.25).all() and not any(held)
+        assert all(torch.equal(after[n], v) for n, v in before.items() if n != "head.bias")
 
 
 # -- averages, added parameters, pieces ------------------------------------------------------------------------------

@@ -149,8 +149,9 @@ def in_one_pass(case: Case, options: Optimizer):
 
     def run(entries, options, steps, factor):
         stepped.append(len(entries))
-        params, grads, *moments = (list(each) for each in zip(*entries, strict=True))
-        adamw_steps_(params, grads, *moments, options, steps=steps, grad_scale=factor, backend="reference")
+        *lists, lows = (list(each) for each in zip(*entries, strict=True))
+        halves = None if lows[0] is None else lows
+        adamw_steps_(*lists, options, steps=steps, grad_scale=factor, lows=halves, backend="reference")
 
     def refused(*_):
         raise AssertionError("gradients are scaled in a pass of their own")

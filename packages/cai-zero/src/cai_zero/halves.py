@@ -63,6 +63,13 @@ class Halves:
             self._flat.untyped_storage().resize_(0)
             self.joined = False
 
+    def fill(self, full: torch.Tensor) -> None:
+        """Have other numbers, float32 [n]; the halves of those before may have been written to."""
+        self.joined = True
+        self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+        self._flat.copy_(full)
+        self.split()
+
     def join(self) -> None:
         """Have the numbers in `flat`, where they may be written; views of it see them again."""
         if not self.joined:

@@ -26,9 +26,14 @@ def step(inner: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> None:
         parts = ((c.pieces, c.halves.parts) for c in chunks if c.halves is not None)
         inner.halves = {p: held for pieces, both in parts for p, held in zip(pieces, both, strict=True)}  # type: ignore[attr-defined]
     else:
-        for chunk in chunks:
-            chunk.join()
+        join(chunks)
     inner.step()
+
+
+def join(chunks: Iterable[Chunk]) -> None:
+    """Have the numbers, before somebody writes to parameters: what was written to can be told then."""
+    for chunk in chunks:
+        chunk.join()
 
 
 def rest(chunks: Iterable[Chunk]) -> None:
@@ -96,7 +101,8 @@ def saved(chunks: Iterable[Chunk]) -> list[torch.Tensor | None]:
 def load(chunks: Sequence[Chunk], masters: Sequence[torch.Tensor | None]) -> bool:
     """Fill master weights with what `saved` gave; whether there were any. Parameters follow when they are gathered."""
     for chunk, master in zip(chunks, masters, strict=True):
-        if master is not None:
-            with opened([chunk]):
-                chunk.flat.copy_(master)
+        if master is not None and chunk.halves is not None:
+            chunk.halves.fill(master)
+        elif master is not None:
+            chunk.flat.copy_(master)
     return any(master is not None for master in masters)

@@ -76,12 +76,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         specs = {reduce_of(p) for p in self._members.params}
         self._ranks = RankTable(mesh, specs, sharded=stage > 0)
         check_ranks(compression, self._ranks.of(), stage, copy_engines=copy_engines)
-        self._gathers = SideStream(device)
+        self._gathers, self._renormed = SideStream(device), renormed(model)
         self._reducer: GradReducer[Chunk] = GradReducer(device, self._compression)
         self._device, self._copy_engines = device, copy_engines
         self._takes_writes = self._compression.weights is None
         self._chunks: list[Chunk] = []
-        self._renormed = renormed(model)
         self._phase: Phase = "empty"
         self._in_backward, self._backwards = False, 0  # of this step, that reduce
         self._lifecycle: ModuleLifecycle | None = None
@@ -89,6 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._lifecycle = ModuleLifecycle({model: []})  # its forward is a pass
             self._lifecycle.listen(self)
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
+            model.register_load_state_dict_pre_hook(lambda *_: masters.join(self._chunks))
         self.admit()
         show_others(self, self._members.waiting, self._model, self._ranks)
 
