@@ -441,8 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
-        own = ("master", "residual")
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in own})
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("master", "residual")})
         for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
             kept = residual if residual is None else residual.to(chunk.weights.device, copy=True)
             chunk.reducible.residual = kept
