@@ -704,6 +704,14 @@ def test_numbers_that_are_none_stay_so_in_halves(backend):
     assert torch.equal(back[finite], param[finite])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_zero_that_was_written_to_the_upper_half_is_one(backend):
+    high, low = torch.tensor([0.0, -0.0]).bfloat16().to(DEVICE), torch.tensor([-5, -7]).short().to(DEVICE)
+    zeros = [torch.zeros(2, device=DEVICE) for _ in range(3)]
+    adamw_step_(high, *zeros, AdamWOptions(lr=0.0), step=1, low=low, backend=backend)
+    assert (join(high, low) == 0).all() and (low == 0).all()
+
+
 def test_bad_halves_are_named():
     param = values((4, 4), generator())
     high, low = split(param)

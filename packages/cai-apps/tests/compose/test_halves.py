@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from layouts import Case, full, run_config, session_of, train_steps
+from safetensors.torch import load_file
 
 from cai_apps.compose.weights import MODEL
 from cai_apps.config.validation import resolve
 from cai_apps.planner.memory import model_state
 from cai_mesh import checkpoint
+from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import run_ranks
 
@@ -102,6 +104,23 @@ def test_checkpoints_go_both_ways(before, after, tmp_path):
     loaded, losses, _ = run_ranks(after.world, second_half, "gpt2", after, tmp_path)[0]
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
     assert losses == pytest.approx(whole("gpt2", "data2-zero0")[0][HALF:], abs=5e-3)
+
+
+def exported(case, directory):
+    session = session_of("gpt2", case, "bf16", 2)
+    train_steps(session, case, 0, 2)
+    save_hf(session.model, directory / "masters", weights=session.weights.masters())
+    save_hf(session.model, directory / "rounded", weights=session.weights.masters(), dtype=torch.bfloat16)
+    return full({n.removeprefix(MODEL): v for n, v in session.state().items() if n.startswith(MODEL)})
+
+
+def test_exports_have_the_numbers(tmp_path):
+    case = split("2x2x2")
+    masters = run_ranks(case.world, exported, case, tmp_path)[0]
+    found, rounded = (load_file(tmp_path / kind / "model.safetensors") for kind in ("masters", "rounded"))
+    assert found.keys() == rounded.keys() == masters.keys()
+    assert all(torch.equal(found[name], value) for name, value in masters.items())
+    assert all(torch.equal(rounded[name], value.bfloat16()) for name, value in masters.items())
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,14 @@ def split(full: torch.Tensor, high: torch.Tensor, low: torch.Tensor | None = Non
 
 
 def join(high: torch.Tensor, low: torch.Tensor, full: torch.Tensor) -> None:
-    """Write into `full`, float32 [n], the numbers that `split` gave the halves of; NaN for NaN."""
+    """Write into `full`, float32 [n], the numbers that `split` gave the halves of; NaN for NaN.
+
+    A zero that somebody has written to `high` unseen is taken as one: with a negative `low` it would be NaN.
+    """
     for start in range(0, full.numel(), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        upper = high[part].view(torch.int16).to(torch.int32) << 16
-        full.view(torch.int32)[part] = upper + low[part]
+        upper, lower = high[part].view(torch.int16).to(torch.int32) << 16, low[part]
+        full.view(torch.int32)[part] = upper + torch.where(high[part] == 0, lower.clamp(min=0), lower)
 
 
 class Halves:

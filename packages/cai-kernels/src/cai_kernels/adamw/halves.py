@@ -24,5 +24,9 @@ def split(full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The float32 tensor that `split` was given; NaN for NaN."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+    """The float32 tensor that `split` was given; NaN for NaN.
+
+    A zero with a negative `low`, which `split` never gives, is a zero.
+    """
+    lower = torch.where(high == 0, low.clamp(min=0), low)
+    return ((high.view(torch.int16).to(torch.int32) << 16) + lower).view(torch.float32)

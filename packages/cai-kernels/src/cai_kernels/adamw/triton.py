@@ -37,7 +37,9 @@ def _load(param_ptr, low_ptr, at, mask, SPLIT: tl.constexpr):
     param = tl.load(param_ptr + at, mask=mask)
     if SPLIT:
         high = param.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        param = (high + tl.load(low_ptr + at, mask=mask).to(tl.int32)).to(tl.float32, bitcast=True)
+        low = tl.load(low_ptr + at, mask=mask).to(tl.int32)
+        low = tl.where((high & 0x7FFFFFFF) == 0, tl.maximum(low, 0), low)
+        param = (high + low).to(tl.float32, bitcast=True)
     return param
 
 

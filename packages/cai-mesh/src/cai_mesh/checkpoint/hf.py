@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.headers import check_header, weight_map
 from cai_mesh.layout.boxed import BoxedTensor
+from cai_mesh.layout.boxes import Box
 from cai_mesh.layout.record import canonical_name
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -220,7 +221,7 @@ def save_hf(
     export = _Export(final, agreed(lambda: uuid.uuid4().hex, group)[0])
     try:
         agreed(lambda: export.begin(entries) if rank == 0 else None, group)
-        agreed(lambda: _write_boxes(export.temporary, entries, _unshared(boxes, group)), group)
+        agreed(lambda: _write_boxes(export.temporary, entries, boxes, _unshared(boxes, group)), group)
         agreed(lambda: export.finish(model, entries) if rank == 0 else None, group)
     finally:
         export.close()
@@ -275,12 +276,12 @@ def _everyones(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None
 
 
 def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):
-    """This rank's (name, box, view) that no lower rank holds too."""
+    """This rank's boxes that no lower rank holds too, by name."""
     rank = dist.get_rank() if group is not None else 0
-    mine = [(name, box, view) for name, boxed in boxes.items() for box, view in boxed.pieces]
-    lower = all_gather_object({(name, box) for name, box, _ in mine}, group)[:rank]
+    mine = {name: [box for box, _ in boxed.pieces] for name, boxed in boxes.items()}
+    lower = all_gather_object({(name, box) for name, held in mine.items() for box in held}, group)[:rank]
     taken = set().union(*lower)
-    return [(name, box, view) for name, box, view in mine if (name, box) not in taken]
+    return {name: {box for box in held if (name, box) not in taken} for name, held in mine.items()}
 
 
 def _stem(model: nn.Module) -> str:
@@ -344,18 +345,26 @@ def _write_headers(directory: Path, entries: Mapping[str, _Entry]) -> None:
             out.truncate(len(header) + sum(e.nbytes for e in held.values()))
 
 
-def _write_boxes(directory: Path, entries: Mapping[str, _Entry], held: Iterable[tuple]) -> None:
+def _write_boxes(
+    directory: Path,
+    entries: Mapping[str, _Entry],
+    boxes: Mapping[str, BoxedTensor],
+    mine: Mapping[str, Container[Box]],
+) -> None:
+    """Write those boxes of each tensor that are `mine`, in the order given; what is lent is asked for once."""
     maps: dict[str, np.memmap] = {}
     begins = {file: len(_header(inside)) for file, inside in _by_file(entries).items()}
-    for name, box, view in held:
+    for name, boxed in boxes.items():
         entry = entries[name]
-        if entry.nbytes == 0:
+        if entry.nbytes == 0 or not mine[name]:
             continue
         if entry.file not in maps:
             maps[entry.file] = np.memmap(directory / entry.file, dtype=np.uint8, mode="r+")
         begin = begins[entry.file] + entry.start
         raw = torch.from_numpy(maps[entry.file][begin : begin + entry.nbytes])
-        raw.view(entry.dtype).view(entry.shape)[box.slices()] = view.detach().to("cpu", entry.dtype)
+        for box, view in boxed.present.pieces:
+            if box in mine[name]:
+                raw.view(entry.dtype).view(entry.shape)[box.slices()] = view.detach().to("cpu", entry.dtype)
     for mapped in maps.values():
         mapped.flush()
 
