@@ -176,6 +176,23 @@ def test_text_says_whether_it_fits_and_what_would(capsys):
     assert "does NOT fit 40.00 GiB" in text
     for change in ("memory.recompute = full", "train.microbatch_size = 1", "optimizer.state = int8"):
         assert f"it fits with {change} on 1 rank:" in text
+    assert main(["plan", "llama-1b", "--memory.recompute", "none", "--gpu-memory=45.5GiB"]) == 0
+    assert "it fits with precision.master = split on 1 rank:" in capsys.readouterr().out
+    stages = ["--parallel.pipeline.size=2", "--parallel.pipeline.unshard=step", "--parallel.shard=1"]
+    assert (
+        main(
+            [
+                "plan",
+                "llama-1b",
+                *stages,
+                "--parallel.zero=3",
+                "--memory.recompute=none",
+                "--gpu-memory=40GiB",
+            ]
+        )
+        == 0
+    )
+    assert "it fits with parallel.zero = 1, precision.master = split, parallel" in capsys.readouterr().out
     assert main(["plan", "llama-1b", "--gpu-memory", "12GiB"]) == 0
     assert "on 2 ranks: peak" in capsys.readouterr().out
     assert main(["plan", "llama-8b", "--gpu-memory", "1GiB"]) == 0

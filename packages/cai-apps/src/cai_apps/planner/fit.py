@@ -214,6 +214,9 @@ def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> list[tu
     found = [tried for changes in alone for tried in _tried(planner, config, changes, ranks, memory)]
     together = {key: value for changes in alone for key, value in changes.items()}
     shared = together | {"parallel.shard": -1, "parallel.zero": 3}
+    for changes in (together, shared):
+        if changes.get("parallel.zero") == 3:  # which has no parameters beside master weights
+            changes.pop("precision.master", None)
     for changes, count in ((together, ranks), *((shared, ranks * more) for more in (2, 4, 8))):
         if not found:
             found = _tried(planner, config, changes, count, memory)
@@ -232,8 +235,12 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
         yield {"precision.compute": "bf16"}
     if parallel.shard != 1 and parallel.zero < 3:
         yield {"parallel.zero": 3}
-    if config.precision.compute == "bf16" and parallel.zero < 3 and config.precision.master == "whole":
-        yield {"precision.master": "split"}
+    if config.precision.compute == "bf16" and config.precision.master == "whole":
+        if parallel.zero < 3:
+            yield {"precision.master": "split"}
+        elif parallel.shard == 1:  # nobody to share shards with, and perhaps unsharded for a whole step
+            pipeline = {"parallel.pipeline.unshard": "pass"} if parallel.pipeline.unshard == "step" else {}
+            yield {"parallel.zero": 1, "precision.master": "split"} | pipeline
     if config.optimizer.kind == "adamw" and config.optimizer.state == "fp32":
         yield {"optimizer.state": "int8"}
 
