@@ -188,8 +188,9 @@ class Chunk:
 
         Not while parameters may have been written to, which `take_writes` has to look at.
         """
-        if self.halves is not None and not self.lent and not self._written():
-            self.halves.split()
+        halves = self.halves
+        if halves is not None and halves.joined and not self.lent and not self._written():
+            halves.split()
 
     def _written(self) -> list[str]:
         """Names of the parameters that have been changed in place since the last gather."""
