@@ -1,9 +1,9 @@
 """Master weights in halves: a float32 number as the bfloat16 one that the model computes with, and 16 bits more.
 
-The two have the bits of the float32 number, so nothing is lost, and master weights take two bytes an element beside
-parameters in bfloat16, not four (apex and Transformer Engine: `store_param_remainders`). The lower half is signed: so the
-upper one is rounded to the nearest and not cut off, and halfway between two, away from zero. `Tensor.to(torch.bfloat16)`
-takes the even one there; of usual numbers one in 65,536 lies so.
+The two have the bits of the float32 number: nothing is lost, and master weights take two bytes an element beside
+parameters in bfloat16, not four (apex and Transformer Engine: `store_param_remainders`). The lower half is signed, so
+that the upper one is rounded to the nearest and not cut off; halfway between two, away from zero. There
+`Tensor.to(torch.bfloat16)` takes the even one; of usual numbers one in 65,536 lies so.
 """
 
 from __future__ import annotations
