@@ -224,19 +224,20 @@ def test_other_models_of_transformers(name, stage):
 # -- master weights in halves, which the kernel of AdamW steps as they are -------------------------------------------
 
 
-def halved(stage: int, split: bool):
-    """A model's master weights after steps of `FusedAdamW`, and how often they became one number for it."""
+def halved(stage: int, as_they_are: bool):
+    """Master weights in halves after steps of `FusedAdamW`, and how often they became numbers for it."""
     os.environ["TRITON_INTERPRET"] = "1"
     joined = []
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 41), nn.Tanh(), nn.Linear(41, 13))
     inner = FusedAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, backend="triton")
-    precision = MixedPrecision(compute=torch.bfloat16, split_master=split)
+    if not as_they_are:
+        inner.takes_halves = lambda: False
+    precision = MixedPrecision(compute=torch.bfloat16, split_master=True)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     optimizer = shard_optimizer(inner, mesh, model=model, stage=stage, precision=precision)
-    if split:
-        for chunk in optimizer.chunks:
-            chunk.halves.join = partial(_count, joined, chunk.halves.join)
+    for chunk in optimizer.chunks:
+        chunk.halves.join = partial(_count, joined, chunk.halves.join)
     for step in range(4):
         x = torch.randn(6, 70, generator=torch.Generator().manual_seed(step)).bfloat16()
         model(x).float().square().mean().backward()
@@ -253,11 +254,12 @@ def _count(calls: list, call):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_kernel_steps_halves_as_they_are(stage: int):
-    for (whole, _), (halves, joined) in zip(
+    """And steps numbers to the same ones."""
+    for (numbers, often), (halves, never) in zip(
         run_ranks(2, halved, stage, False), run_ranks(2, halved, stage, True), strict=True
     ):
-        assert joined == 0
-        assert all(torch.equal(halves[name], value) for name, value in whole.items())
+        assert often >= 4 and never == 0
+        assert all(torch.equal(halves[name], value) for name, value in numbers.items())
 
 
 def test_both_packages_split_alike():

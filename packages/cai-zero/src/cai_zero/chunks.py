@@ -255,6 +255,16 @@ class Chunk:
         """Boxes, by canonical name, of a tensor laid out as `flat`; the pieces are views."""
         return {name: self.owned(value) for name, value in self.chunk.boxed(flat, self.low).items()}
 
+    @cached_property
+    def master_boxes(self) -> dict[str, BoxedTensor]:
+        """Boxes of `flat` by name, made while the numbers are there; views that see them whenever they are."""
+        return self.boxed(self.flat.detach())
+
+    @cached_property
+    def master_shapes(self) -> dict[str, BoxedTensor]:
+        """The same on the meta device."""
+        return self.boxed(torch.empty(self.flat.shape, dtype=self.flat.dtype, device="meta"))
+
     def boxed_slot(
         self, tensor: torch.Tensor, piece: torch.Tensor, start: int, name: str
     ) -> BoxedTensor | None:

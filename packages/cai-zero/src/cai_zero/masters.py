@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -77,15 +78,11 @@ def boxed(chunks: Iterable[Chunk]) -> dict[str, BoxedTensor]:
 
 
 def _lent(chunk: Chunk, loan: _Loan) -> dict[str, BoxedTensor]:
-    def lender(name: str):
-        def lend() -> BoxedTensor:
-            loan.open(chunk)
-            return chunk.boxed(chunk.flat.detach())[name]
+    def lend(name: str) -> BoxedTensor:
+        loan.open(chunk)
+        return chunk.master_boxes[name]
 
-        return lend
-
-    shapes = chunk.boxed(torch.empty(chunk.flat.shape, dtype=chunk.flat.dtype, device="meta"))
-    return {name: replace(value, lend=lender(name)) for name, value in shapes.items()}
+    return {name: replace(shape, lend=partial(lend, name)) for name, shape in chunk.master_shapes.items()}
 
 
 def saved(chunks: Iterable[Chunk]) -> list[torch.Tensor | None]:

@@ -70,9 +70,13 @@ class Average:
         return averages, values
 
     def _current(self) -> dict[str, BoxedTensor]:
-        state = self._weights.state()
-        named = ((name.removeprefix(MODEL), boxed) for name, boxed in state.items() if name.startswith(MODEL))
-        return {name: boxed for name, boxed in named if name in self._trained}
+        named = self._weights.masters()
+        if named is None:
+            state = self._weights.state()
+            named = {
+                name.removeprefix(MODEL): boxed for name, boxed in state.items() if name.startswith(MODEL)
+            }
+        return {name: boxed for name, boxed in named.items() if name in self._trained}
 
 
 def _move(pairs: Pairs, share: float) -> None:
