@@ -747,6 +747,11 @@ def test_the_optimizer_steps_halves():
         assert optimizers[1].halves is None
     for whole, param in zip(twin, split_up, strict=True):
         assert torch.equal(join(*halves[param]), whole.detach())
+    hook = optimizers[1].register_step_post_hook(lambda *_: None)
+    assert not optimizers[1].takes_halves()
+    hook.remove()
+    assert optimizers[1].takes_halves()
+    assert not type("Other", (FusedAdamW,), {})(split_up, backend="triton").takes_halves()
     optimizers[1].param_groups[0]["maximize"] = True
     assert not optimizers[1].takes_halves()
     optimizers[1].halves = halves

@@ -82,8 +82,9 @@ def plain(kind):
     for step in range(STEPS):
         for part in range(2):
             loss_of(model, step, part).backward()
-        for param, master in zip(model.parameters(), masters, strict=True):
-            master.grad, param.grad = param.grad.float(), None
+            for param, master in zip(model.parameters(), masters, strict=True):
+                master.grad = param.grad.float() + (0.0 if part == 0 else master.grad)
+                param.grad = None
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(model.parameters(), masters, strict=True):
@@ -135,8 +136,8 @@ def test_they_train_as_whole_ones_and_as_a_plain_loop(kind, stage):
             high = torch.empty(value.numel(), dtype=BF16)
             split(full[name].flatten(), high)
             assert torch.equal(rounded[name], high.view(value.shape)), name
-            # the plain loop adds two gradients in bfloat16, a chunk in float32
-            torch.testing.assert_close(full[name], value, rtol=0, atol=0.02)
+            # gradients of linear layers are rounded to bfloat16 in the plain loop, and not in a chunk
+            torch.testing.assert_close(full[name], value, rtol=0, atol=1e-3)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -332,7 +333,7 @@ def refused():
 
 def test_writes_that_cannot_be_followed_are_refused():
     for texts in run_ranks(2, refused):
-        assert texts[0].startswith("a parameter was written to") and "layers.0.up.weight" in texts[0]
+        assert texts[0].startswith("a parameter was changed in place") and "layers.0.up.weight" in texts[0]
         assert "param.data" in texts[0] and texts[1] == texts[0]
 
 
@@ -390,3 +391,16 @@ def test_what_was_read_rests_and_a_write_meanwhile_is_kept():
         assert any(held) and not any(rested)
         assert (after["head.bias"] == 0.25).all()
         assert all(torch.equal(after[n], v) for n, v in before.items() if n != "head.bias")
+
+
+def test_an_optimizer_is_asked_for_halves_only_where_its_class_knows_them():
+    """What a wrapper looks up elsewhere would be set on the wrapper, and missed by the optimizer inside."""
+    model = nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    sgd.takes_halves = lambda: True
+    optimizer = shard_optimizer(sgd, None, model=model, precision=SPLIT)
+    before = {n: boxed.to_full() for n, boxed in optimizer.weights().items()}
+    model(torch.ones(1, 3, dtype=BF16)).sum().backward()
+    optimizer.step()
+    for name, boxed in optimizer.weights().items():
+        assert torch.equal(boxed.to_full(), before[name] - 0.5)

@@ -194,18 +194,19 @@ class Chunk:
 
     def _written(self) -> list[str]:
         """Names of the parameters that have been changed in place since the last gather."""
-        now = [param._version for param in self.params] if self.versions else []
-        changed = (a != b for a, b in zip(now, self.versions, strict=True))
-        return [name for name, one in zip(self.chunk.names, changed, strict=False) if one]
+        if not self.versions:
+            return []
+        known = zip(self.chunk.names, self.params, self.versions, strict=True)
+        return [name for name, param, before in known if param._version != before]
 
     def _check_unwritten(self) -> None:
         written = self._written()
         if written:
             raise PlanError(
-                "a parameter was written to, of which half of the master weights is kept (split_master)",
-                got=f"{written[0]!r}, changed in place since the last step",
-                cause="where it was written to cannot be told from the other half",
-                fix="write through param.data, load weights before shard_optimizer or through "
+                "a parameter was changed in place, which split_master cannot follow",
+                got=written[0],
+                cause="only the other half of its master weights is kept, which does not tell what has changed",
+                fix="change it through param.data, load weights by model.load_state_dict or into "
                 "optimizer.weights(), or leave split_master out",
             )
 
@@ -239,8 +240,12 @@ class Chunk:
         """This rank's shard of `weights`."""
         return self.weights[self.low : self.low + self.chunk.shard_numel]
 
-    def newest(self) -> torch.Tensor:
-        """[shard] of what the parameters of all ranks will be: `flat`, or the upper halves, of which it is split."""
+    def to_gather(self) -> torch.Tensor:
+        """[shard] of what the parameters of all ranks will be from now on: `flat`, or the upper halves of it.
+
+        On the stream that `flat` is used on: splitting frees its memory.
+        """
+        self.gathered()
         if self.halves is None:
             return self.flat
         self.halves.split()

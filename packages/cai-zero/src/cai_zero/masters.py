@@ -19,13 +19,15 @@ def step(inner: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> None:
     An optimizer with `takes_halves()` and `halves` (such as `cai_kernels.FusedAdamW`) steps halves as they are. For any
     other they become one number for as long as the step takes: there are no activations then.
     """
-    takes = getattr(inner, "takes_halves", None)
-    halves = [chunk.halves for chunk in chunks]
-    if takes is not None and all(h is not None for h in halves) and takes():
-        for chunk in chunks:
-            chunk.split()
-        parts = ((c.pieces, c.halves.parts) for c in chunks if c.halves is not None)
-        inner.halves = {p: held for pieces, both in parts for p, held in zip(pieces, both, strict=True)}  # type: ignore[attr-defined]
+    held = [(chunk.pieces, chunk.halves.parts) for chunk in chunks if chunk.halves is not None]
+    known = hasattr(
+        type(inner), "takes_halves"
+    )  # a wrapper that looks up what it lacks would not hand `halves` on
+    if held and known and inner.takes_halves():  # type: ignore[attr-defined]
+        rest(chunks)
+        inner.halves = {  # type: ignore[attr-defined]
+            piece: both for pieces, parts in held for piece, both in zip(pieces, parts, strict=True)
+        }
     else:
         join(chunks)
     inner.step()

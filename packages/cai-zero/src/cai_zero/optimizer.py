@@ -344,13 +344,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Start gathering the new parameters, in the order of their use."""
         order = [*(c for c in self._chunks if c.reducible.tied), *reversed(self._reducer.order)]
         for chunk in order if only is None else [only]:
-            chunk.gathered()
+            shard = chunk.to_gather()
             with self._gathers.after_compute():
                 asynchronous, group = self._gathers.stream is None, chunk.ranks.shard
                 done = gather_weights(
                     self._compression,
                     chunk.weights,
-                    chunk.newest(),
+                    shard,
                     group,
                     async_op=asynchronous,
                     peer=self._peers.of(group),

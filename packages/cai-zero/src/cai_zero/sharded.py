@@ -63,7 +63,7 @@ def shard_optimizer(
     """
     precision = precision or MixedPrecision()
     _check(optimizer, mesh, model, stage, overlap_gather)
-    _check_split(precision, compression)
+    _check_split(precision, compression, stage)
     if model is not None:
         refresh(model)
     sharded = ShardedOptimizer(
@@ -106,7 +106,7 @@ def _check(
         check_elementwise(optimizer)
 
 
-def _check_split(precision: MixedPrecision, compression: Compression | None, stage: int = 0) -> None:
+def _check_split(precision: MixedPrecision, compression: Compression | None, stage: int) -> None:
     """Raise `PlanError` where the upper halves of master weights would not be the parameters, or not stay."""
     if not precision.split_master:
         return
@@ -183,7 +183,7 @@ def shard_module(
         raise PlanError("unknown driver of a sharded module", got=driver, expected="'hooks' or 'actions'")
     if getattr(model, "cai_sharding", None) is not None:
         raise PlanError("this model is already sharded")
-    _check_split(precision or MixedPrecision(), None, stage=3)
+    _check_split(precision or MixedPrecision(), compression, 3)
     check_arguments(model, what="shard_module")
     if mesh is None:
         check_alone("shard_module", "pass the mesh of the ranks that share the parameters")

@@ -82,7 +82,12 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def takes_halves(self) -> bool:
-        """Whether the kernel will step all there is a gradient of, as options and a gradient scaler are now."""
+        """Whether the kernel will step all there is a gradient of, as options and a gradient scaler are now.
+
+        Not where a subclass or a hook on steps may use the parameters themselves.
+        """
+        if type(self) is not FusedAdamW or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return False
         held = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         return all(
             self._fits(group, params, [p.grad for p in params], (), (), halves=True)
