@@ -27,15 +27,38 @@ def planner():
     return Planner(LANGUAGE.resolve, LANGUAGE.workload)
 
 
+ZERO3 = {"parallel.zero": 3}
+STAGES = {
+    "train.device": "cuda",
+    "parallel.shard": 1,
+    "parallel.pipeline.size": 2,
+    "train.global_batch": 8,
+    "train.microbatch_size": 1,
+}
+IN_A_V = STAGES | {
+    "train.global_batch": 16,
+    "parallel.pipeline.schedule": "dualpipe-v",
+    "parallel.pipeline.chunks": 2,
+}
 MEASURED = {
-    "one microbatch": ("llama-8b", 2, {"train.global_batch": 4, "memory.recompute": "none"}, 83.6),
-    "four microbatches": ("llama-8b", 2, {"memory.recompute": "none"}, 98.56),
-    "selective": ("llama-8b", 2, {"memory.recompute": "selective"}, 87.56),
-    "full": ("llama-8b", 2, {"train.global_batch": 4, "memory.recompute": "full"}, 63.64),
+    "one microbatch": ("llama-8b", 2, ZERO3 | {"train.global_batch": 4, "memory.recompute": "none"}, 83.6),
+    "four microbatches": ("llama-8b", 2, ZERO3 | {"memory.recompute": "none"}, 98.56),
+    "selective": ("llama-8b", 2, ZERO3 | {"memory.recompute": "selective"}, 87.56),
+    "full": ("llama-8b", 2, ZERO3 | {"train.global_batch": 4, "memory.recompute": "full"}, 63.64),
+    "ZeRO-1": ("llama-8b", 2, {"train.global_batch": 4, "parallel.zero": 1}, 90.49),
+    "stages": ("llama-8b", 2, STAGES | {"train.global_batch": 16, "parallel.zero": 1}, 81.44),
+    "stages in a V": ("llama-8b", 2, IN_A_V | {"parallel.zero": 1}, 88.16),
+    "stages in a V, whole": (
+        "llama-8b",
+        2,
+        IN_A_V | {"parallel.zero": 1, "precision.master": "whole"},
+        96.21,
+    ),
     "long": (
         "llama-8b",
         2,
-        {
+        ZERO3
+        | {
             "memory.recompute": "full",
             "data.sequence_length": 16384,
             "train.microbatch_size": 1,
@@ -46,7 +69,7 @@ MEASURED = {
     "FP8": (
         "llama-8b",
         2,
-        {"train.global_batch": 4, "memory.recompute": "none", "precision.linear": "fp8"},
+        ZERO3 | {"train.global_batch": 4, "memory.recompute": "none", "precision.linear": "fp8"},
         85.61,
     ),
     "tensor": (
@@ -58,10 +81,12 @@ MEASURED = {
             "parallel.tensor.size": 2,
             "train.global_batch": 2,
             "memory.recompute": "none",
+            "precision.master": "whole",
         },
         75.89,
     ),
-    "1B": ("llama-1b", 1, {"memory.recompute": "none"}, 45.57),
+    "1B": ("llama-1b", 1, {"memory.recompute": "none", "precision.master": "whole"}, 45.57),
+    "1B in halves": ("llama-1b", 1, {"memory.recompute": "none"}, 42.78),
 }
 """Recipe, ranks, values, and the peak in GiB that torch reported on H200s (benchmarks/results)."""
 
@@ -107,36 +132,93 @@ def test_ranks_settle_by_the_memory_of_their_gpus(monkeypatch, capsys):
     config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
     monkeypatch.setattr(launch, "device_memory", lambda: 100 * GIB)
     assert settle(LANGUAGE, config, 2, "cuda").memory.recompute == "selective"
-    assert capsys.readouterr().out.startswith("recompute selective: its planned peak of 90.")
+    assert capsys.readouterr().out.startswith("recompute selective, ZeRO-3: its planned peak of 90.")
 
 
 def agreed(config, choices):
-    found = agree(settled(config, *choices[torch.distributed.get_rank()]))
-    return found.memory.recompute, found.parallel.pipeline.unshard
+    recompute, zero, unshard, master = choices[torch.distributed.get_rank()]
+    config = replace(config, parallel=replace(config.parallel, zero=zero))
+    config = replace(config, precision=replace(config.precision, master=master))
+    found = agree(settled(config, recompute, unshard))
+    parallel = found.parallel
+    return found.memory.recompute, parallel.zero, parallel.pipeline.unshard, found.precision.master
 
 
-def test_ranks_of_different_machines_agree():
-    config = recipes.load("llama-tiny")
-    assert (
-        run_ranks(2, agreed, config, [("none", "step"), ("selective", "pass")]) == [("selective", "pass")] * 2
-    )
-    assert run_ranks(2, agreed, config, [("full", "step"), ("selective", "step")]) == [("full", "step")] * 2
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        (
+            [("none", 3, "step", "whole"), ("selective", 3, "pass", "whole")],
+            ("selective", 3, "pass", "whole"),
+        ),
+        ([("full", 3, "step", "whole"), ("selective", 3, "step", "whole")], ("full", 3, "step", "whole")),
+        (
+            [("none", 3, "step", "whole"), ("selective", 1, "pass", "split")],
+            ("selective", 3, "step", "whole"),
+        ),
+        ([("none", 1, "pass", "split"), ("none", 2, "pass", "split")], ("none", 2, "pass", "split")),
+    ],
+)
+def test_ranks_of_different_machines_agree(choices, expected):
+    assert run_ranks(2, agreed, recipes.load("llama-tiny"), choices) == [expected] * 2
 
 
-STAGES = {
-    "train.device": "cuda",
-    "parallel.shard": 1,
-    "parallel.pipeline.size": 2,
-    "train.global_batch": 8,
-    "train.microbatch_size": 1,
-}
+@pytest.mark.parametrize(
+    ("memory", "stage", "recompute"),
+    [(141, 1, "none"), (95, 2, "none"), (76, 3, "none"), (56, 2, "most"), (None, 1, "none")],
+)
+def test_zero_is_the_fastest_stage_that_fits(planner, memory, stage, recompute):
+    config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 4)
+    chosen = planner.choose(config, ranks=4, memory=memory and memory * GIB).config
+    assert (chosen.parallel.zero, chosen.memory.recompute) == (stage, recompute)
+    assert chosen.precision.master == ("whole" if stage == 3 else "split")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "stage"),
+    [
+        ({"memory.residency": "host"}, 2, 3),
+        ({"parallel.wire_weights": "int8"}, 2, "auto"),
+        (STAGES | {"parallel.pipeline.schedule": "zb-h1"}, 2, "auto"),
+    ],
+)
+def test_a_stage_that_cannot_run_is_no_choice(planner, changes, ranks, stage):
+    config = recipes.load("llama-8b", {"train.device": "cuda"} | changes)
+    resolved = LANGUAGE.resolve(config, ranks)
+    assert resolved.parallel.zero == stage
+    assert planner.choose(resolved, ranks=ranks, memory=60 * GIB).config.parallel.zero in (1, 3)
+
+
+HALVES = {"precision.compute": "bf16", "parallel.zero": 1, "train.device": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "master"),
+    [
+        ({}, "split"),
+        ({"parallel.zero": 0}, "split"),
+        ({"parallel.zero": 3}, "whole"),
+        ({"precision.compute": "fp32"}, "whole"),
+        ({"precision.compute": "fp16"}, "whole"),
+        ({"optimizer.kind": "muon"}, "whole"),
+        ({"optimizer.state": "int8"}, "whole"),
+        ({"optimizer.ema_decay": 0.99}, "whole"),
+        ({"train.device": "cpu"}, "whole"),
+        ({"memory.residency": "host"}, "whole"),
+        ({"precision.master": "whole"}, "whole"),
+        ({"precision.master": "split", "optimizer.kind": "muon"}, "split"),
+    ],
+)
+def test_master_weights_are_in_halves_where_that_costs_nothing(changes, master):
+    config = LANGUAGE.resolve(recipes.load("llama-tiny", ALONE | HALVES | changes), 1)
+    assert config.precision.master == master
 
 
 @pytest.mark.parametrize(
     ("memory", "chosen"), [(141, ("none", "step")), (90, ("none", "pass")), (None, ("none", "step"))]
 )
 def test_stages_are_gathered_once_a_step_where_that_fits(planner, memory, chosen):
-    config = LANGUAGE.resolve(recipes.load("llama-8b", STAGES), 2)
+    config = LANGUAGE.resolve(recipes.load("llama-8b", STAGES | ZERO3), 2)
     choice = planner.choose(config, ranks=2, memory=memory and memory * GIB)
     assert (choice.config.memory.recompute, choice.config.parallel.pipeline.unshard) == chosen
 
@@ -152,7 +234,7 @@ def test_stages_are_gathered_once_a_step_where_that_fits(planner, memory, chosen
     ],
 )
 def test_what_a_schedule_or_stage_says_is_not_left_to_the_plan(changes, unshard):
-    config = recipes.load("llama-8b", STAGES | {"memory.recompute": "none"} | changes)
+    config = recipes.load("llama-8b", STAGES | ZERO3 | {"memory.recompute": "none"} | changes)
     ranks = config.parallel.pipeline.size
     resolved = LANGUAGE.resolve(config, ranks)
     assert resolved.parallel.pipeline.unshard == unshard
@@ -160,11 +242,14 @@ def test_what_a_schedule_or_stage_says_is_not_left_to_the_plan(changes, unshard)
 
 
 def test_what_is_open_is_said_with_what_it_became(monkeypatch, capsys):
-    assert main(["plan", "llama-8b", *(f"--{key}={value}" for key, value in STAGES.items())]) == 0
+    stages = STAGES | ZERO3
+    assert main(["plan", "llama-8b", *(f"--{key}={value}" for key, value in stages.items())]) == 0
     assert "recompute none, 1f1b, weights gathered once a step, on cuda" in capsys.readouterr().out
     monkeypatch.setattr(launch, "device_memory", lambda: 141 * GIB)
-    settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", STAGES), 2), 2, "cuda")
+    settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", stages), 2), 2, "cuda")
     assert capsys.readouterr().out.startswith("recompute none, unshard step: its planned peak of 8")
+    settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", STAGES), 2), 2, "cuda")
+    assert capsys.readouterr().out.startswith("recompute none, ZeRO-1: its planned peak of 8")
 
 
 def test_text_says_whether_it_fits_and_what_would(capsys):
@@ -176,8 +261,9 @@ def test_text_says_whether_it_fits_and_what_would(capsys):
     assert "does NOT fit 40.00 GiB" in text
     for change in ("memory.recompute = full", "train.microbatch_size = 1", "optimizer.state = int8"):
         assert f"it fits with {change} on 1 rank:" in text
-    assert main(["plan", "llama-1b", "--memory.recompute", "none", "--gpu-memory=45.5GiB"]) == 0
-    assert "it fits with precision.master = split on 1 rank:" in capsys.readouterr().out
+    whole = ["--memory.recompute=none", "--precision.master=whole", "--gpu-memory=45.5GiB"]
+    assert main(["plan", "llama-1b", *whole]) == 0
+    assert "it fits with precision.master = auto on 1 rank:" in capsys.readouterr().out
     stages = ["--parallel.pipeline.size=2", "--parallel.pipeline.unshard=step", "--parallel.shard=1"]
     assert (
         main(
@@ -192,7 +278,7 @@ def test_text_says_whether_it_fits_and_what_would(capsys):
         )
         == 0
     )
-    assert "it fits with parallel.zero = 1, precision.master = split, parallel" in capsys.readouterr().out
+    assert "it fits with parallel.zero = auto, parallel.pipeline.unshard = auto" in capsys.readouterr().out
     assert main(["plan", "llama-1b", "--gpu-memory", "12GiB"]) == 0
     assert "on 2 ranks: peak" in capsys.readouterr().out
     assert main(["plan", "llama-8b", "--gpu-memory", "1GiB"]) == 0

@@ -106,18 +106,19 @@ def rewrite(
     """
     compiled = is_compiled(config, device)
     pipeline = config.parallel.pipeline
-    if "auto" in (config.memory.recompute, pipeline.unshard):
+    if "auto" in (config.memory.recompute, config.parallel.zero, pipeline.unshard):
         raise ConfigError(
             'what is "auto" is still to be settled',
-            got=f'memory.recompute = "{config.memory.recompute}", parallel.pipeline.unshard = "{pipeline.unshard}"',
-            fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set both",
+            got=f"memory.recompute = {config.memory.recompute!r}, parallel.zero = {config.parallel.zero!r}, "
+            f"parallel.pipeline.unshard = {pipeline.unshard!r}",
+            fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set them",
         )
     placement = placement_of(pipeline.schedule, pipeline.chunks)
     balance = pipeline.balance or "auto"
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
-        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero < 3 and not compiled)
+        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero != 3 and not compiled)
     tensor = config.parallel.tensor
     parallelize(
         model,

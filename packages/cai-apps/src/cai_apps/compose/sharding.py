@@ -150,7 +150,7 @@ def _shard_optimizer(
         compression=_compression(config.parallel),
         copy_engines=_copy_engines(config, mesh),
     )
-    return Replicated(model, optimizer, stay=config.precision.master == "whole")
+    return Replicated(model, optimizer, stay=config.precision.master != "split")
 
 
 def _compression(parallel: Parallel) -> Compression | None:

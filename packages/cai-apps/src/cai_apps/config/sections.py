@@ -65,8 +65,9 @@ class Parallel:
     """Data-parallel groups that each hold every shard (dp_replicate)."""
     shard: Annotated[int, Range(least=-1)] = 1
     """Data ranks that ZeRO shards over (dp_shard); -1: all ranks the other degrees leave."""
-    zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded."""
+    zero: Literal["auto", 0, 1, 2, 3] = 1
+    """ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded. auto: the first of 1, 2
+    and 3 whose plan fits the device, which is the fastest."""
     copy_engines: Literal["auto", "on", "off"] = "auto"
     """Gather and reduce by copies between the GPUs of one host, not by NCCL; auto: where all ranks are on one host."""
     wire_weights: Literal["full", "int8", "fp8"] = "full"
@@ -102,9 +103,10 @@ class Precision:
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Dtype of forward and backward. With bf16 and fp16 the master weights and optimizer state are fp32. With fp16 the
     loss is scaled: a step whose gradients overflow is left out, and the scale halved."""
-    master: Literal["whole", "split"] = "whole"
+    master: Literal["auto", "whole", "split"] = "auto"
     """How master weights are kept in ZeRO stages 0 to 2 with bf16. split: as the parameters and the 16 bits that those
-    lack, which takes 2 bytes an element and not 4; the numbers are the same."""
+    lack, which takes 2 bytes an element and not 4; the numbers are the same. auto: split where AdamW's kernel steps
+    them so, unless there is a moving average."""
     linear: Literal["compute", "fp8"] = "compute"
     """fp8: linear layers, but for the output layer, multiply in FP8, forward and backward, with a current scale a
     row. Needs a GPU of compute capability 8.9 (Ada, Hopper); on a CPU it is emulated, slowly."""

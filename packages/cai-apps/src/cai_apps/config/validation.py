@@ -9,6 +9,7 @@ from typing import TypeVar
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
+from cai_apps.config.precision import with_master
 from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, Pipeline, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
@@ -140,26 +141,6 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-def check_master(config: RunConfig) -> None:
-    """Raises ConfigError for master weights in halves where parameters are not the upper ones, or do not stay."""
-    if config.precision.master == "whole":
-        return
-    compute, parallel, residency = config.precision.compute, config.parallel, config.memory.residency
-    causes = {
-        f'precision.compute = "{compute}"': compute != "bf16",
-        f"parallel.zero = {parallel.zero}": parallel.zero == 3,
-        f'parallel.wire_weights = "{parallel.wire_weights}"': parallel.wire_weights != "full",
-        f'memory.residency = "{residency}"': residency != "device",
-    }
-    for cause in (cause for cause, wrong in causes.items() if wrong):
-        raise ConfigError(
-            'precision.master = "split" keeps the upper half of master weights in the parameters',
-            got=cause,
-            expected='precision.compute "bf16", parallel.zero 0 to 2, wire_weights "full", residency "device"',
-            fix='change that, or leave precision.master "whole"',
-        )
-
-
 IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules of two stages a rank."""
 CHUNKED, SPLIT = ("interleaved", "bfs", "auto", *IN_A_V), ("zb-h1", "auto", *IN_A_V)
@@ -200,7 +181,7 @@ def check_pipeline(config: RunConfig) -> None:
             got=f'parallel.pipeline.wire = "{pipeline.wire}", parallel.pipeline.size = 1',
             fix="leave it out",
         )
-    waits = config.parallel.zero <= 1 or pipeline.unshard == "step"
+    waits = config.parallel.zero in (0, 1) or pipeline.unshard == "step"
     if (
         pipeline.schedule in SPLIT
         and pipeline.size > 1
@@ -271,19 +252,22 @@ def ranks_of(config: RunConfig) -> int:
 def resolve(config: R, world_size: int) -> R:
     """The config with `shard`, `microbatches` and `decay_steps` filled in for `world_size` ranks, and `unshard`.
 
-    `unshard` and `memory.recompute` may stay "auto", to be settled by the plan.
+    `parallel.zero`, `unshard` and `memory.recompute` may stay "auto", to be settled by the plan; with the first of them
+    `precision.master` too.
 
     Raises:
         MeshError: the degrees do not multiply to `world_size`.
         ConfigError: the batch does not divide as asked, a value is out of range, or settings of `memory` do not go
             together.
     """
+    if config.parallel.zero == "auto":
+        return _with_open_stage(config, world_size)
     ranges.check(config)
     _check_shard(config)
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
-    check_master(config)
+    config = with_master(config)
     check_optimizer(config.optimizer)
     check_samples(config)
     check_wire(config.parallel)
@@ -294,6 +278,29 @@ def resolve(config: R, world_size: int) -> R:
     _check_enough(pipeline)
     schedule = schedule_of(config)
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline), lr_schedule=schedule)
+
+
+STAGES = (1, 2, 3)
+"""Stages of ZeRO that "auto" chooses from, the fastest first: one reduces once a step, three gathers in every pass."""
+
+
+def _with_open_stage(config: R, world_size: int) -> R:
+    """The config resolved but for its ZeRO stage and what depends on that; wholly, where one stage alone can run."""
+    allowed = STAGES if config.memory.residency == "device" else STAGES[-1:]
+    found, refusals = [], []
+    for zero in allowed:
+        try:
+            found.append(resolve(replace(config, parallel=replace(config.parallel, zero=zero)), world_size))
+        except ConfigError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    if len(found) == 1:
+        return found[0]
+    unshard = config.parallel.pipeline.unshard
+    pipeline = replace(found[0].parallel.pipeline, unshard=unshard)
+    parallel = replace(found[0].parallel, zero="auto", pipeline=pipeline)
+    return replace(found[0], parallel=parallel, precision=config.precision)
 
 
 def _check_enough(pipeline: Pipeline) -> None:

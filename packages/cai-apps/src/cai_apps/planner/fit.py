@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cai_apps.compose.workload import Workload
 from cai_apps.config.file import change
 from cai_apps.config.sections import RunConfig
+from cai_apps.config.validation import STAGES
 from cai_apps.planner.activations import Saved, saved_bytes
 from cai_apps.planner.plan import Plan, device_of, plan_run
-from cai_mesh.errors import CaiError, PlanError
+from cai_mesh.errors import CaiError, ConfigError, PlanError
 
 OVERHEAD = 2 * 2**30
 """Bytes of a GPU that no tensor can have: the CUDA context, NCCL's buffers, symmetric memory."""
@@ -29,10 +31,10 @@ def needed(peak: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `memory.recompute = "auto"` and `parallel.pipeline.unshard = "auto"` became.
+    """What `memory.recompute`, `parallel.zero` and `parallel.pipeline.unshard` became where they were "auto".
 
     Args:
-        config: with both chosen.
+        config: with all chosen.
         reason: why, in a few words.
     """
 
@@ -40,45 +42,20 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
-class Open:
-    """What a resolved config leaves to the plan: values to choose from, the fastest first.
-
-    Args:
-        recompute: of `memory.recompute`.
-        unshard: of `parallel.pipeline.unshard`, which costs less time than recompute.
-    """
-
-    recompute: tuple[str, ...]
-    unshard: tuple[str, ...]
-
-    @staticmethod
-    def of(config: Any) -> Open:
-        memory, unshard = config.memory, config.parallel.pipeline.unshard
-        forms: tuple[str, ...] = (memory.recompute,)
-        if memory.recompute == "auto":
-            forms = _forms(config)
-            if memory.residency != "device" or memory.activations == "host":
-                forms = RECOMPUTE[-1:]
-        return Open(forms, UNSHARD if unshard == "auto" else (unshard,))
-
-    def settled(self, config: Any) -> list[Any]:
-        """The config with each choice, from the fastest to the smallest."""
-        return [settled(config, form, unshard) for form in self.recompute for unshard in self.unshard]
-
-
 def is_open(config: Any) -> bool:
     """Whether a resolved config leaves something to the plan."""
-    return "auto" in (config.memory.recompute, config.parallel.pipeline.unshard)
+    return "auto" in (config.memory.recompute, config.parallel.zero, config.parallel.pipeline.unshard)
 
 
 def chosen(before: Any, after: Any) -> str:
     """What was chosen, in a few words."""
-    pipeline, names = after.parallel.pipeline, []
+    parallel, names = after.parallel, []
     if before.memory.recompute == "auto":
         names.append(f"recompute {after.memory.recompute}")
-    if before.parallel.pipeline.unshard == "auto":
-        names.append(f"unshard {pipeline.unshard}")
+    if before.parallel.zero == "auto":
+        names.append(f"ZeRO-{parallel.zero}")
+    if before.parallel.pipeline.unshard == "auto" and parallel.pipeline.size > 1 and parallel.zero == 3:
+        names.append(f"unshard {parallel.pipeline.unshard}")
     return ", ".join(names)
 
 
@@ -111,14 +88,14 @@ class Planner:
         return {form: self._plan(settled(config, form, unshard), ranks).peak for form in _forms(config)}
 
     def choose(self, config: Any, *, ranks: int, memory: int | None) -> Choice:
-        """Settle what a resolved config leaves to the plan: the fastest of `Open` that fits.
+        """Settle what a resolved config leaves to the plan: the fastest choice that fits.
 
         Args:
             memory: bytes of a rank's device; None: there is no limit.
 
         Training state that is not all on the device, and inputs of blocks that wait on the host, take full recompute.
         """
-        choices = Open.of(config).settled(config)
+        choices = self._choices(config, ranks)
         if len(choices) == 1:
             return Choice(choices[0], "the config keeps on the device what it must")
         if memory is None:
@@ -133,6 +110,30 @@ class Planner:
                 break
         fits = "fits" if needed(peak) <= memory else "may not fit, and nothing takes less:"
         return Choice(choice, f"its planned peak of {peak / 2**30:.1f} GiB {fits} {memory / 2**30:.1f} GiB")
+
+    def _choices(self, config: Any, ranks: int) -> list[Any]:
+        """The config settled in each way, the fastest first: recompute costs most time, then sharding."""
+        forms, memory = (config.memory.recompute,), config.memory
+        if memory.recompute == "auto":
+            offloads = memory.residency != "device" or memory.activations == "host"
+            forms = RECOMPUTE[-1:] if offloads else _forms(config)
+        sharded = []
+        for stage in self._stages(config, ranks):
+            unshard = stage.parallel.pipeline.unshard
+            sharded += [(stage, each) for each in (UNSHARD if unshard == "auto" else (unshard,))]
+        return [settled(stage, form, unshard) for form in forms for stage, unshard in sharded]
+
+    def _stages(self, config: Any, ranks: int) -> list[Any]:
+        """The config in each ZeRO stage in which it can run."""
+        if config.parallel.zero != "auto":
+            return [config]
+        found = []
+        for zero in STAGES:
+            with suppress(ConfigError):
+                found.append(
+                    self.resolve(replace(config, parallel=replace(config.parallel, zero=zero)), ranks)
+                )
+        return found
 
     def _plan(self, config: Any, ranks: int) -> Plan:
         workload = self.workload(config)
@@ -214,9 +215,6 @@ def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> list[tu
     found = [tried for changes in alone for tried in _tried(planner, config, changes, ranks, memory)]
     together = {key: value for changes in alone for key, value in changes.items()}
     shared = together | {"parallel.shard": -1, "parallel.zero": 3}
-    for changes in (together, shared):
-        if changes.get("parallel.zero") == 3:  # which has no parameters beside master weights
-            changes.pop("precision.master", None)
     for changes, count in ((together, ranks), *((shared, ranks * more) for more in (2, 4, 8))):
         if not found:
             found = _tried(planner, config, changes, count, memory)
@@ -233,14 +231,13 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
         yield {"parallel.pipeline.unshard": "pass"}
     if config.precision.compute == "fp32":
         yield {"precision.compute": "bf16"}
-    if parallel.shard != 1 and parallel.zero < 3:
+    if parallel.shard != 1 and parallel.zero in (0, 1, 2):
         yield {"parallel.zero": 3}
-    if config.precision.compute == "bf16" and config.precision.master == "whole":
-        if parallel.zero < 3:
-            yield {"precision.master": "split"}
-        elif parallel.shard == 1:  # nobody to share shards with, and perhaps unsharded for a whole step
-            pipeline = {"parallel.pipeline.unshard": "pass"} if parallel.pipeline.unshard == "step" else {}
-            yield {"parallel.zero": 1, "precision.master": "split"} | pipeline
+    if parallel.zero != 3 and config.precision.compute == "bf16" and config.precision.master == "whole":
+        yield {"precision.master": "auto"}
+    if parallel.zero == 3 and parallel.shard == 1 and parallel.pipeline.size > 1:
+        # nobody to share shards with, and unsharded for a whole step
+        yield {"parallel.zero": "auto", "parallel.pipeline.unshard": "auto"}
     if config.optimizer.kind == "adamw" and config.optimizer.state == "fp32":
         yield {"optimizer.state": "int8"}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cai_apps.compose.optimizers import parameter_groups
+from cai_apps.config.precision import steps_halves
 from cai_apps.config.sections import RunConfig
 from cai_pipeline import Action, Kind
 
@@ -77,7 +78,7 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     zero, ranks = config.parallel.zero, config.parallel.shard
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
     own, own_frozen = -(-trained // ranks), -(-frozen // ranks)
-    stepped = own if zero >= 1 else trained
+    stepped = trained if zero == 0 else own
     split = config.precision.master == "split"
     masters = master - compute if split else master if master != compute else 0
     average = master if config.optimizer.ema_decay is not None else 0
@@ -85,15 +86,9 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     return ModelState(
         parameters=(own + own_frozen) * master if zero == 3 else (trained + frozen) * compute,
         gradients=(trained if unsharded_gradients else own) * master,
-        optimizer=int(stepped * (moments + average + (masters if zero < 3 else 0))),
+        optimizer=int(stepped * (moments + average + (0 if zero == 3 else masters))),
         joined=stepped * master if split and not steps_halves(config) else 0,
     )
-
-
-def steps_halves(config: RunConfig) -> bool:
-    """Whether the optimizer steps master weights in halves as they are: the kernel of AdamW does, on a GPU."""
-    options = config.optimizer
-    return (options.kind, options.state) == ("adamw", "fp32") and config.train.device != "cpu"
 
 
 def most_kept(actions: Sequence[Action], kept: Mapping[int, int]) -> int:

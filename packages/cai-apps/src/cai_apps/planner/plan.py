@@ -173,7 +173,7 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     held = [[parameter for _, parameter in unit] for unit in units(model).values()]
     gathered = _most_of_two([sum(p.numel() for p in unit) for unit in held])
     learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in held])
-    reduces = not clips and (parallel.zero >= 2 or (parallel.zero == 1 and not accumulates(config)))
+    reduces = not clips and (parallel.zero in (2, 3) or (parallel.zero == 1 and not accumulates(config)))
     return gathered * (parallel.zero == 3) * compute + learned * reduces * master + sample
 
 

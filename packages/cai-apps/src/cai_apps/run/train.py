@@ -134,10 +134,15 @@ def restarted(config: Any) -> Any:
 
 def agree(config: Any) -> Any:
     """The config with what takes least of what ranks have settled on: GPUs of machines may differ. Collective."""
-    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(found, (config.memory.recompute, config.parallel.pipeline.unshard))
-    forms, unshards = zip(*found, strict=True)
-    recompute, unshard = max(forms, key=RECOMPUTE.index), max(unshards, key=UNSHARD.index)
+    parallel, precision = config.parallel, config.precision
+    found: list[Any] = [None] * dist.get_world_size()
+    mine = (config.memory.recompute, parallel.zero, parallel.pipeline.unshard, precision.master)
+    dist.all_gather_object(found, mine)
+    recompute = max((form for form, *_ in found), key=RECOMPUTE.index)
+    _, zero, unshard, master = max(found, key=lambda each: (each[1], UNSHARD.index(each[2])))
+    config = replace(
+        config, parallel=replace(parallel, zero=zero), precision=replace(precision, master=master)
+    )
     return settled(config, recompute=recompute, unshard=unshard)
 
 
