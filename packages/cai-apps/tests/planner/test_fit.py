@@ -11,6 +11,7 @@ from cai_apps import recipes
 from cai_apps.applications.language.plan import plan
 from cai_apps.applications.language.task import LANGUAGE
 from cai_apps.cli import main
+from cai_apps.config.precision import splits_master
 from cai_apps.planner.fit import OVERHEAD, Planner, is_open, needed, settled
 from cai_apps.run import launch
 from cai_apps.run.train import agree, settle
@@ -136,27 +137,19 @@ def test_ranks_settle_by_the_memory_of_their_gpus(monkeypatch, capsys):
 
 
 def agreed(config, choices):
-    recompute, zero, unshard, master = choices[torch.distributed.get_rank()]
+    recompute, zero, unshard = choices[torch.distributed.get_rank()]
     config = replace(config, parallel=replace(config.parallel, zero=zero))
-    config = replace(config, precision=replace(config.precision, master=master))
     found = agree(settled(config, recompute, unshard))
-    parallel = found.parallel
-    return found.memory.recompute, parallel.zero, parallel.pipeline.unshard, found.precision.master
+    return found.memory.recompute, found.parallel.zero, found.parallel.pipeline.unshard
 
 
 @pytest.mark.parametrize(
     ("choices", "expected"),
     [
-        (
-            [("none", 3, "step", "whole"), ("selective", 3, "pass", "whole")],
-            ("selective", 3, "pass", "whole"),
-        ),
-        ([("full", 3, "step", "whole"), ("selective", 3, "step", "whole")], ("full", 3, "step", "whole")),
-        (
-            [("none", 3, "step", "whole"), ("selective", 1, "pass", "split")],
-            ("selective", 3, "step", "whole"),
-        ),
-        ([("none", 1, "pass", "split"), ("none", 2, "pass", "split")], ("none", 2, "pass", "split")),
+        ([("none", 3, "step"), ("selective", 3, "pass")], ("selective", 3, "pass")),
+        ([("full", 3, "step"), ("selective", 3, "step")], ("full", 3, "step")),
+        ([("none", 3, "step"), ("selective", 1, "pass")], ("selective", 3, "step")),
+        ([("none", 1, "pass"), ("none", 2, "pass")], ("none", 2, "pass")),
     ],
 )
 def test_ranks_of_different_machines_agree(choices, expected):
@@ -171,7 +164,7 @@ def test_zero_is_the_fastest_stage_that_fits(planner, memory, stage, recompute):
     config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 4)
     chosen = planner.choose(config, ranks=4, memory=memory and memory * GIB).config
     assert (chosen.parallel.zero, chosen.memory.recompute) == (stage, recompute)
-    assert chosen.precision.master == ("whole" if stage == 3 else "split")
+    assert splits_master(chosen) == (stage != 3)
 
 
 @pytest.mark.parametrize(
@@ -193,25 +186,25 @@ HALVES = {"precision.compute": "bf16", "parallel.zero": 1, "train.device": "cuda
 
 
 @pytest.mark.parametrize(
-    ("changes", "master"),
+    ("changes", "split"),
     [
-        ({}, "split"),
-        ({"parallel.zero": 0}, "split"),
-        ({"parallel.zero": 3}, "whole"),
-        ({"precision.compute": "fp32"}, "whole"),
-        ({"precision.compute": "fp16"}, "whole"),
-        ({"optimizer.kind": "muon"}, "whole"),
-        ({"optimizer.state": "int8"}, "whole"),
-        ({"optimizer.ema_decay": 0.99}, "whole"),
-        ({"train.device": "cpu"}, "whole"),
-        ({"memory.residency": "host"}, "whole"),
-        ({"precision.master": "whole"}, "whole"),
-        ({"precision.master": "split", "optimizer.kind": "muon"}, "split"),
+        ({}, True),
+        ({"parallel.zero": 0}, True),
+        ({"parallel.zero": 3}, False),
+        ({"precision.compute": "fp32"}, False),
+        ({"precision.compute": "fp16"}, False),
+        ({"optimizer.kind": "muon"}, False),
+        ({"optimizer.state": "int8"}, False),
+        ({"optimizer.ema_decay": 0.99}, False),
+        ({"train.device": "cpu"}, False),
+        ({"memory.residency": "host"}, False),
+        ({"precision.master": "whole"}, False),
+        ({"precision.master": "split", "optimizer.kind": "muon"}, True),
     ],
 )
-def test_master_weights_are_in_halves_where_that_costs_nothing(changes, master):
+def test_master_weights_are_in_halves_where_that_costs_nothing(changes, split):
     config = LANGUAGE.resolve(recipes.load("llama-tiny", ALONE | HALVES | changes), 1)
-    assert config.precision.master == master
+    assert splits_master(config) == split
 
 
 @pytest.mark.parametrize(

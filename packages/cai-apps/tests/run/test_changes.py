@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cai_apps import applications, recipes
+from cai_apps.config import file as config_file
 from cai_apps.run import changes
 from cai_apps.run.directory import RunDirectory
 from cai_mesh.errors import CheckpointError, ConfigError
@@ -87,6 +88,21 @@ def test_another_layout_is_no_change_of_what_is_learned(recipe, tmp_path):
     directory.record(one)
     found = changes.changes(directory.config_file, two)
     assert found
+    changes.check(found, tmp_path, frozenset())
+
+
+@pytest.mark.parametrize("before", ["auto", "whole", "split", None])
+@pytest.mark.parametrize("after", [{"parallel.zero": 3}, {"precision.master": "whole"}, {}])
+def test_how_master_weights_are_kept_is_no_change(before, after, tmp_path):
+    """None: of a run that knew no halves."""
+    config = recipes.load(
+        "llama-tiny", {"precision.compute": "bf16"} | ({"precision.master": before} if before else {})
+    )
+    directory = RunDirectory(tmp_path)
+    directory.record(config)
+    if before is None:
+        directory.config_file.write_text(directory.config_file.read_text().replace('master = "auto"\n', ""))
+    found = changes.changes(directory.config_file, config_file.change(config, after))
     changes.check(found, tmp_path, frozenset())
 
 

@@ -15,6 +15,7 @@ from cai_apps.compose.optimizers import make_optimizer
 from cai_apps.compose.weights import Offloaded, Replicated, Sharded, Weights
 from cai_apps.compose.workload import Workload
 from cai_apps.config.memory import offloads
+from cai_apps.config.precision import splits_master
 from cai_apps.config.sections import Memory, Parallel, RunConfig
 from cai_gemini import ChunkResidency, offload
 from cai_mesh.comm import all_reduce
@@ -40,7 +41,7 @@ def place_weights(
     precision = MixedPrecision(
         compute=compute,
         master=torch.float32 if compute.itemsize == 2 else compute,
-        split_master=config.precision.master == "split",
+        split_master=splits_master(config),
     )
     if offloads(config, mesh.size()):
         weights = _offload(config, workload, model, mesh, precision, device)
@@ -150,7 +151,7 @@ def _shard_optimizer(
         compression=_compression(config.parallel),
         copy_engines=_copy_engines(config, mesh),
     )
-    return Replicated(model, optimizer, stay=config.precision.master != "split")
+    return Replicated(model, optimizer, stay=not splits_master(config))
 
 
 def _compression(parallel: Parallel) -> Compression | None:

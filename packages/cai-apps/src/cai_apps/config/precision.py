@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeVar
-
 from cai_apps.config.sections import RunConfig
 from cai_mesh.errors import ConfigError
 
-R = TypeVar("R", bound=RunConfig)
 
-
-def with_master(config: R) -> R:
-    """The config with `precision.master` filled in, its ZeRO stage being known.
-
-    "auto" becomes "split" where that costs nothing: AdamW's kernel steps halves as they are, and no moving average has
-    to wait for numbers.
-
-    Raises:
-        ConfigError: halves are asked for where parameters are not the upper ones, or do not stay.
-    """
-    master, causes = config.precision.master, _against_halves(config)
-    if master == "auto":
-        free = not causes and steps_halves(config) and config.optimizer.ema_decay is None
-        return replace(config, precision=replace(config.precision, master="split" if free else "whole"))
-    if master == "split" and causes:
+def check_master(config: RunConfig) -> None:
+    """Raises ConfigError for master weights in halves where parameters are not the upper ones, or do not stay."""
+    causes = _against_halves(config)
+    if config.precision.master == "split" and causes:
         raise ConfigError(
             'precision.master = "split" keeps the upper half of master weights in the parameters',
             got=causes[0],
             expected='precision.compute "bf16", parallel.zero 0 to 2, wire_weights "full", residency "device"',
             fix="change that, or leave precision.master out",
         )
-    return config
+
+
+def splits_master(config: RunConfig) -> bool:
+    """Whether a run keeps its master weights in halves, its ZeRO stage being settled.
+
+    With "auto" where that costs nothing: AdamW's kernel steps halves as they are, and no moving average has to wait for
+    numbers. Which it is stands in no checkpoint: a run may go on either way.
+    """
+    if config.precision.master != "auto":
+        return config.precision.master == "split"
+    return not _against_halves(config) and steps_halves(config) and config.optimizer.ema_decay is None
 
 
 def _against_halves(config: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
-from cai_apps.config.precision import with_master
+from cai_apps.config.precision import check_master
 from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, Pipeline, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
@@ -173,7 +173,7 @@ def check_pipeline(config: RunConfig) -> None:
             got=f"parallel.zero = {config.parallel.zero}, parallel.pipeline.size = {pipeline.size}, "
             f'memory.residency = "{config.memory.residency}"',
             expected='zero = 3, a size of at least 2, residency = "device"',
-            fix="leave it out",
+            fix='set it to "auto"',
         )
     if pipeline.wire != "full" and pipeline.size == 1:
         raise ConfigError(
@@ -252,8 +252,7 @@ def ranks_of(config: RunConfig) -> int:
 def resolve(config: R, world_size: int) -> R:
     """The config with `shard`, `microbatches` and `decay_steps` filled in for `world_size` ranks, and `unshard`.
 
-    `parallel.zero`, `unshard` and `memory.recompute` may stay "auto", to be settled by the plan; with the first of them
-    `precision.master` too.
+    `parallel.zero`, `unshard` and `memory.recompute` may stay "auto", to be settled by the plan.
 
     Raises:
         MeshError: the degrees do not multiply to `world_size`.
@@ -267,7 +266,7 @@ def resolve(config: R, world_size: int) -> R:
     shard = mesh_spec(config).resolve(world_size).dp_shard
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
-    config = with_master(config)
+    check_master(config)
     check_optimizer(config.optimizer)
     check_samples(config)
     check_wire(config.parallel)
@@ -285,7 +284,7 @@ STAGES = (1, 2, 3)
 
 
 def _with_open_stage(config: R, world_size: int) -> R:
-    """The config resolved but for its ZeRO stage and what depends on that; wholly, where one stage alone can run."""
+    """The config resolved but for its ZeRO stage, and `unshard`; wholly, where one stage alone can run."""
     allowed = STAGES if config.memory.residency == "device" else STAGES[-1:]
     found, refusals = [], []
     for zero in allowed:
@@ -299,8 +298,7 @@ def _with_open_stage(config: R, world_size: int) -> R:
         return found[0]
     unshard = config.parallel.pipeline.unshard
     pipeline = replace(found[0].parallel.pipeline, unshard=unshard)
-    parallel = replace(found[0].parallel, zero="auto", pipeline=pipeline)
-    return replace(found[0], parallel=parallel, precision=config.precision)
+    return replace(found[0], parallel=replace(found[0].parallel, zero="auto", pipeline=pipeline))
 
 
 def _check_enough(pipeline: Pipeline) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cai_apps.compose.optimizers import parameter_groups
-from cai_apps.config.precision import steps_halves
+from cai_apps.config.precision import splits_master, steps_halves
 from cai_apps.config.sections import RunConfig
 from cai_pipeline import Action, Kind
 
@@ -79,7 +79,7 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
     own, own_frozen = -(-trained // ranks), -(-frozen // ranks)
     stepped = trained if zero == 0 else own
-    split = config.precision.master == "split"
+    split = splits_master(config)
     masters = master - compute if split else master if master != compute else 0
     average = master if config.optimizer.ema_decay is not None else 0
     unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config)) or clips_samples(config)

@@ -12,7 +12,7 @@ from cai_apps.config import file as config_file
 from cai_mesh.errors import ConfigError
 
 FREE = (
-    "parallel.*", "memory.*", "log.*", "checkpoint.*", "sampling.*", "folding.*", "data.cache",
+    "parallel.*", "memory.*", "precision.master", "log.*", "checkpoint.*", "sampling.*", "folding.*", "data.cache",
     "train.steps", "train.device", "train.compile", "train.kernels", "train.microbatch_size",
     "train.validate_every", "train.validation_batches",
 )  # fmt: skip

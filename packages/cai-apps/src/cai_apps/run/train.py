@@ -134,15 +134,12 @@ def restarted(config: Any) -> Any:
 
 def agree(config: Any) -> Any:
     """The config with what takes least of what ranks have settled on: GPUs of machines may differ. Collective."""
-    parallel, precision = config.parallel, config.precision
+    parallel = config.parallel
     found: list[Any] = [None] * dist.get_world_size()
-    mine = (config.memory.recompute, parallel.zero, parallel.pipeline.unshard, precision.master)
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, (config.memory.recompute, parallel.zero, parallel.pipeline.unshard))
     recompute = max((form for form, *_ in found), key=RECOMPUTE.index)
-    _, zero, unshard, master = max(found, key=lambda each: (each[1], UNSHARD.index(each[2])))
-    config = replace(
-        config, parallel=replace(parallel, zero=zero), precision=replace(precision, master=master)
-    )
+    _, zero, unshard = max(found, key=lambda each: (each[1], UNSHARD.index(each[2])))
+    config = replace(config, parallel=replace(parallel, zero=zero))
     return settled(config, recompute=recompute, unshard=unshard)
 
 
