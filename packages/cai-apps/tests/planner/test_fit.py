@@ -47,6 +47,7 @@ MEASURED = {
     "selective": ("llama-8b", 2, ZERO3 | {"memory.recompute": "selective"}, 87.56),
     "full": ("llama-8b", 2, ZERO3 | {"train.global_batch": 4, "memory.recompute": "full"}, 63.64),
     "ZeRO-1": ("llama-8b", 2, {"train.global_batch": 4, "parallel.zero": 1}, 90.49),
+    "one GPU": ("llama-8b", 1, {"train.global_batch": 2}, 128.02),
     "stages": ("llama-8b", 2, STAGES | {"train.global_batch": 16, "parallel.zero": 1}, 81.44),
     "stages in a V": ("llama-8b", 2, IN_A_V | {"parallel.zero": 1}, 88.16),
     "stages in a V, whole": (
@@ -117,6 +118,16 @@ def test_auto_says_where_nothing_fits(planner):
     choice = planner.choose(config, ranks=2, memory=40 * GIB)
     assert choice.config.memory.recompute == "full"
     assert "may not fit" in choice.reason
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (2, 16)])
+def test_where_nothing_fits_the_smallest_is_taken(planner, ranks, batch):
+    changes = {"train.device": "cuda", "train.global_batch": batch}
+    config = LANGUAGE.resolve(recipes.load("llama-8b", changes), ranks)
+    chosen = planner.choose(config, ranks=ranks, memory=GIB).config
+    for stage in (1, 2, 3):
+        other = recipes.load("llama-8b", changes | {"parallel.zero": stage, "memory.recompute": "full"})
+        assert planner.plan(chosen, ranks=ranks).peak <= planner.plan(other, ranks=ranks).peak
 
 
 def test_auto_with_training_state_on_the_host_is_full():

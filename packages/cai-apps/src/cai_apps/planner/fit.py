@@ -88,7 +88,7 @@ class Planner:
         return {form: self._plan(settled(config, form, unshard), ranks).peak for form in _forms(config)}
 
     def choose(self, config: Any, *, ranks: int, memory: int | None) -> Choice:
-        """Settle what a resolved config leaves to the plan: the fastest choice that fits.
+        """Settle what a resolved config leaves to the plan: the fastest choice that fits, else the smallest.
 
         Args:
             memory: bytes of a rank's device; None: there is no limit.
@@ -100,16 +100,21 @@ class Planner:
             return Choice(choices[0], "the config keeps on the device what it must")
         if memory is None:
             return Choice(choices[0], "the device's memory is not known")
-        peak, choice = 0, config
+        planned: list[tuple[int, Any]] = []
         for choice in choices:
             try:
-                peak = self._plan(choice, ranks).peak
+                planned.append((self._plan(choice, ranks).peak, choice))
             except PlanError as error:
                 return Choice(choices[-1], str(error).splitlines()[0])
-            if needed(peak) <= memory:
+            if needed(planned[-1][0]) <= memory:
+                peak, verdict = planned[-1][0], "fits"
                 break
-        fits = "fits" if needed(peak) <= memory else "may not fit, and nothing takes less:"
-        return Choice(choice, f"its planned peak of {peak / 2**30:.1f} GiB {fits} {memory / 2**30:.1f} GiB")
+        else:
+            peak, choice = min(planned, key=lambda each: each[0])
+            verdict = "may not fit, and nothing takes less:"
+        return Choice(
+            choice, f"its planned peak of {peak / 2**30:.1f} GiB {verdict} {memory / 2**30:.1f} GiB"
+        )
 
     def _choices(self, config: Any, ranks: int) -> list[Any]:
         """The config settled in each way, the fastest first: recompute costs most time, then sharding."""
