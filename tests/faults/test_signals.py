@@ -63,6 +63,43 @@ def test_run_stops_after_a_step_with_a_checkpoint(case, device, tmp_path):
         assert "Traceback" not in output(run)
 
 
+HELPER = """
+import subprocess
+from cai_apps.run.loop import Loop
+
+step = Loop._step
+
+
+def slow(self, position, *arguments):
+    if position.step == 2:
+        print("waits for a helper", flush=True)
+        subprocess.run(["sleep", "60"], check=True)
+    return step(self, position, *arguments)
+
+
+Loop._step = slow
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_that_ends_a_helper_too_is_told_as_what_it_is(size, tmp_path):
+    """As a scheduler's reaches the compilers that a step waits for."""
+    run = tmp_path / "run"
+    (tmp_path / "sitecustomize.py").write_text(HELPER)
+    words = command("cai train", run, "cpu", parallel__shard=size, checkpoint__every=1)
+    with started(words, run, PYTHONPATH=str(tmp_path)) as process:
+        until(lambda: output(run).count("waits for a helper") == size or process.poll() is not None)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=40) == 143, output(run)
+    told = re.findall(
+        r"^rank (\d) was stopped by SIGTERM in step 3.*which failed: \w+, see (\S+);", output(run), re.M
+    )
+    assert told and all(file == f"{run}/crash/rank-{rank}.txt" for rank, file in told), output(run)
+    assert "sleep" in (run / "crash" / f"rank-{told[0][0]}.txt").read_text()
+    assert "should not have happened" not in output(run) and "Traceback" not in output(run)
+    assert steps(run) == 2 and (run / "checkpoints" / "step-2").is_dir()
+
+
 @pytest.mark.matrix
 def test_what_was_stopped_goes_on_to_the_same_weights(device, tmp_path):
     whole, run, goal = tmp_path / "whole", tmp_path / "run", 60 * LONGER[device]

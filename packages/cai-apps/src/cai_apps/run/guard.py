@@ -43,7 +43,8 @@ class Guard:
         self.asked = 0
         """The signal that asked this rank to stop; 0: none did."""
         self._since, self._closed = 0.0, False
-        self._doing: Callable[[], str] = str
+        self.doing: Callable[[], str] = str
+        """Tells what all ranks do."""
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
@@ -76,10 +77,10 @@ class Guard:
         Collective.
 
         Args:
-            doing: tells what all ranks do, for the file of one that dies.
+            doing: as the attribute, for the file of a rank that dies.
             at_file: where this rank says what it is at.
         """
-        self._doing = doing
+        self.doing = doing
         own = (_process_space(), os.getpid(), at_file)
         found: list[tuple[str, int, str | None]] = [own] * dist.get_world_size()
         if len(found) == 1:
@@ -125,7 +126,7 @@ class Guard:
         at = read_at(at_file)  # at once: the launcher removes the file
         time.sleep(LEAVING_SECONDS)
         if not self._closed:
-            self._record(rank, f"rank {rank} died in {self._doing()}{at} and left no traceback\n")
+            self._record(rank, f"rank {rank} died in {self.doing()}{at} and left no traceback\n")
             time.sleep(PEER_SECONDS)
         if not self._closed:
             self._record(self.rank, f"rank {self.rank} ended itself: rank {rank} is gone\n")

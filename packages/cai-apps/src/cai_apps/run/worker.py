@@ -29,6 +29,7 @@ from cai_apps.run.watch import Watch
 from cai_apps.run.watchdog import Watchdog
 from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
+from cai_mesh.errors import CaiError
 from cai_mesh.paths import remove
 
 STORE_SECONDS = 1.0
@@ -53,7 +54,7 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
     """Trains and exports. A failure leaves its traceback in crash/ and is raised again.
 
     Raises:
-        SystemExit: a signal stopped the run; with 128 and its number.
+        SystemExit: a signal stopped the run, or the step after it failed; with 128 and its number.
     """
     guard = guard or Guard(job.run)
     try:
@@ -64,6 +65,8 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
         if isinstance(error, dist.DistNetworkError):
             time.sleep(STORE_SECONDS)
         job.run.record_crash(dist.get_rank(), error)
+        if guard.asked and not isinstance(error, CaiError):
+            leave_unfinished(job, error, guard)
         raise
     finally:
         guard.close()
@@ -129,16 +132,34 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
 def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
     """Ends a rank of a run that a signal stopped, and whose checkpoint is written. Collective."""
     if dist.get_rank() == 0:
-        resume = "" if job.config.checkpoint.resume == checkpoint.AUTO else " --checkpoint.resume auto"
         print(
             f"stopped by {signal.Signals(stopped).name} after step {position.step} of {job.config.train.steps};"
-            f" go on with --log.directory {shlex.quote(str(job.directory))}{resume}",
+            f" go on with {_to_go_on(job)}",
             flush=True,
         )
     dist.barrier()
     guard.close()
     dist.destroy_process_group()  # NCCL warns of a process that ends without it
     sys.exit(STOPPED[stopped])
+
+
+def leave_unfinished(job: Job, error: BaseException, guard: Guard) -> NoReturn:
+    """Ends a rank that was asked to stop and failed in the step that was to be its last.
+
+    A signal to all processes of a job ends the compilers too that a rank waits for.
+    """
+    rank = dist.get_rank()
+    print(
+        f"rank {rank} was stopped by {signal.Signals(guard.asked).name} in {guard.doing()}, which failed:"
+        f" {type(error).__name__}, see {job.run.crash / f'rank-{rank}.txt'}; start again with {_to_go_on(job)}",
+        flush=True,
+    )
+    sys.exit(STOPPED[signal.Signals(guard.asked)])
+
+
+def _to_go_on(job: Job) -> str:
+    resume = "" if job.config.checkpoint.resume == checkpoint.AUTO else " --checkpoint.resume auto"
+    return f"--log.directory {shlex.quote(str(job.directory))}{resume}"
 
 
 def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, Batches | None]:
