@@ -260,6 +260,7 @@ def test_text_says_whether_it_fits_and_what_would(capsys):
     assert main(["plan", "llama-1b", "--gpu-memory", "40GiB"]) == 0
     text = capsys.readouterr().out
     assert "does NOT fit 40.00 GiB" not in text  # auto found one that does
+    assert "ZeRO-1, bf16, master weights in halves, recompute" in text
     assert main(["plan", "llama-1b", "--memory.recompute", "none", "--gpu-memory=40GiB"]) == 0
     text = capsys.readouterr().out
     assert "does NOT fit 40.00 GiB" in text

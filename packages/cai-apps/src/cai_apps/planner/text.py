@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from cai_apps.config.sections import Pipeline
+from cai_apps.config.precision import splits_master
+from cai_apps.config.sections import Pipeline, RunConfig
 from cai_apps.planner.fit import Planner, Verdict, judge, needed
 from cai_apps.planner.plan import Plan, StagePlan
 from cai_apps.planner.shown import Shown
@@ -85,7 +86,7 @@ def render(plan: Plan, title: str, batch: str) -> str:
         [
             f"{title}, {plan.parameters:,} parameters{_learn(plan)}",
             f"mesh      {mesh}  ({plan.ranks} ranks)",
-            f"training  ZeRO-{config.parallel.zero}, {config.precision.compute},"
+            f"training  ZeRO-{config.parallel.zero}, {config.precision.compute}{_halves(config)},"
             f" recompute {config.memory.recompute}, {_schedule(config.parallel.pipeline)}, on {plan.device}",
             f"batch     {batch} a step; {parts} on each data rank",
             "",
@@ -99,6 +100,10 @@ def render(plan: Plan, title: str, batch: str) -> str:
             *_offload(plan),
         ]
     )
+
+
+def _halves(config: RunConfig) -> str:
+    return ", master weights in halves" if splits_master(config) else ""
 
 
 def _schedule(pipeline: Pipeline) -> str:
