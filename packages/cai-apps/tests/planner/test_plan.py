@@ -42,24 +42,29 @@ def test_tied_embedding_is_on_both_ends():
 
 
 @pytest.mark.parametrize(
-    "zero, compute, parameters, gradients, optimizer",
+    "zero, compute, master, parameters, gradients, optimizer",
     [
-        (0, "fp32", 400, 400, 800),
-        (1, "fp32", 400, 400, 200),
-        (2, "fp32", 400, 100, 200),
-        (3, "fp32", 100, 100, 200),
-        (0, "bf16", 200, 400, 1200),
-        (1, "bf16", 200, 400, 300),
-        (2, "bf16", 200, 100, 300),
-        (3, "bf16", 100, 100, 200),
-        (1, "fp64", 800, 800, 400),
+        (0, "fp32", "auto", 400, 400, 800),
+        (1, "fp32", "auto", 400, 400, 200),
+        (2, "fp32", "auto", 400, 100, 200),
+        (3, "fp32", "auto", 100, 100, 200),
+        (0, "bf16", "whole", 200, 400, 1200),
+        (1, "bf16", "whole", 200, 400, 300),
+        (2, "bf16", "whole", 200, 100, 300),
+        (0, "bf16", "auto", 200, 400, 1000),
+        (1, "bf16", "auto", 200, 400, 250),
+        (2, "bf16", "auto", 200, 100, 250),
+        (3, "bf16", "auto", 100, 100, 200),
+        (1, "fp64", "auto", 800, 800, 400),
     ],
 )
-def test_model_state_of_100_elements_on_4_ranks(tiny, zero, compute, parameters, gradients, optimizer):
+def test_model_state_of_100_elements_on_4_ranks(
+    tiny, zero, compute, master, parameters, gradients, optimizer
+):
     config = replace(
         tiny,
         parallel=replace(tiny.parallel, zero=zero, shard=4),
-        precision=replace(tiny.precision, compute=compute),
+        precision=replace(tiny.precision, compute=compute, master=master),
     )
     state = model_state(config, 100, 16.0 if compute == "fp64" else 8.0)
     assert (state.parameters, state.gradients, state.optimizer) == (parameters, gradients, optimizer)
