@@ -207,7 +207,7 @@ class Chunk:
                 got=written[0],
                 cause="only the other half of its master weights is kept, which does not tell what has changed",
                 fix="change it through param.data, load weights by model.load_state_dict or into "
-                "optimizer.weights(), or leave split_master out",
+                'optimizer.weights(), or leave split_master out (`cai train`: precision.master = "whole")',
             )
 
     def take_writes(self) -> None:
