@@ -64,6 +64,8 @@ def test_run_stops_after_a_step_with_a_checkpoint(case, device, tmp_path):
 
 
 HELPER = """
+import errno
+import os
 import subprocess
 from cai_apps.run.loop import Loop
 
@@ -73,7 +75,12 @@ step = Loop._step
 def slow(self, position, *arguments):
     if position.step == 2:
         print("waits for a helper", flush=True)
-        subprocess.run(["sleep", "60"], check=True)
+        try:
+            subprocess.run(["sleep", "60"], check=True)
+        except subprocess.CalledProcessError:
+            if "FULL" in os.environ:
+                raise OSError(errno.ENOSPC, "No space left on device") from None
+            raise
     return step(self, position, *arguments)
 
 
@@ -98,6 +105,18 @@ def test_a_signal_that_ends_a_helper_too_is_told_as_what_it_is(size, tmp_path):
     assert "sleep" in (run / "crash" / f"rank-{told[0][0]}.txt").read_text()
     assert "should not have happened" not in output(run) and "Traceback" not in output(run)
     assert steps(run) == 2 and (run / "checkpoints" / "step-2").is_dir()
+
+
+def test_what_the_user_can_mend_is_told_after_a_signal_too(tmp_path):
+    run = tmp_path / "run"
+    (tmp_path / "sitecustomize.py").write_text(HELPER)
+    with started(
+        command("cai train", run, parallel__shard=1), run, PYTHONPATH=str(tmp_path), FULL="1"
+    ) as process:
+        until(lambda: "waits for a helper" in output(run) or process.poll() is not None)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=40) == 2, output(run)
+    assert "error: No space left on device" in output(run) and "was stopped" not in output(run)
 
 
 @pytest.mark.matrix

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
-from cai_apps.run import checkpoint
+from cai_apps.run import checkpoint, failures
 from cai_apps.run.chart import draw_steps
 from cai_apps.run.guard import Guard
 from cai_apps.run.job import start_rank
@@ -29,7 +29,6 @@ from cai_apps.run.watch import Watch
 from cai_apps.run.watchdog import Watchdog
 from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
-from cai_mesh.errors import CaiError
 from cai_mesh.paths import remove
 
 STORE_SECONDS = 1.0
@@ -65,7 +64,7 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
         if isinstance(error, dist.DistNetworkError):
             time.sleep(STORE_SECONDS)
         job.run.record_crash(dist.get_rank(), error)
-        if guard.asked and not isinstance(error, CaiError):
+        if guard.asked and (failures.told(error) is None or isinstance(error, ConnectionError)):
             leave_unfinished(job, error, guard)
         raise
     finally:
@@ -146,7 +145,8 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
 def leave_unfinished(job: Job, error: BaseException, guard: Guard) -> NoReturn:
     """Ends a rank that was asked to stop and failed in the step that was to be its last.
 
-    A signal to all processes of a job ends the compilers too that a rank waits for.
+    A signal to all processes of a job ends the compilers too that a rank waits for. What the user can mend, as a disk
+    that is full, is not for here: it is told as ever.
     """
     rank = dist.get_rank()
     print(
