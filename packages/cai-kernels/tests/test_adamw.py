@@ -247,6 +247,13 @@ def test_no_tensors_are_no_step():
     adamw_steps_([], [], [], [], OPTIONS, steps=[], backend="triton")
     empty = [torch.ones(0, device=DEVICE) for _ in range(4)]
     adamw_steps_(*([t, t] for t in empty), OPTIONS, steps=[1, 1], backend="triton")
+    beside, alone = ([torch.ones(3, device=DEVICE) for _ in range(4)] for _ in range(2))
+    adamw_steps_(
+        *([e, t] for e, t in zip(empty, beside, strict=True)), OPTIONS, steps=[1, 1], backend="triton"
+    )
+    adamw_step_(*alone, OPTIONS, step=1, backend="triton")
+    for one, other in zip(beside, alone, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
