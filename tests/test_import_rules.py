@@ -7,6 +7,7 @@ An import counts wherever it stands: at the top, inside a function, under TYPE_C
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -69,6 +70,16 @@ ROOMS = {
     "checkpoint": {"errors", "headers", "paths", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
+ROOMS_OF_TENSOR_PARALLEL = {
+    "plans": set(),
+    "modes": {"plans"},
+    "cut": {"plans", "modes"},
+    "trial": {"plans", "modes", "cut"},
+    "finding": {"plans", "modes", "cut", "trial"},
+    "parallelization": {"plans", "modes", "cut", "trial", "finding"},
+    "volume": set(),
+}
+"""What each room of cai_tensor_parallel may import of the others."""
 SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}
 ROOMS_OF_APPS = {
     "config": set(),
@@ -126,7 +137,7 @@ def test_imports_point_one_way(path: Path):
         ("cai_zero", "import cai_gemini"),
         ("cai_zero", "def f():\n    from cai_pipeline.actions import Action"),
         ("cai_gemini", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cai_zero.shards"),
-        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plan')"),
+        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plans.plan')"),
         ("cai_tensor_parallel", "import transformers"),
         ("cai_kernels", "from cai_mesh import Layout"),
         ("cai_mesh", "import cai_apps"),
@@ -160,6 +171,19 @@ def test_rooms_of_cai_mesh_import_one_way(path: Path):
     room = inside[0].removesuffix(".py")
     if room != "__init__":
         assert rooms_entered(path, "cai_mesh") - {room} <= ROOMS[room]
+
+
+def test_rooms_of_cai_tensor_parallel_import_one_way():
+    """Rooms and the files beside them, each in the table; the package's own face is for its users."""
+    tuple(graphlib.TopologicalSorter(ROOMS_OF_TENSOR_PARALLEL).static_order())  # raises where it has a circle
+    home = PACKAGES / "cai-tensor-parallel" / "src" / "cai_tensor_parallel"
+    wrong = []
+    for path in sorted(home.rglob("*.py")):
+        room = path.relative_to(home).parts[0].removesuffix(".py")
+        if room != "__init__":
+            entered = rooms_entered(path, home.name) - {room} - ROOMS_OF_TENSOR_PARALLEL[room]
+            wrong += [f"{path.relative_to(home)}: {name}" for name in sorted(entered)]
+    assert not wrong
 
 
 APPS = PACKAGES / "cai-apps" / "src" / "cai_apps"
@@ -204,6 +228,22 @@ def test_siblings_use_what_cai_mesh_advertises(path: Path):
             ]
             if advertised is None and node.module.count(".") > 1:
                 wrong.append(node.module)
+    assert not wrong
+
+
+def test_cai_apps_uses_what_cai_tensor_parallel_advertises():
+    wrong = []
+    for path in sorted(APPS.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        wrong += [
+            name for _, name in imported(tree) if name.count(".") > 1 and name.startswith("cai_tensor_")
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cai_tensor_parallel"):
+                advertised = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [
+                    f"{node.module}.{alias.name}" for alias in node.names if alias.name not in advertised
+                ]
     assert not wrong
 
 

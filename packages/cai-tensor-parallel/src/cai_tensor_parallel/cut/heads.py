@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,9 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import TRANSPOSED, own_products
-from cai_tensor_parallel.plan import Plan, Role, match
+from cai_tensor_parallel.modes.head_runs import has_heads_for, own_heads, queries_per_pick
+from cai_tensor_parallel.plans.matching import match
+from cai_tensor_parallel.plans.plan import Plan, Role
 
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 """How attention modules name the number of their query heads."""
@@ -20,30 +21,6 @@ KEY_VALUE = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "wk",
 """Names of layers that make keys or values."""
 GROUPS = "num_key_value_groups"
 """Of an attention module: how many query heads share a key/value head, which transformers repeats by it."""
-
-
-def own_heads(heads: int, degree: int, rank: int) -> range:
-    """The query heads of a rank: runs of one length, the last one shorter where that does not divide."""
-    each = -(-heads // degree)
-    return range(min(rank * each, heads), min((rank + 1) * each, heads))
-
-
-def picked_heads(queries: int, shared: int, degree: int, rank: int) -> tuple[int, ...]:
-    """The key/value heads of a rank's query heads, each for `queries_per_pick` query heads in turn.
-
-    Args:
-        queries: query heads, a multiple of `shared`.
-        shared: key/value heads.
-        degree, rank: ranks, and this one.
-    """
-    each = queries_per_pick(queries, shared, degree)
-    return tuple(first * shared // queries for first in own_heads(queries, degree, rank)[::each])
-
-
-def queries_per_pick(queries: int, shared: int, degree: int) -> int:
-    """How many query heads use each of `picked_heads`, on every rank."""
-    lengths = {len(own_heads(queries, degree, rank)) for rank in range(degree)}
-    return math.gcd(queries // shared, *lengths)
 
 
 def informed(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, Role]:
@@ -97,11 +74,6 @@ def _is_attention(module: nn.Module) -> bool:
 def query_heads(attention: nn.Module) -> int | None:
     """Query heads of an attention module, as it says itself; None where it says nothing."""
     return _first((attention,), *COUNTS)
-
-
-def has_heads_for(heads: int, degree: int) -> bool:
-    """Whether each rank gets a head."""
-    return len(own_heads(heads, degree, degree - 1)) > 0
 
 
 def _check_enough(name: str, heads: int, degree: int) -> None:

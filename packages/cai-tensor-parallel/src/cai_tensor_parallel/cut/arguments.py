@@ -12,7 +12,7 @@ from torch import nn
 
 from cai_mesh.comm import copy_to
 from cai_mesh.errors import PlanError
-from cai_tensor_parallel.plan import Plan
+from cai_tensor_parallel.plans.plan import Plan
 
 
 def cut_arguments(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from cai_mesh.comm import gather_from, reduce_from
 from cai_mesh.layout import layout_of
-from cai_tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from cai_tensor_parallel.modes.cross_entropy import vocab_parallel_cross_entropy
 
 
 def vocab_start(weight: torch.Tensor) -> int:

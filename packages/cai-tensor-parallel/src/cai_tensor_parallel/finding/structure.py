@@ -18,11 +18,11 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import SmallModel
-from cai_tensor_parallel.pairs import Argument, Pair, find_pairs
-from cai_tensor_parallel.parallelize import Cut
-from cai_tensor_parallel.plan import Plan
-from cai_tensor_parallel.verify import trial_of, verified
-from cai_tensor_parallel.vocabulary import vocabulary_ends, vocabulary_roles
+from cai_tensor_parallel.cut.transform import Cut
+from cai_tensor_parallel.cut.vocabulary import vocabulary_ends, vocabulary_roles
+from cai_tensor_parallel.finding.pairs import Argument, Pair, find_pairs
+from cai_tensor_parallel.plans.plan import Plan
+from cai_tensor_parallel.trial.verify import trial_of, verified
 
 Value = TypeVar("Value")
 FORMS = 24

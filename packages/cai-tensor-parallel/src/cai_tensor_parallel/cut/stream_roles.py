@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from cai_tensor_parallel.norms import recognise
-from cai_tensor_parallel.plan import Role
+from cai_tensor_parallel.modes.norms import recognise
+from cai_tensor_parallel.plans.plan import Role
 
 
 def completed(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:

@@ -1,4 +1,4 @@
-"""Plans of models made of known parts, as data: attention and feed-forward layers of diffusers, models of transformers.
+"""The plan of a model made of known parts: attention and feed-forward layers of diffusers, models of transformers.
 
 Denoisers carry no plan. What is known here is not the model but the parts its blocks are made of, so UNets, DiT and SD3
 share two rows. A part that cannot be cut over so many ranks stays whole, and `Survey` says which and why.
@@ -15,47 +15,13 @@ from typing import Any
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_tensor_parallel.heads import has_heads_for, query_heads
-from cai_tensor_parallel.pairs import features, pattern
-from cai_tensor_parallel.plan import Plan, match, plan_for
-
-LIBRARY = "diffusers"
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a class of modules is made of, by names inside it; those that a module does not have are left out.
-
-    Args:
-        columns: linear layers cut by output features.
-        rows: those that take these features in.
-        between: modules with parameters that act on a rank's heads alone: their gradients are summed.
-        counts: attribute that counts heads; "": there are none.
-        how: where, inside, the class is named that says how columns are used: `HEAD_BY_HEAD` or `BLOCKS`.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    between: tuple[str, ...] = ()
-    counts: str = ""
-    how: str = ""
-
-
-PARTS = {
-    "Attention": Part(
-        ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"),
-        ("to_out.0", "to_add_out"),
-        ("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
-        counts="heads",
-        how="processor",
-    ),
-    "FeedForward": Part(("net.0.proj",), ("net.2",), how="net.0"),
-}
-"""By the class of diffusers. All else of a denoiser stays whole: convolutions, norms, embeddings, adaLN."""
-HEAD_BY_HEAD = ("AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0")
-"""Processors that compute each of `attn.heads` heads by itself and take sizes from what the layers make."""
-BLOCKS = {"GELU": 1, "ApproximateGELU": 1, "LinearActivation": 1, "GEGLU": 2, "SwiGLU": 2}
-"""Activations: how many blocks lie side by side in what their layer makes, as value and gate do."""
+from cai_tensor_parallel.cut.heads import query_heads
+from cai_tensor_parallel.finding.hugging_face import plan_of_transformers
+from cai_tensor_parallel.finding.pairs import features, pattern
+from cai_tensor_parallel.modes.head_runs import has_heads_for
+from cai_tensor_parallel.plans.diffusers_parts import BLOCKS, HEAD_BY_HEAD, LIBRARY, PARTS, PartLayers
+from cai_tensor_parallel.plans.matching import match
+from cai_tensor_parallel.plans.plan import Plan
 
 
 @dataclass
@@ -102,6 +68,12 @@ def survey(model: nn.Module, ranks: int = 1) -> Survey:
     return found
 
 
+def plan_of_parts(model: nn.Module, ranks: int) -> Plan | None:
+    """The plan of a model with parts of diffusers over so many ranks; None for other models."""
+    parts = survey(model, ranks)
+    return parts.plan if parts.plan.roles or parts.whole else None
+
+
 def is_part(module: nn.Module) -> bool:
     """Whether it is one of `PARTS`."""
     return type(module).__module__.partition(".")[0] == LIBRARY and type(module).__name__ in PARTS
@@ -126,12 +98,12 @@ def _child(module: nn.Module, name: str) -> nn.Module:
     return inner
 
 
-def _how(module: nn.Module, part: Part) -> str:
+def _how(module: nn.Module, part: PartLayers) -> str:
     """Name of the class that says how a part's columns are used."""
     return type(functools.reduce(getattr, part.how.split("."), module)).__name__
 
 
-def _roles(module: nn.Module, part: Part) -> dict[str, str]:
+def _roles(module: nn.Module, part: PartLayers) -> dict[str, str]:
     """Roles of a part's layers, by names inside it."""
     blocks = BLOCKS.get(_how(module, part), 1)
     column = "colwise" if blocks == 1 else f"packed_colwise:{blocks}"
@@ -147,7 +119,7 @@ def _roles(module: nn.Module, part: Part) -> dict[str, str]:
     )
 
 
-def _obstacle(module: nn.Module, part: Part, ranks: int) -> str:
+def _obstacle(module: nn.Module, part: PartLayers, ranks: int) -> str:
     """Why a part cannot be cut over so many ranks; "" where it can."""
     how, known = _how(module, part), HEAD_BY_HEAD if part.counts else tuple(BLOCKS)
     if how not in known:
@@ -173,7 +145,7 @@ def _obstacle(module: nn.Module, part: Part, ranks: int) -> str:
 def _of_transformers(name: str, model: nn.Module, ranks: int, found: Survey) -> dict[str, str]:
     """Globs of a model of transformers inside the model, whole attentions named last; notes these in `found`."""
     try:
-        plan = plan_for(model)
+        plan = plan_of_transformers(model)
     except PlanError as error:
         found.whole[name] = str(error).splitlines()[0]
         return {}

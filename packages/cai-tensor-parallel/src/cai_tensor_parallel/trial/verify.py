@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, layout_of
 from cai_mesh.trial import HEADS, SmallModel, Trial, arguments_of, shrunk, tensors_of
-from cai_tensor_parallel.between import owners, refusal, watch
-from cai_tensor_parallel.modes.context import Ranks
-from cai_tensor_parallel.plan import Plan, plan_for
-from cai_tensor_parallel.shard import Cutter
-from cai_tensor_parallel.virtual import VirtualRanks, on_virtual_ranks
+from cai_tensor_parallel.cut.between import owners, refusal, watch
+from cai_tensor_parallel.cut.transform import Cut
+from cai_tensor_parallel.modes.cutter import Cutter
+from cai_tensor_parallel.plans.plan import Plan
+from cai_tensor_parallel.trial.virtual_ranks import VirtualRanks, on_virtual_ranks
 
 RANKS = 2
 """Along every axis of a trial."""
@@ -34,44 +34,27 @@ SMALLEST = 1e-3
 SHARED = "replicated_with_grad_allreduce"
 
 
-class Cut(Protocol):
-    """What `parallelize` does to a model. Equal ones do the same."""
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-    @property
-    def sharded(self) -> bool:
-        """Whether logits stay cut."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """How many times as many samples its trial needs as one has."""
-        ...
-
-    def whole(self, tensor: torch.Tensor, shape: torch.Size, ranks: Ranks) -> torch.Tensor:
-        """Whole logits from what a rank has of them."""
-        ...
-
-    def __call__(self, model: nn.Module, plan: Plan, ranks: Ranks, cutter: Cutter) -> None: ...
+PlanSearch = Callable[[nn.Module, int], Plan]
+"""Finds the plan of a model over a number of ranks."""
+_Items = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What is verified; equal requests are verified once. Without roles the plan is the one the trial carries."""
+    """What is verified; equal requests are verified once.
+
+    Args:
+        plan: the items of a plan's three fields, or what finds the plan of the model that the trial builds.
+    """
 
     trial: Trial | SmallModel
-    roles: tuple[tuple[str, str], ...]
-    divided: tuple[tuple[str, tuple[str, ...]], ...]
-    arguments: tuple[tuple[str, tuple[str, ...]], ...]
+    plan: tuple[_Items, ...] | PlanSearch
     cut: Cut
     ranks: int
 
-    def plan(self, whole: nn.Module) -> Plan:
-        if not self.roles:
-            return plan_for(whole, self.ranks)
-        return Plan(dict(self.roles), dict(self.divided), dict(self.arguments))
+    def plan_of(self, model: nn.Module) -> Plan:
+        """The plan by which a model of the trial is cut."""
+        return self.plan(model, self.ranks) if callable(self.plan) else Plan(*map(dict, self.plan))
 
 
 @dataclass
@@ -104,18 +87,25 @@ def trial_of(model: nn.Module, *, labelled: bool, uneven: bool = False) -> Small
     return shrunk(model, labelled=False)
 
 
-def verified(trial: Trial | SmallModel, plan: Plan | None, cut: Cut, ranks: int = RANKS) -> dict[str, str]:
+def verified(
+    trial: Trial | SmallModel, plan: Plan | PlanSearch, cut: Cut, ranks: int = RANKS
+) -> dict[str, str]:
     """Roles to add to a plan, for parameters between its cuts: with them the cut model computes what it did whole.
 
     The trial is run whole, and cut over virtual ranks: what it returns, its loss and all gradients are compared.
-    Without a plan it is cut by the one it carries: the model itself may be a stage, without embeddings or head.
     Raises `PlanError` when the cut model computes something else, or does not run.
+
+    Args:
+        plan: one for the trial too, or what finds the trial's own: the model itself may be a stage, without embeddings
+            or head.
     """
-    fields = ({}, {}, {}) if plan is None else (plan.roles, plan.divided, plan.arguments)
-    return _verified(_Request(trial, *(tuple(each.items()) for each in fields), cut, ranks))
+    if isinstance(plan, Plan):
+        fields = (plan.roles, plan.divided, plan.arguments)
+        return _verified(_Request(trial, tuple(tuple(each.items()) for each in fields), cut, ranks))
+    return _verified(_Request(trial, plan, cut, ranks))
 
 
-def told(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+def on_first_rank(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[str, str]:
     """What `work` returns or raises on the first rank of a group, on all of them: one trial for all, not one each.
 
     Ranks that are simulated try for themselves.
@@ -137,7 +127,7 @@ def told(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[s
 @lru_cache(maxsize=64)
 def _verified(request: _Request) -> dict[str, str]:
     outputs, whole = _run_whole(request)
-    plan, added = request.plan(whole), dict[str, str]()
+    plan, added = request.plan_of(whole), dict[str, str]()
     results = _on_ranks(request, plan, outputs)
     found = set().union(*(result.between for result in results))
     if found:

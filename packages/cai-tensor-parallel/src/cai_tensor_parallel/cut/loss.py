@@ -14,7 +14,7 @@ from cai_mesh.layout import layout_of
 from cai_tensor_parallel.modes import check_mode
 from cai_tensor_parallel.modes.context import ModeContext, Ranks
 from cai_tensor_parallel.modes.forms import GRIDS
-from cai_tensor_parallel.vocab import CausalLMLoss, ShardedLogits, vocab_start
+from cai_tensor_parallel.modes.vocab import CausalLMLoss, ShardedLogits, vocab_start
 
 ROWS, TOKENS, COLUMNS = 2, 5, 11
 """Of the logits on which a loss is tried where the model has no vocabulary size."""
