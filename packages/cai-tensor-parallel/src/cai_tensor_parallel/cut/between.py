@@ -1,4 +1,4 @@
-"""What reaches a row-cut layer without passing a column cut: its gradient would be one rank's part of it.
+"""Refusal of what reaches a row-cut layer without passing a column cut: its gradient would be one rank's part of it.
 
 The graph of a row-cut layer's input is walked back once, at the first forward that records one. Column-cut layers end
 the walk, whole ones that sum the gradients of their results, and copies whose gradients are summed. A parameter found

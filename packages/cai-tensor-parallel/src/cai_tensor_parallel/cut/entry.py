@@ -1,4 +1,4 @@
-"""Where a model's inputs are cut over the ranks of a grid, and where its results come together again."""
+"""The entry and the end of a model on a grid of ranks: inputs are cut over them, and results put together again."""
 
 from __future__ import annotations
 

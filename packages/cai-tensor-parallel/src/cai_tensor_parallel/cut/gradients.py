@@ -1,4 +1,4 @@
-"""What a loop reads as the gradient of a cut parameter: a rank's part, whose norms and sums are those of the whole.
+"""The gradient of a cut parameter as a loop reads it: a rank's part, whose norms and sums are those of the whole.
 
 So torch's own `clip_grad_norm_`, a loss scale's search for infinities, and whoever logs a norm, see the model and not a
 rank of it. Inside an optimizer's step gradients are plain tensors: it steps a part as any tensor. One that would step a
@@ -93,7 +93,7 @@ def _adopt(model: nn.Module, mesh: ParallelMesh) -> None:
 
 @functools.cache
 def _hide_in_steps() -> None:
-    """Of every optimizer of the process: torch tells of a step nowhere else. One that mixes elements is refused."""
+    """Hook every optimizer of the process: torch tells of a step nowhere else. One that mixes elements is refused."""
     tried = weakref.WeakSet[Optimizer]()
 
     def before(optimizer: Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which key/value heads a rank needs, and what roles must be told of a model to know: head counts, rotary features."""
+"""Roles that know the heads of a model: head counts, key/value heads that ranks share, rotary features."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import TRANSPOSED, own_products
+from cai_tensor_parallel.modes.feature_counts import features
 from cai_tensor_parallel.modes.head_runs import has_heads_for, own_heads, queries_per_pick
 from cai_tensor_parallel.plans.matching import match
 from cai_tensor_parallel.plans.plan import Plan, Role
 
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-"""How attention modules name the number of their query heads."""
+"""Names that attention modules have for the number of their query heads."""
 KEY_VALUE = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "wk", "wv")
 """Names of layers that make keys or values."""
 GROUPS = "num_key_value_groups"
-"""Of an attention module: how many query heads share a key/value head, which transformers repeats by it."""
+"""Attribute of an attention module: query heads that share a key/value head, which transformers repeats as often."""
 
 
 def informed(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, Role]:
@@ -30,24 +30,24 @@ def informed(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[s
     heads as the queries is cut as they are. Raises `PlanError` where heads do not divide and the model does not say how
     its query heads share them.
     """
-    found = dict(roles) | _in_heads(model, roles, degree)
+    informed_roles = dict(roles) | _in_heads(model, roles, degree)
     for name, role in roles.items():
         if role.parameter:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         if role.kind == "mla_kv_a_proj":
-            found[name] = replace(role, width=_rotary_width(name, parent, model))
+            informed_roles[name] = replace(role, width=_rotary_width(name, parent, model))
         elif role.kind == "colwise" and name.rpartition(".")[2] in KEY_VALUE:
             heads = _heads(parent, model)
-            if heads is not None and heads[1] % degree and found[name].unit == 1:
+            if heads is not None and heads[1] % degree and informed_roles[name].unit == 1:
                 _check_shared(name, parent, heads, degree)
-                found[name] = replace(role, kind="kv_heads", heads=heads)
-    return found
+                informed_roles[name] = replace(role, kind="kv_heads", heads=heads)
+    return informed_roles
 
 
 def uneven_attentions(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, int]:
     """Query heads by name of an attention with column-cut layers, where they do not divide over the ranks."""
-    found = dict[str, int]()
+    by_attention = dict[str, int]()
     for name, role in roles.items():
         above = name.rpartition(".")[0]
         parent = model.get_submodule(above)
@@ -56,15 +56,15 @@ def uneven_attentions(model: nn.Module, roles: Mapping[str, Role], degree: int) 
         heads = _first((parent, _text_config(model)), *COUNTS)
         if heads is not None and heads % degree:
             _check_enough(above, heads, degree)
-            found[above] = heads
+            by_attention[above] = heads
     heads = _first((_text_config(model),), *COUNTS)
-    if heads is not None and heads % degree and not found:
+    if heads is not None and heads % degree and not by_attention:
         raise PlanError(
             "the attention heads do not divide over the tensor-parallel ranks",
             got=f"{heads} attention heads over {degree} ranks",
             fix=f"choose a degree that divides {heads}",
         )
-    return found
+    return by_attention
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -89,15 +89,15 @@ def _check_enough(name: str, heads: int, degree: int) -> None:
 
 
 def check_uneven(
-    found: Mapping[str, int], mode: str, degree: int, small: nn.Module | None, plan: Plan
+    by_attention: Mapping[str, int], mode: str, degree: int, small: nn.Module | None, plan: Plan
 ) -> None:
     """Raise `PlanError` for heads that do not divide, in a mode that cannot cut them or where no trial has some.
 
     Args:
-        found: `uneven_attentions`.
+        by_attention: `uneven_attentions`.
         small: the model that the plan is tried on, over two ranks; None: there is none.
     """
-    name, heads = next(iter(found.items()))
+    name, heads = next(iter(by_attention.items()))
     got = f"{heads} attention heads of {name} over {degree} ranks"
     if mode != "1d":
         raise PlanError(
@@ -106,7 +106,7 @@ def check_uneven(
             cause=f"mode {mode} cuts all features alike",
             fix=f'choose a degree that divides {heads}, or mode="1d"',
         )
-    if any(fnmatch.fnmatchcase(name, glob) for name in found for glob in plan.arguments):
+    if any(fnmatch.fnmatchcase(name, glob) for name in by_attention for glob in plan.arguments):
         raise PlanError(
             "the attention heads do not divide over the tensor-parallel ranks",
             got=f"{got}, and tensors for all heads as arguments: {dict(plan.arguments)}",
@@ -124,34 +124,30 @@ def check_uneven(
 
 def _in_heads(model: nn.Module, roles: Mapping[str, Role], degree: int) -> dict[str, Role]:
     """Roles of the layers of uneven attentions, which are cut between heads."""
-    found = dict[str, Role]()
+    by_layer = dict[str, Role]()
     for attention, heads in uneven_attentions(model, roles, degree).items():
         inside = {n: r for n, r in roles.items() if n.rpartition(".")[0] == attention and not r.parameter}
-        widths = {n: _features(model, n, rowwise=False) // r.blocks for n, r in inside.items()}
+        widths = {n: _features(model, n)[1] // r.blocks for n, r in inside.items()}
         shared = (_heads(model.get_submodule(attention), model) or (heads, heads))[1]
         width = max(
             (w for n, w in widths.items() if inside[n].kind != "rowwise" and w % heads == 0), default=0
         )
         for name, role in inside.items():
-            others = shared != heads and name.rpartition(".")[2] in KEY_VALUE
-            if role.kind in ("colwise", "packed_colwise") and widths[name] % heads == 0 and not others:
-                found[name] = replace(role, unit=widths[name] // heads)
+            has_fewer = shared != heads and name.rpartition(".")[2] in KEY_VALUE
+            if role.kind in ("colwise", "packed_colwise") and widths[name] % heads == 0 and not has_fewer:
+                by_layer[name] = replace(role, unit=widths[name] // heads)
         rows = [n for n, r in roles.items() if r.kind == "rowwise" and not r.parameter]
-        own = [n for n in rows if n.startswith(attention + ".")]
+        inner_rows = [n for n in rows if n.startswith(attention + ".")]
         around = attention.rpartition(".")[0] + "."
-        for name in own or [n for n in rows if n.startswith(around)]:
-            if _features(model, name, rowwise=True) == width:
-                found[name] = replace(roles[name], unit=width // heads)
-    return found
+        for name in inner_rows or [n for n in rows if n.startswith(around)]:
+            if _features(model, name)[0] == width:
+                by_layer[name] = replace(roles[name], unit=width // heads)
+    return by_layer
 
 
-def _features(model: nn.Module, name: str, *, rowwise: bool) -> int:
-    """Input or output features of a linear layer; 0 of what is none."""
-    module = model.get_submodule(name)
-    products, weight = own_products(module), module._parameters.get("weight")
-    if products is None or weight is None:
-        return 0
-    return weight.shape[int(rowwise) if products is not TRANSPOSED else int(not rowwise)]
+def _features(model: nn.Module, name: str) -> tuple[int, int]:
+    """Input and output features of a linear layer; zeros of what is none."""
+    return features(model.get_submodule(name)) or (0, 0)
 
 
 def shared_heads_of(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.modes.vocab import CausalLMLoss, ShardedLogits, vocab_start
 
 ROWS, TOKENS, COLUMNS = 2, 5, 11
-"""Of the logits on which a loss is tried where the model has no vocabulary size."""
+"""Sizes of the logits on which a loss is tried; a model that has a vocabulary size gets so many columns."""
 
 
 def is_next_token_loss(model: nn.Module) -> bool:
@@ -55,7 +55,7 @@ def _agrees(own: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, 
 
 
 def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> ShardedLogits:
-    """How logits are laid out over the ranks after `parallelize(..., logits="sharded")` of a model of transformers.
+    """The layout of logits over the ranks after `parallelize(..., logits="sharded")` of a model of transformers.
 
     For a loss of one's own: `vocab_parallel_cross_entropy(logits, form.own(labels), form.columns,
     vocab_start=form.start)`, whose sum over samples is `form.summed` of it. Without an output layer, as on another
@@ -74,7 +74,7 @@ def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> Shar
 
 
 def form_of_logits(weight: torch.Tensor, ranks: Ranks, mode: str) -> ShardedLogits:
-    """How the logits of an output weight [V, features] are laid out, from this rank's part of it."""
+    """The layout of the logits of an output weight [V, features], from this rank's part of it."""
     if mode not in GRIDS:
         return ShardedLogits(ranks.group("tp"), vocab_start(weight))
     form, columns = GRIDS[mode].inner, layout_of(weight).global_shape[0]

@@ -36,7 +36,7 @@ LOGITS = ("whole", "sharded")
 
 @dataclass(frozen=True)
 class Cut:
-    """What is done to a model on one rank of a group. Globs of the plan that match nothing are left out."""
+    """Cuts a model on one rank of a group; equal ones do the same. Globs of a plan that match nothing are left out."""
 
     mode: str
     logits: str
@@ -79,7 +79,7 @@ class Cut:
 
     @property
     def copies(self) -> int:
-        """How many times as many samples a trial over two ranks an axis needs as one has."""
+        """The factor by which a trial over two ranks an axis needs more samples than one has."""
         return 2 ** len(GRIDS[self.mode].stream.batch) if self.mode in GRIDS else 1
 
     def whole(self, tensor: torch.Tensor, shape: torch.Size, ranks: Ranks) -> torch.Tensor:
@@ -92,10 +92,10 @@ class Cut:
         context = ModeContext(
             ranks, cutter, self.mode, sharded_logits=self.logits == "sharded", overlap=self.overlap
         )
-        given = match(plan, model, strict=False)
+        planned = match(plan, model, strict=False)
         roles, uneven = (
-            informed(model, given, self.degree(ranks)),
-            uneven_attentions(model, given, self.degree(ranks)),
+            informed(model, planned, self.degree(ranks)),
+            uneven_attentions(model, planned, self.degree(ranks)),
         )
         if self.mode in GRIDS:
             roles = completed(model, roles)
@@ -172,9 +172,9 @@ def _check_sharing(model: nn.Module, cutter: Cutter) -> None:
     """A module of modules that only keeps the bias of its head as its own gets the part; others are refused."""
     for name, param in list(model.named_parameters(remove_duplicate=False)):
         if cutter.has_cut(param):
-            path, _, own = name.rpartition(".")
+            path, _, local = name.rpartition(".")
             owner = model.get_submodule(path)
-            if param.dim() == 1 and keeps_another_bias(owner, cutter.cut(owner, own, Replicate())):
+            if param.dim() == 1 and keeps_another_bias(owner, cutter.cut(owner, local, Replicate())):
                 continue
             raise PlanError(
                 f"{name} is shared with a layer that is cut, and its own module is not cut",
@@ -189,9 +189,12 @@ def _divide_attributes(
     assert group is not None  # more than one rank
     for name, module in model.named_modules():
         parts = uneven.get(name, group.size())
-        own = len(own_heads(parts, group.size(), group.rank()))
+        heads = len(own_heads(parts, group.size(), group.rank()))
         for attribute in (
-            a for glob, each in plan.divided.items() if fnmatch.fnmatchcase(name, glob) for a in each
+            a
+            for glob, attributes in plan.divided.items()
+            if fnmatch.fnmatchcase(name, glob)
+            for a in attributes
         ):
             count = getattr(module, attribute, parts)
             if count % parts:
@@ -201,4 +204,4 @@ def _divide_attributes(
                     fix=f"choose a tensor-parallel degree that divides {count}",
                 )
             if hasattr(module, attribute):
-                setattr(module, attribute, count // parts * own)
+                setattr(module, attribute, count // parts * heads)

@@ -1,4 +1,4 @@
-"""Which modules of a model are cut by vocabulary: its input embedding, its output layer, and what is tied to them."""
+"""Modules that are cut by vocabulary: a model's input embedding, its output layer, and what is tied to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDS = {
     "get_input_embeddings": (nn.Embedding, "vocab_embedding"),
     "get_output_embeddings": (nn.Linear, "vocab_head"),
 }
-"""How transformers names the two ends, what can be cut of each, and its role."""
+"""Names that transformers has for the two ends, what can be cut of each, and its role."""
 
 
 def vocabulary_ends(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

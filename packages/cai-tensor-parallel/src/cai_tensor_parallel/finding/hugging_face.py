@@ -36,7 +36,7 @@ def plan_of_transformers(model: nn.Module) -> Plan:
 
 
 def _place(plan: Plan, model: nn.Module, prefix: str) -> str:
-    """Where a carried plan applies: `prefix`, or, if it names nothing there, the module in which it names most.
+    """The place of a carried plan: `prefix`, or, if it names nothing there, the module in which it names most.
 
     A class that is a part of another model may carry that model's prefix.
     """

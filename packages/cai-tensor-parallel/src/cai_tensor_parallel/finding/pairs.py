@@ -1,4 +1,4 @@
-"""Which linear layers form pairs: found by walking the graph of a small model's forward back from layer to layer.
+"""Pairs of linear layers, by walking the graph of a small model's forward back from layer to layer.
 
 What comes into a row-cut layer must be made, feature by feature or head by head, of the outputs of column-cut ones.
 So from the input of every linear layer the graph is followed back until it meets outputs of others. A walk that meets
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import TRANSPOSED, own_products
 from cai_mesh.trial import SmallModel, arguments_of
+from cai_tensor_parallel.modes.feature_counts import features
 
 Argument = tuple[str, torch.Size]
 """Name and shape of a tensor that a module is called with."""
@@ -50,18 +50,9 @@ def pattern(name: str) -> str:
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name)
 
 
-def features(layer: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of what can be cut as a linear layer; None of anything else."""
-    products, weight = own_products(layer), layer._parameters.get("weight")
-    if products is None or weight is None:
-        return None
-    out, inside = weight.shape
-    return (out, inside) if products is TRANSPOSED else (inside, out)
-
-
 @dataclass
 class _Record:
-    """Of one forward: the graph before and after every linear layer, and what modules were called with."""
+    """A record of one forward: the graph before and after every linear layer, and what modules were called with."""
 
     before: list[tuple[str, Any]] = field(default_factory=list)
     after: dict[Any, str] = field(default_factory=dict)
@@ -73,18 +64,18 @@ def find_pairs(trial: SmallModel, without: set[str]) -> list[Pair]:
     model = trial.build()
     record = _recorded(model, trial)
     leaves = {id(p): (name, m) for name, m in model.named_modules() for p in m._parameters.values()}
-    found: dict[str, Pair | None] = {}
+    by_row: dict[str, Pair | None] = {}
     for name, node in record.before:
         row = pattern(name)
-        if name in without or found.get(row, Pair()) is None:
+        if name in without or by_row.get(row, Pair()) is None:
             continue
         sizes = features(model.get_submodule(name))
         assert sizes is not None
         met = _before(node, record.after, leaves, sizes[0])
         if met is None or not met[0] or met[0] & ({name} | without):
-            found[row] = None
+            by_row[row] = None
             continue
-        pair = found.setdefault(row, Pair(width=sizes[0]))
+        pair = by_row.setdefault(row, Pair(width=sizes[0]))
         assert pair is not None
         pair.rows.add(row)
         for column in met[0]:
@@ -93,7 +84,7 @@ def find_pairs(trial: SmallModel, without: set[str]) -> list[Pair]:
             pair.columns[pattern(column)] = outputs[1]
         pair.tables |= {pattern(table) for table in met[1]}
         _look_around(pair, model, {name} | met[0], record.called)
-    return _merged([pair for pair in found.values() if pair is not None])
+    return _merged([pair for pair in by_row.values() if pair is not None])
 
 
 def _recorded(model: nn.Module, trial: SmallModel) -> _Record:
@@ -143,7 +134,7 @@ def _before(
     root: Any, outputs: Mapping[Any, str], leaves: Mapping[int, tuple[str, nn.Module]], width: int
 ) -> tuple[set[str], set[str]] | None:
     """Linear layers and narrow tables met first on the way back from a node; None if a wide parameter is met."""
-    columns, tables, seen, waiting = set[str](), set[str](), {root}, [root]
+    columns, tables, visited, waiting = set[str](), set[str](), {root}, [root]
     while waiting:
         node = waiting.pop()
         if node is None:
@@ -158,8 +149,8 @@ def _before(
                 tables.add(name)
             elif leaf.numel() >= width:
                 return None
-        ahead = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= ahead
+        ahead = {after for after, _ in node.next_functions if after is not None} - visited
+        visited |= ahead
         waiting += ahead
     return columns, tables
 

@@ -17,7 +17,8 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_tensor_parallel.cut.heads import query_heads
 from cai_tensor_parallel.finding.hugging_face import plan_of_transformers
-from cai_tensor_parallel.finding.pairs import features, pattern
+from cai_tensor_parallel.finding.pairs import pattern
+from cai_tensor_parallel.modes.feature_counts import features
 from cai_tensor_parallel.modes.head_runs import has_heads_for
 from cai_tensor_parallel.plans.diffusers_parts import BLOCKS, HEAD_BY_HEAD, LIBRARY, PARTS, PartLayers
 from cai_tensor_parallel.plans.matching import match
@@ -26,7 +27,7 @@ from cai_tensor_parallel.plans.plan import Plan
 
 @dataclass
 class Survey:
-    """Of a model over so many ranks.
+    """The known parts of a model, over so many ranks.
 
     Args:
         plan: globs where they name nothing else, names otherwise.
@@ -43,9 +44,9 @@ def survey(model: nn.Module, ranks: int = 1) -> Survey:
     Args:
         ranks: that share features. A part that cannot be cut over so many stays whole.
     """
-    found = Survey(Plan({}))
+    parts = Survey(Plan({}))
     if not any(map(is_part, model.modules())):
-        return found
+        return parts
     roles, divided = dict[tuple[str, str], Any](), dict[tuple[str, str], Any]()
     globs, inside = dict[str, str](), ""
     for name, module in model.named_modules():
@@ -53,19 +54,19 @@ def survey(model: nn.Module, ranks: int = 1) -> Survey:
             continue
         if hasattr(getattr(module, "config", None), "to_json_string"):
             inside = name + "."
-            globs |= _of_transformers(name, module, ranks, found)
+            globs |= _of_transformers(name, module, ranks, parts)
         elif is_part(module):
             part = PARTS[type(module).__name__]
             reason = _obstacle(module, part, ranks)
             if reason:
-                found.whole[name] = reason
+                parts.whole[name] = reason
                 continue
             roles |= {(name, f".{inner}"): role for inner, role in _roles(module, part).items()}
             if part.counts:
                 divided[name, ""] = (part.counts,)
     names = [name for name, _ in model.named_modules()]
-    found.plan = Plan(_as_globs(roles, names) | globs, _as_globs(divided, names))
-    return found
+    parts.plan = Plan(_as_globs(roles, names) | globs, _as_globs(divided, names))
+    return parts
 
 
 def plan_of_parts(model: nn.Module, ranks: int) -> Plan | None:
@@ -81,14 +82,14 @@ def is_part(module: nn.Module) -> bool:
 
 def _inside(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
     """Modules by name, without those that are None or not there."""
-    found = {}
+    modules = {}
     for name in names:
         try:
             inner = functools.reduce(_child, name.split("."), module)
         except KeyError:
             continue
-        found[name] = inner
-    return found
+        modules[name] = inner
+    return modules
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:
@@ -121,15 +122,17 @@ def _roles(module: nn.Module, part: PartLayers) -> dict[str, str]:
 
 def _obstacle(module: nn.Module, part: PartLayers, ranks: int) -> str:
     """Why a part cannot be cut over so many ranks; "" where it can."""
-    how, known = _how(module, part), HEAD_BY_HEAD if part.counts else tuple(BLOCKS)
-    if how not in known:
-        return f"{how} is not known to compute {'head by head' if part.counts else 'feature by feature'}"
+    class_name, allowed = _how(module, part), HEAD_BY_HEAD if part.counts else tuple(BLOCKS)
+    if class_name not in allowed:
+        return (
+            f"{class_name} is not known to compute {'head by head' if part.counts else 'feature by feature'}"
+        )
     rows = {name: features(layer) for name, layer in _inside(module, part.rows).items()}
     columns = {name: features(layer) for name, layer in _inside(module, part.columns).items()}
     if not rows or None in rows.values() or None in columns.values():
         return "it lacks a linear layer behind those that are cut, or one of them is none"
     widths = {each[0] for each in rows.values() if each} | {
-        each[1] // BLOCKS.get(how, 1) for each in columns.values() if each
+        each[1] // BLOCKS.get(class_name, 1) for each in columns.values() if each
     }
     (width, *others), heads = sorted(widths), getattr(module, part.counts) if part.counts else 0
     if others:
@@ -142,32 +145,32 @@ def _obstacle(module: nn.Module, part: PartLayers, ranks: int) -> str:
     return "" if all(size == width // heads for size in inner) else "a norm is over all of its heads"
 
 
-def _of_transformers(name: str, model: nn.Module, ranks: int, found: Survey) -> dict[str, str]:
+def _of_transformers(name: str, model: nn.Module, ranks: int, parts: Survey) -> dict[str, str]:
     """Globs of a model of transformers inside the model, whole attentions named last; notes these in `found`."""
     try:
         plan = plan_of_transformers(model)
     except PlanError as error:
-        found.whole[name] = str(error).splitlines()[0]
+        parts.whole[name] = str(error).splitlines()[0]
         return {}
-    whole = _short_of_heads(model, plan, ranks)
+    reasons = _short_of_heads(model, plan, ranks)
     if plan.arguments or plan.divided:
-        found.whole[name] = "its plan counts heads in attributes or takes tensors for all heads"
+        parts.whole[name] = "its plan counts heads in attributes or takes tensors for all heads"
         return {}
-    found.whole |= {f"{name}.{inner}": reason for inner, reason in whole.items()}
+    parts.whole |= {f"{name}.{inner}": reason for inner, reason in reasons.items()}
     return {f"{name}.{glob}": role for glob, role in plan.roles.items()} | {
-        f"{name}.{inner}.*": "replicated" for inner in whole
+        f"{name}.{inner}.*": "replicated" for inner in reasons
     }
 
 
 def _short_of_heads(model: nn.Module, plan: Plan, ranks: int) -> dict[str, str]:
     """Attentions with column-cut layers of which a rank would have no head: why they stay whole."""
-    found = dict[str, str]()
+    reasons = dict[str, str]()
     for name, role in match(plan, model).items():
         above = name.rpartition(".")[0]
         heads = query_heads(model.get_submodule(above)) if role.kind == "colwise" else None
         if heads is not None and not has_heads_for(heads, ranks):
-            found[above] = f"{heads} heads do not go round {ranks} ranks"
-    return found
+            reasons[above] = f"{heads} heads do not go round {ranks} ranks"
+    return reasons
 
 
 def _as_globs(by_name: Mapping[tuple[str, str], Any], names: list[str]) -> dict[str, Any]:
@@ -175,8 +178,8 @@ def _as_globs(by_name: Mapping[tuple[str, str], Any], names: list[str]) -> dict[
     by_glob: dict[str, dict[str, Any]] = {}
     for (name, inner), value in by_name.items():
         by_glob.setdefault(pattern(name) + inner, {})[name + inner] = value
-    found: dict[str, Any] = {}
-    for glob, held in by_glob.items():
-        alike = len(set(held.values())) == 1 and set(fnmatch.filter(names, glob)) == held.keys()
-        found |= {glob: next(iter(held.values()))} if alike else held
-    return found
+    globs: dict[str, Any] = {}
+    for glob, values in by_glob.items():
+        is_exact = len(set(values.values())) == 1 and set(fnmatch.filter(names, glob)) == values.keys()
+        globs |= {glob: next(iter(values.values()))} if is_exact else values
+    return globs

@@ -26,7 +26,7 @@ from cai_tensor_parallel.trial.verify import trial_of, verified
 
 Value = TypeVar("Value")
 FORMS = 24
-"""Of one pair that are tried at most."""
+"""Number of forms of one pair that are tried at most."""
 BATCH = 2
 """Rows of a small model's inputs."""
 
@@ -38,22 +38,24 @@ def plan_from_structure(model: nn.Module) -> Plan | None:
     `PlanError` where no small model can be made.
     """
     trial = trial_of(model, labelled=True)
-    found = None if trial is None else searched(trial)
-    if found is None:
+    by_pattern = None if trial is None else searched(trial)
+    if by_pattern is None:
         return None
     names = [name for name, _ in model.named_modules() if name]
-    return Plan(*(_named(each, names) for each in (found.roles, found.divided, found.arguments)))
+    return Plan(
+        *(_named(field, names) for field in (by_pattern.roles, by_pattern.divided, by_pattern.arguments))
+    )
 
 
 def _named(by_pattern: Mapping[str, Value], names: list[str]) -> dict[str, Value]:
-    """By globs that match the same modules as the patterns do; by names where a glob would match others, too."""
-    found: dict[str, Value] = {}
-    for each, value in by_pattern.items():
-        expression = re.compile(re.escape(each).replace(r"\*", r"\d+"))
+    """Values by globs that match the same modules as the patterns do; by names where a glob would match others, too."""
+    globs_and_names: dict[str, Value] = {}
+    for key, value in by_pattern.items():
+        expression = re.compile(re.escape(key).replace(r"\*", r"\d+"))
         hits = [name for name in names if expression.fullmatch(name)]
-        globs = [each] if hits and fnmatch.filter(names, each) == hits else hits
-        found.update(dict.fromkeys(globs, value))
-    return found
+        globs = [key] if hits and fnmatch.filter(names, key) == hits else hits
+        globs_and_names.update(dict.fromkeys(globs, value))
+    return globs_and_names
 
 
 @lru_cache(maxsize=64)
@@ -66,8 +68,8 @@ def searched(trial: SmallModel) -> Plan | None:
     vocabulary = vocabulary_roles(model)
     ways = [vocabulary, *({name: role} for name, role in vocabulary.items() if len(vocabulary) > 1)]
     proved.first_of(Plan(way) for way in ways if way)
-    cut = [proved.first_of(forms(pair)) for pair in pairs]
-    return proved.plan if any(cut) else None
+    successes = [proved.first_of(forms(pair)) for pair in pairs]
+    return proved.plan if any(successes) else None
 
 
 class _Proved:
@@ -109,12 +111,14 @@ def forms(pair: Pair) -> Iterator[Plan]:
     heads = [
         (name, key) for name, key in counted if pair.around[name][key] not in (_widths(pair) | {pair.width})
     ]
-    taken = [
+    argument_texts = [
         (name, f"{text}:{key}")
         for name, key in heads
         for text in _for_all_heads(pair.called[name], pair.around[name][key])
     ]
-    for some, tensors in itertools.product(_subsets(counted, heads), ([], taken) if taken else ([],)):
+    for some, tensors in itertools.product(
+        _subsets(counted, heads), ([], argument_texts) if argument_texts else ([],)
+    ):
         if tensors and not set(some) & set(heads):
             continue
         for roles in _roles(pair):
@@ -139,12 +143,12 @@ def _counting(counts: Mapping[str, int], pair: Pair) -> list[str]:
 
 def _for_all_heads(arguments: set[Argument], heads: int) -> set[str]:
     """ "argument:dim" of tensors with a dim of all heads, or of the batch times them; the first such dim counts."""
-    found = set[str]()
+    dimensions = set[str]()
     for name, shape in sorted(arguments):
         dims = [d for d, size in enumerate(shape[:-2]) if size in (heads, BATCH * heads)]
         if dims:
-            found.add(f"{name}:{dims[0]}")
-    return found
+            dimensions.add(f"{name}:{dims[0]}")
+    return dimensions
 
 
 def _subsets(counted: list[tuple[str, str]], heads: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
@@ -152,14 +156,14 @@ def _subsets(counted: list[tuple[str, str]], heads: list[tuple[str, str]]) -> li
     sets = [[], counted, heads, *([*heads, one] for one in counted if one not in heads)]
     sets += [[a for a in counted if a != one] for one in counted]
     sets += [[one] for one in counted]
-    return [each for n, each in enumerate(sets) if each not in sets[:n]]
+    return [subset for n, subset in enumerate(sets) if subset not in sets[:n]]
 
 
 def _grouped(items: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    groups: dict[str, tuple[str, ...]] = {}
     for name, value in items:
-        found[name] = (*found.get(name, ()), value)
-    return found
+        groups[name] = (*groups.get(name, ()), value)
+    return groups
 
 
 def _roles(pair: Pair) -> list[dict[str, str]]:
@@ -172,4 +176,4 @@ def _roles(pair: Pair) -> list[dict[str, str]]:
         else "colwise"
         for name, width in pair.columns.items()
     }
-    return [rows | each for each in ([packed, plain] if packed != plain else [plain])]
+    return [rows | columns for columns in ([packed, plain] if packed != plain else [plain])]

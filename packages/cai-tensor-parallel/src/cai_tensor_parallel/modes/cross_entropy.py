@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from cai_mesh.errors import PlanError
 
 WIDE_BYTES = 128 << 20
-"""Of the float32 numbers of some rows of logits that exist at once."""
+"""Bytes of the float32 numbers of some rows of logits that exist at once."""
 
 
 class ColumnMaths(Protocol):

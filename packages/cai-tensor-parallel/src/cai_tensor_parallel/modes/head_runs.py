@@ -24,7 +24,7 @@ def picked_heads(queries: int, shared: int, degree: int, rank: int) -> tuple[int
 
 
 def queries_per_pick(queries: int, shared: int, degree: int) -> int:
-    """How many query heads use each of `picked_heads`, on every rank."""
+    """The number of query heads that use each of `picked_heads`, on every rank."""
     lengths = {len(own_heads(queries, degree, rank)) for rank in range(degree)}
     return math.gcd(queries // shared, *lengths)
 

@@ -16,12 +16,12 @@ from cai_mesh.comm import Members, copy_to, gathered, start_sum
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 ROWS = 3
-"""Of the input on which a module is tried."""
+"""Rows of the input on which a module is tried."""
 
 
 @dataclass(frozen=True)
 class NormForm:
-    """What a norm computes of x [..., features]: x / root-mean-square, or (x - mean) / deviation, times a weight.
+    """The function of a norm over x [..., features]: x / root-mean-square, or (x - mean) / deviation, times a weight.
 
     Args:
         centered: the mean is taken off (LayerNorm); a bias may be added.

@@ -31,7 +31,7 @@ from cai_mesh.operators import operator
 
 @dataclass
 class Partners:
-    """What the operators of one group use on a GPU.
+    """The peer memory that the operators of one group use on a GPU.
 
     Args:
         group: the ranks.
@@ -48,13 +48,13 @@ class Partners:
         self._room: dict[str, int] = {}
 
     def gather(self, nbytes: int) -> PeerGather:
-        """For parts of so many bytes."""
+        """A gather for parts of so many bytes."""
         if self._grown("gather", nbytes):
             self._gather = PeerGather(self.group, nbytes, self.device)
         return self._gather
 
     def reduce(self, nbytes: int) -> PeerReduce:
-        """For contributions of so many bytes to a rank."""
+        """A sum for contributions of so many bytes to a rank."""
         if self._grown("reduce", nbytes):
             self._reduce = PeerReduce(self.group, nbytes, self.device, whole=True)
         return self._reduce

@@ -67,7 +67,7 @@ def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class ShardedLogits:
-    """How logits are laid out over ranks: [samples of this rank, ..., columns of this rank].
+    """The layout of logits over ranks: [samples of this rank, ..., columns of this rank].
 
     Args:
         columns: ranks that hold the other columns (None: all are here).

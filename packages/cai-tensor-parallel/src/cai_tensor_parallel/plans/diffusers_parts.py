@@ -9,14 +9,14 @@ LIBRARY = "diffusers"
 
 @dataclass(frozen=True)
 class PartLayers:
-    """What a class of modules is made of, by names inside it; those that a module does not have are left out.
+    """The layers of a class of modules, by names inside it; those that a module does not have are left out.
 
     Args:
         columns: linear layers cut by output features.
         rows: those that take these features in.
         between: modules with parameters that act on a rank's heads alone: their gradients are summed.
         counts: attribute that counts heads; "": there are none.
-        how: where, inside, the class is named that says how columns are used: `HEAD_BY_HEAD` or `BLOCKS`.
+        how: name inside it of the module whose class says how columns are used: `HEAD_BY_HEAD` or `BLOCKS`.
     """
 
     columns: tuple[str, ...]

@@ -57,18 +57,18 @@ def match(plan: Plan, model: nn.Module, *, strict: bool = True) -> dict[str, Rol
     """
     names = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, Role] = {}
+    by_name: dict[str, Role] = {}
     for glob, role in plan.parsed().items():
         hits = fnmatch.filter(names, glob)
-        own = named_parameters_of(glob, parameters)
-        if strict and not hits and not own and not role.kind.startswith("vocab"):
+        named = named_parameters_of(glob, parameters)
+        if strict and not hits and not named and not role.kind.startswith("vocab"):
             raise PlanError(
                 f"the plan's {glob!r} matches no module or parameter",
                 fix=did_you_mean(glob, [*names, *parameters][:400]),
             )
-        found.update(dict.fromkeys(hits, role))
-        found.update({name: replace(role, parameter=name.rpartition(".")[2]) for name in own})
-    for name, role in found.items():
+        by_name.update(dict.fromkeys(hits, role))
+        by_name.update({name: replace(role, parameter=name.rpartition(".")[2]) for name in named})
+    for name, role in by_name.items():
         if role.parameter and not role.kind.startswith("replicate"):
-            check_parameter(name, role, found.get(name.rpartition(".")[0]))
-    return found
+            check_parameter(name, role, by_name.get(name.rpartition(".")[0]))
+    return by_name

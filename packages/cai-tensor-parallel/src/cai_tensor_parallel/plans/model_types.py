@@ -64,7 +64,7 @@ def _whisper() -> Part:
 
 
 _FUSED = {"h.*.self_attention.query_key_value": "colwise", "h.*.self_attention.dense": "rowwise"}
-"""Of BLOOM and Falcon: queries, keys and values of a head, or of heads that share keys, lie side by side."""
+"""Roles of BLOOM and Falcon: queries, keys and values of a head, or of heads that share keys, lie side by side."""
 _FUSED_MLP = _cut("h.*.mlp:dense_h_to_4h", "dense_4h_to_h")
 
 PLANS: dict[str, tuple[Part, ...]] = {
@@ -152,10 +152,10 @@ StableLM's with a norm for every head."""
 
 def built_in(config: Any) -> tuple[dict[str, Any], ...]:
     """Roles, divided attributes and arguments for a config, as in `Plan`; nothing for a type without a plan here."""
-    found: tuple[dict[str, Any], ...] = ()
+    fields: tuple[dict[str, Any], ...] = ()
     for part in PLANS.get(getattr(config, "model_type", None) or "", ()):
         if all(getattr(config, name, None) == value for name, value in part.when.items()):
-            found = found or ({}, {}, {})
-            for all_of, some in zip(found, (part.roles, part.divided, part.arguments), strict=True):
+            fields = fields or ({}, {}, {})
+            for all_of, some in zip(fields, (part.roles, part.divided, part.arguments), strict=True):
                 all_of.update(some)
-    return found
+    return fields

@@ -26,7 +26,7 @@ from cai_tensor_parallel.plans.plan import Plan
 from cai_tensor_parallel.trial.virtual_ranks import VirtualRanks, on_virtual_ranks
 
 RANKS = 2
-"""Along every axis of a trial."""
+"""Number of ranks along every axis of a trial."""
 TOLERANCE = 1e-4
 """Largest difference, relative to the largest value of a tensor: models compute parts of themselves in float32."""
 SMALLEST = 1e-3
@@ -41,7 +41,7 @@ _Items = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class _Request:
-    """What is verified; equal requests are verified once.
+    """A trial and a plan to verify; equal requests are verified once.
 
     Args:
         plan: the items of a plan's three fields, or what finds the plan of the model that the trial builds.
@@ -59,7 +59,7 @@ class _Request:
 
 @dataclass
 class _Result:
-    """Of one rank: what the model returned, the layout and gradient of each parameter, what `watch` found."""
+    """Results of one rank: what the model returned, the layout and gradient of each parameter, what `watch` found."""
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, tuple[Layout, torch.Tensor | None]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def verified(
 
 
 def on_first_rank(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """What `work` returns or raises on the first rank of a group, on all of them: one trial for all, not one each.
+    """Return or raise on all ranks of a group what `work` does on the first: one trial for all, not one each.
 
     Ranks that are simulated try for themselves.
     """
@@ -126,23 +126,23 @@ def on_first_rank(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) 
 
 @lru_cache(maxsize=64)
 def _verified(request: _Request) -> dict[str, str]:
-    outputs, whole = _run_whole(request)
-    plan, added = request.plan_of(whole), dict[str, str]()
+    outputs, model = _run_whole(request)
+    plan, added = request.plan_of(model), dict[str, str]()
     results = _on_ranks(request, plan, outputs)
-    found = set().union(*(result.between for result in results))
-    if found:
-        added = {re.sub(r"\.\d+(?=\.|$)", ".*", name): SHARED for name in sorted(found)}
+    names = set().union(*(result.between for result in results))
+    if names:
+        added = {re.sub(r"\.\d+(?=\.|$)", ".*", name): SHARED for name in sorted(names)}
         results = _on_ranks(request, replace(plan, roles={**plan.roles, **added}), outputs)
     for result in results:
-        _compare(whole, outputs, result)
+        _compare(model, outputs, result)
     return added
 
 
 def _run_whole(request: _Request) -> tuple[dict[str, torch.Tensor], nn.Module]:
     try:
         with torch.device("cpu"), torch.enable_grad():
-            whole = request.trial.build().double().eval()
-            return _run(whole, _inputs(request), request), whole
+            model = request.trial.build().double().eval()
+            return _run(model, _inputs(request), request), model
     except Exception as error:
         raise PlanError(
             "a small model of this kind has no gradients to compare with",
@@ -185,10 +185,10 @@ def _collect(model: nn.Module, between: set[str]) -> Callable[[str, list[torch.T
     """Notes the modules whose parameters lie between cuts; refuses whatever is no parameter."""
 
     def collect(name: str, leaves: list[torch.Tensor]) -> None:
-        found = owners(model, leaves)
-        if not found:
+        names = owners(model, leaves)
+        if not names:
             raise refusal(model, name, leaves)
-        between.update(found)
+        between.update(names)
 
     return collect
 
@@ -197,21 +197,21 @@ def _run(
     model: nn.Module,
     inputs: dict[str, Any],
     request: _Request,
-    whole: dict[str, torch.Tensor] | None = None,
+    whole_outputs: dict[str, torch.Tensor] | None = None,
     ranks: VirtualRanks | None = None,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward; the loss and what the model returned, cut logits put together as those in `whole`."""
     trial, cut = request.trial, request.cut
     output = model(**arguments_of(model, inputs))
-    found = tensors_of(output)
-    for name, tensor in found.items():
-        shape = tensor.shape if whole is None else whole.get(name, tensor).shape
+    tensors = tensors_of(output)
+    for name, tensor in tensors.items():
+        shape = tensor.shape if whole_outputs is None else whole_outputs.get(name, tensor).shape
         if ranks is not None and cut.sharded and tensor.dim() and tensor.shape != shape:
-            found[name] = cut.whole(tensor, shape, ranks)
+            tensors[name] = cut.whole(tensor, shape, ranks)
     unlabelled = isinstance(trial, SmallModel) and not trial.labelled
-    loss = trial.loss(found if unlabelled else output)
+    loss = trial.loss(tensors if unlabelled else output)
     loss.backward()
-    return {name: tensor.detach() for name, tensor in found.items()} | {"loss": loss.detach()}
+    return {name: tensor.detach() for name, tensor in tensors.items()} | {"loss": loss.detach()}
 
 
 def _inputs(request: _Request) -> dict[str, Any]:
@@ -228,17 +228,17 @@ def _inputs(request: _Request) -> dict[str, Any]:
     return {name: more(value) for name, value in inputs.items()}
 
 
-def _compare(whole: nn.Module, outputs: dict[str, torch.Tensor], result: _Result) -> None:
-    name = type(whole).__name__
+def _compare(model: nn.Module, outputs: dict[str, torch.Tensor], result: _Result) -> None:
+    name = type(model).__name__
     for key, value in outputs.items():
         _check(name, key, result.outputs.get(key), value, 0.0)
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in whole.named_parameters()}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     for key, value in gradients.items():
-        layout, got = result.gradients[key]
-        got = torch.zeros(layout.local_shape, dtype=value.dtype) if got is None else got
-        for here, box in layout.slices():
-            _check(name, f"gradient of {key}", got[here], value[box.slices()], SMALLEST * largest)
+        layout, gradient = result.gradients[key]
+        gradient = torch.zeros(layout.local_shape, dtype=value.dtype) if gradient is None else gradient
+        for index, box in layout.slices():
+            _check(name, f"gradient of {key}", gradient[index], value[box.slices()], SMALLEST * largest)
 
 
 def _check(model: str, what: str, got: torch.Tensor | None, expected: torch.Tensor, floor: float) -> None:

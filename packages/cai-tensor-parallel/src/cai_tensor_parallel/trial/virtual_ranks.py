@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 60
-"""How long a virtual rank waits for another; one that fails leaves at once, and the others hear of it."""
+"""Seconds that a virtual rank waits for another; one that fails leaves at once, and the others hear of it."""
 _worlds = itertools.count()
 
 
 class VirtualRanks:
-    """What one virtual rank knows of the axes: degrees, its indices, and groups, made when they are first asked for.
+    """The axes as one virtual rank knows them: degrees, its indices, and groups, made when they are first asked for.
 
     Args:
         axes: degree by name, outermost first; all of them together are `tp`.
@@ -35,8 +35,8 @@ class VirtualRanks:
             left, self.here[name] = divmod(left, degree)
 
     def leaves(self, axes: str | Sequence[str]) -> tuple[str, ...]:
-        asked = (axes,) if isinstance(axes, str) else tuple(axes)
-        return tuple(name for name in self.axes if name in asked or "tp" in asked)
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        return tuple(name for name in self.axes if name in names or "tp" in names)
 
     def degree(self, axes: str | Sequence[str]) -> int:
         return math.prod(self.axes[name] for name in self.leaves(axes))
@@ -52,8 +52,8 @@ class VirtualRanks:
         if self.degree(names) == 1:
             return None
         if names not in self._groups:
-            others = [f"{name}{at}" for name, at in sorted(self.here.items()) if name not in names]
-            label = f"{self.world}/{'+'.join(names)}/{'.'.join(others)}"
+            fixed = [f"{name}{at}" for name, at in sorted(self.here.items()) if name not in names]
+            label = f"{self.world}/{'+'.join(names)}/{'.'.join(fixed)}"
             self._groups[names] = _join(
                 dist.PrefixStore(label, self.store),
                 self.index(names),
@@ -70,7 +70,7 @@ class VirtualRanks:
 
 
 def on_virtual_ranks(axes: Mapping[str, int], function: Callable[[VirtualRanks], Any]) -> list[Any]:
-    """What `function(ranks)` returns on each rank of a mesh with these axes.
+    """The values that `function(ranks)` returns on each rank of a mesh with these axes.
 
     Raises the error of the rank that failed first; the errors of others only say that it left.
     """
