@@ -93,6 +93,18 @@ ROOMS_OF_APPS = {
     "applications": SHARED | {"cli"},
 }
 """What each room of cai_apps may import of the others. An application imports no other application."""
+ROOMS_OF_GEMINI = {
+    "planning": set(),
+    "memory": {"planning"},
+    "nvme": {"memory"},
+    "chunk": {"planning", "memory", "nvme"},
+    "steps": {"planning", "memory", "nvme", "chunk"},
+    "rates": {"planning", "memory", "nvme", "chunk"},
+    "engine": {"planning", "memory", "nvme", "chunk", "steps", "rates"},
+    "activations": {"memory"},
+    "embedding": set(),
+}
+"""What each room of cai_gemini may import of the others. Files at its root, where users begin, import any of them."""
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
@@ -198,6 +210,16 @@ def test_rooms_of_cai_apps_import_one_way(path: Path):
         assert rooms_entered(path, "cai_apps") - {inside[0]} <= ROOMS_OF_APPS[inside[0]]
 
 
+def test_rooms_of_cai_gemini_import_one_way():
+    gemini = PACKAGES / "cai-gemini" / "src" / "cai_gemini"
+    wrong = []
+    for path in gemini.glob("*/**/*.py"):
+        room = path.relative_to(gemini).parts[0]
+        others = rooms_entered(path, "cai_gemini") - {room} - ROOMS_OF_GEMINI[room]
+        wrong += [f"{path.relative_to(gemini)}: {other}" for other in sorted(others)]
+    assert not wrong
+
+
 @pytest.mark.parametrize("path", sorted((APPS / "applications").glob("*/**/*.py")), ids=str)
 def test_applications_import_no_other(path: Path):
     own = path.relative_to(APPS / "applications").parts[0]
@@ -245,6 +267,27 @@ def test_cai_apps_uses_what_cai_tensor_parallel_advertises():
                     f"{node.module}.{alias.name}" for alias in node.names if alias.name not in advertised
                 ]
     assert not wrong
+
+
+def test_cai_apps_uses_what_cai_gemini_advertises():
+    wrong = []
+    for path in APPS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cai_gemini":
+                advertised = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [f"{node.module}.{a.name}" for a in node.names if a.name not in advertised]
+    assert not wrong
+
+
+def test_planning_an_offload_needs_no_torch():
+    """Nor any other room, for what is pure in it: a plan may be made where nothing trains."""
+    script = (
+        "import sys, cai_gemini.planning.simulation, cai_gemini.planning.tiers; print(*sorted(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "torch" not in loaded
+    assert {name.split(".")[1] for name in loaded if name.startswith("cai_gemini.")} == {"planning"}
 
 
 def test_importing_cai_mesh_stays_light():
