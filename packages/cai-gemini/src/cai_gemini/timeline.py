@@ -20,7 +20,7 @@ import torch
 from cai_gemini.simulate import Lanes
 from cai_gemini.states import Ledger
 from cai_mesh.errors import DataError
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 LANES = ("compute", "to_device", "to_host", "host", "disk")
 Span = tuple[float, float, str]
