@@ -11,8 +11,7 @@ from torch import nn
 
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
-from cai_mesh.trial import arguments_of, tensors_of
-from cai_mesh.trial_inputs import small_inputs
+from cai_mesh.trial import arguments_of, small_inputs, tensors_of
 from cai_tensor_parallel import parallelize, plan_for
 from cai_tensor_parallel.plans.model_types import PLANS
 

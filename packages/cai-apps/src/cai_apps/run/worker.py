@@ -29,7 +29,7 @@ from cai_apps.run.watch import Watch
 from cai_apps.run.watchdog import Watchdog
 from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
-from cai_mesh.paths import remove
+from cai_mesh.files import remove
 
 STORE_SECONDS = 1.0
 """For a store that does not answer: in this time the guard finds that the launcher, whose it is, has ended, says so and

@@ -21,7 +21,7 @@ from cai_apps.applications.diffusion.export import export
 from cai_apps.applications.diffusion.sample import open_sampler, options
 from cai_apps.report.embed import picture
 from cai_apps.run.directory import RunDirectory
-from cai_mesh.paths import own_folder, remove, replaced
+from cai_mesh.files import own_folder, remove, replaced
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session

@@ -20,7 +20,7 @@ from cai_apps.applications.diffusion.data.sources import Folder, Source, source_
 from cai_apps.applications.diffusion.design import Design
 from cai_apps.applications.diffusion.sample import open_sampler, options
 from cai_mesh.errors import DataError
-from cai_mesh.paths import private_folder, replaced
+from cai_mesh.files import private_folder, replaced
 
 AT_ONCE = 8
 """Pictures that are drawn together."""

@@ -42,15 +42,15 @@ from cai_mesh.storage import (
     check_parameters,
     units,
 )
-from cai_zero.compress import Compression, check_ranks
-from cai_zero.gathering import Gather, Gatherer, Gathering, Part, Sharded
-from cai_zero.initial import Materialize, device_of, fill
-from cai_zero.keepers import ShardKeeper
-from cai_zero.order import complete
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import RankTable, second_group
-from cai_zero.reducer import GradReducer, Reducible
-from cai_zero.unused import absent
+from cai_zero.reduction.arrivals import absent
+from cai_zero.reduction.compression import Compression, check_ranks
+from cai_zero.reduction.ranks import RankTable, second_group
+from cai_zero.reduction.reducer import GradReducer, Reducible
+from cai_zero.stage3.gathering import Gather, Gatherer, Gathering, Part, Sharded
+from cai_zero.stage3.initial_values import Materialize, device_of, fill
+from cai_zero.stage3.keeper import ShardKeeper
+from cai_zero.stage3.order import complete
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class ModuleSharding:
             unit, buffer = part.unit, part.reducible.buffer
             self._reduced.append((unit, buffer))
             for i, (shard, whole) in enumerate(zip(unit.kept, unit.used, strict=True)):
-                keeper = ShardKeeper(self, unit, buffer)
+                keeper = ShardKeeper(self, self.ranks, unit, buffer)
                 ShardParameter.adopt(shard, keeper, i)
                 shard.cai_place = functools.partial(keeper.place, i)  # for a residency
-                ShownParameter.adopt(whole, ShardKeeper(self, unit, buffer, whole=True), i)
+                ShownParameter.adopt(whole, ShardKeeper(self, self.ranks, unit, buffer, whole=True), i)
         reducible = {u: [part.reducible for part in u.parts if part.reducible] for u in self._units.values()}
         self._reducer.take(reducible, self._reducer.order)
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
@@ -181,7 +181,7 @@ class ModuleSharding:
                 if optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
                     check_elementwise(optimizer)
                 tried.add(optimizer)
-                sharding.agree()
+                sharding.ensure_gradients()
                 sharding.ranks.turns.take("a step")
                 hide(own)
 
@@ -413,7 +413,7 @@ class ModuleSharding:
         self._pending = self._agreed = self._open = False
         self._end_backward()
 
-    def agree(self) -> None:
+    def ensure_gradients(self) -> None:
         """Bring the gradients to where users and optimizers find them. Collective, unless that is done already.
 
         What is pending is reduced. What no rank has used in this step has no gradient, as torch has it.

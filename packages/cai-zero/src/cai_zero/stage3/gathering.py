@@ -19,9 +19,9 @@ from cai_mesh.errors import PlanError
 from cai_mesh.layout import ReduceSpec
 from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import FlatUnit, StoredShard
-from cai_zero.compress import Compression, gather_weights
-from cai_zero.order import GatherOrder
-from cai_zero.reducer import Reducible
+from cai_zero.reduction.compression import Compression, gather_weights
+from cai_zero.reduction.reducer import Reducible
+from cai_zero.stage3.order import GatherOrder
 
 
 @dataclass(frozen=True)

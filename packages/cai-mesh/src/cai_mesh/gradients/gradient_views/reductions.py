@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from cai_mesh.gradients.shard import ShardGradient as Gradient
+from cai_mesh.gradients.gradient_views.place import PlacedGradient
 
 
 def _power(part: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
@@ -22,7 +21,7 @@ def _power(part: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor
     return part.abs().pow(order).sum() if order != 2 else part.square().sum()
 
 
-def _norms(grads: Sequence[Gradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+def _norms(grads: Sequence[PlacedGradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """One norm of each, with one message for all that lie over the same ranks."""
     order = float(order)
     if all(grad.place.alone for grad in grads):
@@ -51,7 +50,7 @@ def _foreach_norm(grads: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dt
 
 
 def _vector_norm(
-    grad: Gradient,
+    grad: PlacedGradient,
     ord: float = 2,
     dim: Any = None,
     keepdim: bool = False,
@@ -64,17 +63,17 @@ def _vector_norm(
     return _norms([grad], ord, dtype)[0]
 
 
-def _norm(grad: Gradient, p: float | None = 2, *rest: Any, **options: Any) -> torch.Tensor:
+def _norm(grad: PlacedGradient, p: float | None = 2, *rest: Any, **options: Any) -> torch.Tensor:
     if rest or options:
         return torch.norm(grad.whole(), p, *rest, **options)
     return _norms([grad], 2 if p is None else p, None)[0]
 
 
-def _sum(grad: Gradient, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _sum(grad: PlacedGradient, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return grad.place.combine(grad.part.sum(dtype=dtype))
 
 
-def _mean(grad: Gradient, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _mean(grad: PlacedGradient, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     count = grad.place.combine(
         torch.tensor(float(grad.part.numel()), dtype=torch.float64, device=grad.device)
     )
@@ -82,7 +81,7 @@ def _mean(grad: Gradient, *, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _extreme(name: str) -> Callable[..., torch.Tensor]:
-    def extreme(grad: Gradient, *rest: Any, **options: Any) -> Any:
+    def extreme(grad: PlacedGradient, *rest: Any, **options: Any) -> Any:
         if rest or options:
             return getattr(torch, name)(grad.whole(), *rest, **options)
         largest = name in ("max", "amax")
@@ -97,13 +96,13 @@ def _extreme(name: str) -> Callable[..., torch.Tensor]:
     return extreme
 
 
-def _any(grad: Gradient, *rest: Any, **options: Any) -> torch.Tensor:
+def _any(grad: PlacedGradient, *rest: Any, **options: Any) -> torch.Tensor:
     if rest or options:
         return torch.any(grad.whole(), *rest, **options)
     return grad.place.combine(grad.part.any().to(torch.uint8), "max").bool()
 
 
-def _all(grad: Gradient, *rest: Any, **options: Any) -> torch.Tensor:
+def _all(grad: PlacedGradient, *rest: Any, **options: Any) -> torch.Tensor:
     if rest or options:
         return torch.all(grad.whole(), *rest, **options)
     return ~grad.place.combine((~grad.part.all()).to(torch.uint8), "max").bool()

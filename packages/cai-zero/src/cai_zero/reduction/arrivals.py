@@ -13,7 +13,7 @@ import torch
 
 from cai_mesh.comm import all_reduce
 from cai_mesh.gradients import GradBuffer
-from cai_zero.ranks import DataRanks
+from cai_zero.reduction.ranks import DataRanks
 
 Places = set[tuple[int, int]]
 

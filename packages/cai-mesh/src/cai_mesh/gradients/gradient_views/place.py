@@ -1,10 +1,11 @@
-"""Which part of a gradient a rank has, and how values of the parts become those of the whole."""
+"""The part of a gradient that a rank has, and how values of the parts become those of the whole."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,29 @@ class Place:
                 all_reduce(value, group)
             return value
         return largest(value, self.sums) if op == "max" else -largest(-value, self.sums)
+
+
+class PlacedGradient(Protocol):
+    """A gradient that is shown in the shape of the whole, and of which this rank has a part.
+
+    Attributes:
+        part: 1-d, this rank's.
+        place: the part's place in what is shown.
+        dtype, device: of both.
+    """
+
+    part: torch.Tensor
+    place: Place
+    dtype: torch.dtype
+    device: torch.device
+
+    def whole(self) -> torch.Tensor:
+        """All of it that is shown. Collective where parts are on other ranks."""
+        ...
+
+    def dim(self) -> int:
+        """Dimensions of what is shown."""
+        ...
 
 
 def largest(value: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients.buffer import buffer_of, has_hooks
-from cai_mesh.gradients.embedding import route_embedding
-from cai_mesh.gradients.products import PLAIN, TRANSPOSED
+from cai_mesh.gradients.linear.embedding import route_embedding
+from cai_mesh.gradients.linear.products import PLAIN, TRANSPOSED
 from cai_mesh.operators import operator
 from cai_mesh.protocols import LinearProducts, LinearRule, TensorHandle
 

@@ -1,23 +1,20 @@
-"""Who answers for the `.grad` of sharded parameters: keepers of chunks, and of units of stage 3.
+"""The keepers of stages 0 to 2: they answer for the `.grad` of parameters in chunks, and of those in none.
 
-Keepers refer weakly to what they ask. A chunk has nodes of autograd, which have its parameters: were those to have the
-chunk, Python's collector would not see the circle, and no memory would ever be free again.
+They refer weakly to what they ask, for the reason that `cai_zero.reduction.owner` gives.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from cai_mesh.comm import all_reduce
 from cai_mesh.errors import LayoutError, PlanError
 from cai_mesh.gradients import (
-    GradBuffer,
     Place,
     ShardGradient,
     ShownParameter,
@@ -25,14 +22,27 @@ from cai_mesh.gradients import (
     raw_grad,
     set_raw_grad,
 )
-from cai_mesh.layout import layout_of, record_of, reduce_of
-from cai_mesh.storage import FlatUnit
-from cai_zero.chunks import Chunk
-from cai_zero.ranks import RankTable, groups_along
+from cai_mesh.layout import layout_of, reduce_of
+from cai_zero.reduction.owner import GradientOwner, owner_gone
+from cai_zero.reduction.ranks import RankTable, groups_along
+from cai_zero.replicated.chunks import Chunk
 
-if TYPE_CHECKING:
-    from cai_zero.module import ModuleSharding
-    from cai_zero.optimizer import ShardedOptimizer
+
+class ChunkOwner(GradientOwner, Protocol):
+    """Whoever has the chunks of some parameters and steps their pieces."""
+
+    def has_gradients(self) -> bool:
+        """Whether anything has arrived since the gradients were last dropped, as far as this rank knows."""
+        ...
+
+    def reopen(self) -> None:
+        """Reduce again: a gradient of this rank has been put where autograd accumulates."""
+
+    def admit(self) -> None:
+        """Take into chunks what is to be trained and lies in none."""
+
+    def publish(self, only: Chunk | None = None) -> None:
+        """Give every rank the parameters of one chunk, or all, whose master weights have been written to."""
 
 
 class ChunkKeeper:
@@ -40,14 +50,14 @@ class ChunkKeeper:
 
     steps = True
 
-    def __init__(self, owner: ShardedOptimizer, chunk: Chunk):
+    def __init__(self, owner: ChunkOwner, chunk: Chunk):
         self._owner, self._weak = weakref.ref(owner), weakref.ref(chunk)
 
     @property
     def _chunk(self) -> Chunk:
         chunk = self._weak()
         if chunk is None:
-            raise gone()
+            raise owner_gone()
         return chunk
 
     def place(self, index: int) -> Place:
@@ -105,7 +115,7 @@ class FrozenKeeper:
 
     steps = True
 
-    def __init__(self, owner: ShardedOptimizer, param: nn.Parameter):
+    def __init__(self, owner: ChunkOwner, param: nn.Parameter):
         self._owner, self._param = weakref.ref(owner), weakref.ref(param)
 
     def _successor(self, *, with_gradient: torch.Tensor | None = None) -> tuple[ChunkKeeper, int] | None:
@@ -208,7 +218,7 @@ class StrayKeeper:
 
 
 def show_others(
-    owner: ShardedOptimizer, waiting: Iterable[nn.Parameter], model: nn.Module | None, ranks: RankTable
+    owner: ChunkOwner, waiting: Iterable[nn.Parameter], model: nn.Module | None, ranks: RankTable
 ) -> None:
     """Let parameters in no chunk show their gradients: those that wait, and those of the model that nobody steps."""
     for param in waiting:
@@ -216,91 +226,3 @@ def show_others(
     for param in model.parameters() if model is not None else ():
         if not is_kept(param):
             ShownParameter.adopt(param, StrayKeeper(ranks, param), 0)
-
-
-class ShardKeeper:
-    """The `GradientKeeper` of a unit's shards, or of its unsharded parameters."""
-
-    steps = True
-
-    def __init__(self, sharding: ModuleSharding, unit: FlatUnit, buffer: GradBuffer, *, whole: bool = False):
-        self._sharding, self._weak, self._buffer = (
-            weakref.ref(sharding),
-            weakref.ref(unit),
-            weakref.ref(buffer),
-        )
-        self._whole = self.fixed = whole
-        self._places: dict[int, Place] = {}
-
-    @property
-    def _unit(self) -> FlatUnit:
-        unit = self._weak()
-        if unit is None:
-            raise gone()
-        return unit
-
-    def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
-        sharding = self._sharding()
-        if sharding is None:
-            return None
-        sharding.agree()
-        grad = raw_grad(self._unit.kept[index])
-        return None if grad is None else (grad, self.place(index))
-
-    def place(self, index: int) -> Place:
-        """Where this rank's part of the gradient lies in what users see of it."""
-        sharding = self._sharding()
-        if sharding is None:
-            raise gone()
-        if index not in self._places:
-            self._places[index] = _place_of_shard(sharding.ranks, self._unit, index, whole=self._whole)
-        return self._places[index]
-
-    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        buffer = self._buffer()
-        if buffer is not None:
-            buffer.drop(index)
-        if gradient is not None and buffer is not None:
-            buffer.arrived.add(index)
-        if gradient is not None and self._whole and not isinstance(gradient, ShardGradient):
-            raise PlanError(
-                "a gradient was put in the place of one of a sharded model, while its parameters are unsharded",
-                fix="put it after the backward, when parameters are shards",
-            )
-        part = gradient.part if isinstance(gradient, ShardGradient) else gradient
-        set_raw_grad(self._unit.kept[index], part)
-
-    def leaf(self, index: int) -> nn.Parameter:
-        return self._unit.used[index]
-
-    def about_to_write(self, index: int) -> None:
-        """What was gathered ahead of the next forward may soon be old; what is unsharded is, and must be kept."""
-        unit = self._weak()
-        if unit is None:
-            return
-        if self._whole:
-            unit.lent = True
-        else:
-            increment_version(unit.kept[index])
-
-
-def gone() -> PlanError:
-    return PlanError(
-        "a gradient was asked for of a parameter whose model or optimizer is gone",
-        fix="keep what shard_optimizer or shard_module returned as long as its parameters",
-    )
-
-
-def _place_of_shard(ranks: RankTable, unit: FlatUnit, index: int, *, whole: bool) -> Place:
-    """What a rank's part of one parameter's gradient is shown as: as the part, or as the whole.
-
-    The whole is for who meets an unsharded parameter (between forward and backward, or after an error).
-    """
-    param = unit.kept[index]
-    slices = record_of(param).slices
-    assert slices is not None
-    part = slices[0]
-    sums, known = groups_along(ranks.mesh, part.axes)
-    shard = ranks.of(reduce_of(param)).shard
-    shape, bounds = (unit.used[index].shape, part.range) if whole else (param.shape, (0, param.numel()))
-    return Place(shape, *bounds, shard, sums, not whole, not known, part.axes, part.owner)

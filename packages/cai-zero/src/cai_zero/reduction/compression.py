@@ -1,4 +1,4 @@
-"""Weights and gradients travel as one byte an element: the communication; `cai_zero.quantize` has the mathematics.
+"""Communication of weights and gradients as one byte an element; `cai_zero.reduction.quantization` has the mathematics.
 
 The quantised all-gather of weights and the all-to-all reduction of quantised gradients, which adds in full precision
 and so quantises every gradient once, are those of ZeRO++ (Wang et al., arXiv:2306.10209). What quantisation takes
@@ -33,8 +33,8 @@ from cai_mesh.comm import (
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import ALIGNMENT
 from cai_mesh.protocols import CommHandle
-from cai_zero.quantize import BLOCK, DTYPES, Form, check_form, dequantize, quantize
-from cai_zero.ranks import DataRanks
+from cai_zero.reduction.quantization import BLOCK, DTYPES, Form, check_form, dequantize, quantize
+from cai_zero.reduction.ranks import DataRanks
 
 SCALE_BYTES = 4
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch._guards import TracingContext
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients.flat import LOOKS, check_flat_use
-from cai_mesh.gradients.place import Place
-from cai_mesh.gradients.shard import ShardGradient, shown
+from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
+from cai_mesh.gradients.gradient_views.place import Place
+from cai_mesh.gradients.gradient_views.shard_gradient import ShardGradient, shown
 from cai_mesh.layout.chunk import moved
 
 

@@ -19,8 +19,8 @@ from cai_mesh.comm import PeerReduce, SideStream, all_reduce
 from cai_mesh.gradients import GradBuffer
 from cai_mesh.layout import ReduceSpec
 from cai_mesh.protocols import CommHandle
-from cai_zero.compress import Compression, reduce_gradients
-from cai_zero.ranks import DataRanks
+from cai_zero.reduction.compression import Compression, reduce_gradients
+from cai_zero.reduction.ranks import DataRanks
 
 Key = TypeVar("Key", bound=Hashable)
 

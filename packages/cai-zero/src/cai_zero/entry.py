@@ -20,12 +20,12 @@ from cai_mesh.storage import (
     guard_saving,
     reduces_itself,
 )
-from cai_zero.compress import Compression
-from cai_zero.gathering import Gather
-from cai_zero.initial import Materialize
-from cai_zero.module import ModuleSharding, Options
-from cai_zero.optimizer import ShardedOptimizer
 from cai_zero.precision import MixedPrecision
+from cai_zero.reduction.compression import Compression
+from cai_zero.replicated.optimizer import ShardedOptimizer
+from cai_zero.stage3.gathering import Gather
+from cai_zero.stage3.initial_values import Materialize
+from cai_zero.stage3.sharding import ModuleSharding, Options
 
 
 def shard_optimizer(
@@ -45,7 +45,7 @@ def shard_optimizer(
         optimizer: any torch optimizer that treats elements independently (SGD, Adam, AdamW, RMSprop ...), or one of
             `cai_zero.optimizers`, before its first step and so without state. Its param groups are kept; its
             parameters move into contiguous chunks.
-        mesh: see `cai_zero.ranks.RankTable` for how its data axes are found. None: one process.
+        mesh: see `cai_zero.reduction.ranks.RankTable` for how its data axes are found. None: one process.
         model: the module that owns the parameters; gradients are then reduced while backward runs. Stage 1 works
             without it and reduces `param.grad` in `step`.
         stage: 0 (reduce gradients, as DDP), 1 (shard optimizer state and master weights), 2 (also gradients).
@@ -163,7 +163,7 @@ def shard_module(
 
     Args:
         model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds all of it.
-        mesh: see `cai_zero.ranks.RankTable`. None: one process.
+        mesh: see `cai_zero.reduction.ranks.RankTable`. None: one process.
         precision: dtypes of gathered parameters, of the shards and of the reduction.
         residency: which memory the shards, their gradients and the state of their optimizer live in between uses, such
             as `cai_gemini.ChunkResidency`. None: the device.

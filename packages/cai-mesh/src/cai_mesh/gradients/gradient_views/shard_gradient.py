@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.errors import LayoutError
-from cai_mesh.gradients.place import Place
-from cai_mesh.gradients.sums import REDUCTIONS
+from cai_mesh.gradients.gradient_views.place import Place
+from cai_mesh.gradients.gradient_views.reductions import REDUCTIONS
 
 
 class ShardGradient(torch.Tensor):

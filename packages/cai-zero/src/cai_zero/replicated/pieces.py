@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cai_mesh.gradients import LOOKS, Place, ShardGradient, ShownParameter
-from cai_zero.chunks import Chunk
-from cai_zero.keepers import ChunkKeeper
+from cai_zero.replicated.chunks import Chunk
+from cai_zero.replicated.keepers import ChunkKeeper
 
 
 class PieceKeeper(ChunkKeeper):

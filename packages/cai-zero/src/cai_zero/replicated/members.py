@@ -12,7 +12,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import check_no_gradients, raw_grad
 from cai_mesh.storage import check_parameters
 from cai_mesh.storage import units as all_units
-from cai_zero.chunks import Chunk, Units
+from cai_zero.replicated.chunks import Chunk, Units
 
 
 class Members:

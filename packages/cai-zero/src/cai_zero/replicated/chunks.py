@@ -23,10 +23,10 @@ from cai_mesh.layout import (
     reduce_of,
 )
 from cai_mesh.protocols import CommHandle
-from cai_zero.halves import Halves, split
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import DataRanks, RankTable, groups_along
-from cai_zero.reducer import Reducible
+from cai_zero.reduction.ranks import DataRanks, RankTable, groups_along
+from cai_zero.reduction.reducer import Reducible
+from cai_zero.replicated.halves import Halves, split
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
 """Consecutive blocks share a chunk until it has this many elements."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from cai_mesh.layout import BoxedTensor
-from cai_zero.chunks import Chunk
+from cai_zero.replicated.chunks import Chunk
 
 
 def step(inner: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cai_mesh.errors import CaiError, CheckpointError
-from cai_mesh.paths import inside
+from cai_mesh.files.paths import inside
 
 LARGEST = 100 * 1000**2
 """Bytes of a header at most, as the format has it."""

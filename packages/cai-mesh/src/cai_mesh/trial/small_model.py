@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.trial_inputs import encoder_states, forms_of, parts_of, small_inputs
+from cai_mesh.trial.inputs import encoder_states, forms_of, parts_of, small_inputs
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,19 @@ from cai_mesh.gradients import (
 )
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
 from cai_mesh.storage import ModuleLifecycle
-from cai_zero import masters
-from cai_zero.chunks import Chunk, Units, build_chunks, reduction_order
-from cai_zero.compress import Compression, check_ranks, gather_weights
-from cai_zero.keepers import ChunkKeeper, show_others
-from cai_zero.members import Members
-from cai_zero.parts import PieceKeeper, PieceParameter
 from cai_zero.precision import MixedPrecision
-from cai_zero.ranks import RankTable
-from cai_zero.reducer import GradReducer
-from cai_zero.renormed import check_alike, renormed
-from cai_zero.state import restore_groups, saved_groups, state_of_pieces
-from cai_zero.unused import absent
+from cai_zero.reduction.arrivals import absent
+from cai_zero.reduction.compression import Compression, check_ranks, gather_weights
+from cai_zero.reduction.ranks import RankTable
+from cai_zero.reduction.reducer import GradReducer
+from cai_zero.replicated import masters
+from cai_zero.replicated.chunks import Chunk, Units, build_chunks, reduction_order
+from cai_zero.replicated.keepers import ChunkKeeper, show_others
+from cai_zero.replicated.max_norm import check_alike, renormed
+from cai_zero.replicated.members import Members
+from cai_zero.replicated.piece_state import state_of_pieces
+from cai_zero.replicated.pieces import PieceKeeper, PieceParameter
+from cai_zero.state import restore_groups, saved_groups
 
 Phase = Literal["empty", "open", "settled"]
 """Of a step's gradients: none since they were dropped; some, still to be reduced or agreed on; complete."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from cai_mesh.comm import all_reduce
 from cai_mesh.errors import PlanError
-from cai_zero.ranks import DataRanks
+from cai_zero.reduction.ranks import DataRanks
 
 
 def renormed(model: nn.Module | None) -> list[torch.Tensor]:
