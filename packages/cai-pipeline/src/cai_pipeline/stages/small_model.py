@@ -12,7 +12,7 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import SmallModel, shrunk
 from cai_mesh.trial_inputs import MAKERS, parts_of
-from cai_pipeline.stage import SHIFT
+from cai_pipeline.stages.stage import SHIFT
 
 
 def small_model(model: nn.Module) -> SmallModel:
