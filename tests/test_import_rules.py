@@ -94,6 +94,8 @@ ROOMS_OF_ZERO = {
     "integrations": {FACE},
 }
 """What each room, or file beside them, of cai_zero may import of the others."""
+ROOMS_OF_PIPELINE = {"plans": set(), "stages": {"plans"}, "run": {"plans", "stages"}}
+"""What each room of cai_pipeline may import of the others."""
 SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}
 ROOMS_OF_APPS = {
     "config": set(),
@@ -161,7 +163,7 @@ def test_imports_point_one_way(path: Path):
     ("package", "source"),
     [
         ("cai_zero", "import cai_gemini"),
-        ("cai_zero", "def f():\n    from cai_pipeline.actions import Action"),
+        ("cai_zero", "def f():\n    from cai_pipeline.plans import Action"),
         ("cai_gemini", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cai_zero.shards"),
         ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plans.plan')"),
         ("cai_tensor_parallel", "import transformers"),
@@ -209,6 +211,8 @@ def test_rooms_of_cai_tensor_parallel_import_one_way():
         if room != "__init__":
             entered = rooms_entered(path, home.name) - {room} - ROOMS_OF_TENSOR_PARALLEL[room]
             wrong += [f"{path.relative_to(home)}: {name}" for name in sorted(entered)]
+
+
 def test_rooms_of_cai_zero_import_one_way():
     tuple(graphlib.TopologicalSorter(ROOMS_OF_ZERO).static_order())  # raises where the table has a circle
     source = PACKAGES / "cai-zero" / "src" / "cai_zero"
@@ -240,6 +244,17 @@ def test_rooms_of_cai_gemini_import_one_way():
         room = path.relative_to(gemini).parts[0]
         others = rooms_entered(path, "cai_gemini") - {room} - ROOMS_OF_GEMINI[room]
         wrong += [f"{path.relative_to(gemini)}: {other}" for other in sorted(others)]
+
+
+def test_rooms_of_cai_pipeline_import_one_way():
+    source = PACKAGES / "cai-pipeline" / "src" / "cai_pipeline"
+    wrong = []
+    for path in sorted(source.glob("*/**/*.py")):
+        room = path.relative_to(source).parts[0]
+        wrong += [
+            f"{path.relative_to(source)} imports {name}"
+            for name in sorted(rooms_entered(path, "cai_pipeline") - {room} - ROOMS_OF_PIPELINE[room])
+        ]
     assert not wrong
 
 
@@ -318,6 +333,12 @@ def test_importing_cai_mesh_stays_light():
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     public = {name for name in run.stdout.split() if not name.rpartition(".")[2].startswith("_")}
     assert public <= LIGHT, f"import cai_mesh also loaded {sorted(public - LIGHT)}"
+
+
+def test_plans_of_pipelines_load_no_torch():
+    script = "import sys, cai_pipeline.plans; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
 
 
 def has_tests(tree: ast.Module) -> bool:
