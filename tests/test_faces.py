@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(path.name.replace("-", "_") for path in (ROOT / "packages").iterdir() if path.is_dir())
 APPS = ROOT / "packages" / "cai-apps" / "src"
-ADVERTISING = {"cai_kernels", "cai_pipeline", "cai_zero"}
+ADVERTISING = {"cai_gemini", "cai_kernels", "cai_pipeline", "cai_zero"}
 """Packages of which cai_apps takes only what they advertise."""
 
 
