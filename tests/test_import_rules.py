@@ -68,6 +68,16 @@ ROOMS = {
     "checkpoint": {"errors", "files", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
+ROOMS_OF_TENSOR_PARALLEL = {
+    "plans": set(),
+    "modes": {"plans"},
+    "cut": {"plans", "modes"},
+    "trial": {"plans", "modes", "cut"},
+    "finding": {"plans", "modes", "cut", "trial"},
+    "parallelization": {"plans", "modes", "cut", "trial", "finding"},
+    "volume": set(),
+}
+"""What each room of cai_tensor_parallel may import of the others."""
 FACE = "the package itself"
 ROOMS_OF_ZERO = {
     "precision": set(),
@@ -84,6 +94,8 @@ ROOMS_OF_ZERO = {
     "integrations": {FACE},
 }
 """What each room, or file beside them, of cai_zero may import of the others."""
+ROOMS_OF_PIPELINE = {"plans": set(), "stages": {"plans"}, "run": {"plans", "stages"}}
+"""What each room of cai_pipeline may import of the others."""
 SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}
 ROOMS_OF_APPS = {
     "config": set(),
@@ -97,6 +109,18 @@ ROOMS_OF_APPS = {
     "applications": SHARED | {"cli"},
 }
 """What each room of cai_apps may import of the others. An application imports no other application."""
+ROOMS_OF_GEMINI = {
+    "planning": set(),
+    "memory": {"planning"},
+    "nvme": {"memory"},
+    "chunk": {"planning", "memory", "nvme"},
+    "steps": {"planning", "memory", "nvme", "chunk"},
+    "rates": {"planning", "memory", "nvme", "chunk"},
+    "engine": {"planning", "memory", "nvme", "chunk", "steps", "rates"},
+    "activations": {"memory"},
+    "embedding": set(),
+}
+"""What each room of cai_gemini may import of the others. Files at its root, where users begin, import any of them."""
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
@@ -139,9 +163,9 @@ def test_imports_point_one_way(path: Path):
     ("package", "source"),
     [
         ("cai_zero", "import cai_gemini"),
-        ("cai_zero", "def f():\n    from cai_pipeline.actions import Action"),
+        ("cai_zero", "def f():\n    from cai_pipeline.plans import Action"),
         ("cai_gemini", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cai_zero.shards"),
-        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plan')"),
+        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plans.plan')"),
         ("cai_tensor_parallel", "import transformers"),
         ("cai_kernels", "from cai_mesh import Layout"),
         ("cai_mesh", "import cai_apps"),
@@ -177,6 +201,18 @@ def test_rooms_of_cai_mesh_import_one_way(path: Path):
         assert rooms_entered(path, "cai_mesh") - {room} <= ROOMS[room]
 
 
+def test_rooms_of_cai_tensor_parallel_import_one_way():
+    """Rooms and the files beside them, each in the table; the package's own face is for its users."""
+    tuple(graphlib.TopologicalSorter(ROOMS_OF_TENSOR_PARALLEL).static_order())  # raises where it has a circle
+    home = PACKAGES / "cai-tensor-parallel" / "src" / "cai_tensor_parallel"
+    wrong = []
+    for path in sorted(home.rglob("*.py")):
+        room = path.relative_to(home).parts[0].removesuffix(".py")
+        if room != "__init__":
+            entered = rooms_entered(path, home.name) - {room} - ROOMS_OF_TENSOR_PARALLEL[room]
+            wrong += [f"{path.relative_to(home)}: {name}" for name in sorted(entered)]
+
+
 def test_rooms_of_cai_zero_import_one_way():
     tuple(graphlib.TopologicalSorter(ROOMS_OF_ZERO).static_order())  # raises where the table has a circle
     source = PACKAGES / "cai-zero" / "src" / "cai_zero"
@@ -199,6 +235,27 @@ def test_rooms_of_cai_apps_import_one_way(path: Path):
     inside = path.relative_to(APPS).parts
     if len(inside) > 1:
         assert rooms_entered(path, "cai_apps") - {inside[0]} <= ROOMS_OF_APPS[inside[0]]
+
+
+def test_rooms_of_cai_gemini_import_one_way():
+    gemini = PACKAGES / "cai-gemini" / "src" / "cai_gemini"
+    wrong = []
+    for path in gemini.glob("*/**/*.py"):
+        room = path.relative_to(gemini).parts[0]
+        others = rooms_entered(path, "cai_gemini") - {room} - ROOMS_OF_GEMINI[room]
+        wrong += [f"{path.relative_to(gemini)}: {other}" for other in sorted(others)]
+
+
+def test_rooms_of_cai_pipeline_import_one_way():
+    source = PACKAGES / "cai-pipeline" / "src" / "cai_pipeline"
+    wrong = []
+    for path in sorted(source.glob("*/**/*.py")):
+        room = path.relative_to(source).parts[0]
+        wrong += [
+            f"{path.relative_to(source)} imports {name}"
+            for name in sorted(rooms_entered(path, "cai_pipeline") - {room} - ROOMS_OF_PIPELINE[room])
+        ]
+    assert not wrong
 
 
 @pytest.mark.parametrize("path", sorted((APPS / "applications").glob("*/**/*.py")), ids=str)
@@ -234,11 +291,54 @@ def test_siblings_use_what_cai_mesh_advertises(path: Path):
     assert not wrong
 
 
+def test_cai_apps_uses_what_cai_tensor_parallel_advertises():
+    wrong = []
+    for path in sorted(APPS.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        wrong += [
+            name for _, name in imported(tree) if name.count(".") > 1 and name.startswith("cai_tensor_")
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cai_tensor_parallel"):
+                advertised = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [
+                    f"{node.module}.{alias.name}" for alias in node.names if alias.name not in advertised
+                ]
+    assert not wrong
+
+
+def test_cai_apps_uses_what_cai_gemini_advertises():
+    wrong = []
+    for path in APPS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cai_gemini":
+                advertised = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [f"{node.module}.{a.name}" for a in node.names if a.name not in advertised]
+    assert not wrong
+
+
+def test_planning_an_offload_needs_no_torch():
+    """Nor any other room, for what is pure in it: a plan may be made where nothing trains."""
+    script = (
+        "import sys, cai_gemini.planning.simulation, cai_gemini.planning.tiers; print(*sorted(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "torch" not in loaded
+    assert {name.split(".")[1] for name in loaded if name.startswith("cai_gemini.")} == {"planning"}
+
+
 def test_importing_cai_mesh_stays_light():
     script = "import sys, cai_mesh; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'cai_mesh'))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     public = {name for name in run.stdout.split() if not name.rpartition(".")[2].startswith("_")}
     assert public <= LIGHT, f"import cai_mesh also loaded {sorted(public - LIGHT)}"
+
+
+def test_plans_of_pipelines_load_no_torch():
+    script = "import sys, cai_pipeline.plans; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
 
 
 def has_tests(tree: ast.Module) -> bool:
