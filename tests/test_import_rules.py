@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,19 +70,42 @@ ROOMS = {
     "checkpoint": {"errors", "headers", "paths", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
-SHARED = {"config", "compose", "data", "planner", "report", "run", "recipes"}
 ROOMS_OF_APPS = {
-    "config": set(),
-    "data": {"config"},
-    "compose": {"config"},
-    "planner": {"config", "compose"},
-    "run": {"config", "compose", "data", "planner"},
-    "report": {"config", "run"},
-    "recipes": {"config", "applications"},
-    "cli": {"config", "applications", "recipes", "report", "run"},
-    "applications": SHARED | {"cli"},
+    "": {
+        "config": set(),
+        "data": {"config"},
+        "compose": {"config"},
+        "planner": {"config", "compose"},
+        "run": {"config", "compose", "data", "planner"},
+        "report": {"config", "run"},
+        "applications": {"config", "compose", "data", "planner", "report", "run"},
+        "recipes": {"config", "applications"},
+        "cli": {"config", "applications", "recipes", "report", "run"},
+    },
+    "run": {
+        "exit_codes": set(),
+        "files": set(),
+        "task": {"files"},
+        "health": {"exit_codes", "files"},
+        "launch": {"exit_codes", "files", "health", "task"},
+        "loop": {"files", "task"},
+        "worker": {"exit_codes", "files", "health", "launch", "loop", "task"},
+        "train": {"files", "health", "launch", "task", "worker"},
+    },
+    "applications.diffusion": {
+        "config": set(),
+        "model": {"config"},
+        "rules": {"config", "model"},
+        "sampling": {"config", "model"},
+        "data": {"config", "model", "sampling"},
+        "training": {"config", "model", "data"},
+        "validation": {"config", "model", "rules", "sampling"},
+        "task": {"config", "data", "model", "sampling", "training", "validation"},
+        "commands": {"model", "sampling"},
+    },
 }
-"""What each room of cai_apps may import of the others. An application imports no other application."""
+"""What each room of a folder of cai_apps may import, or name in a string, of the others there, which stand above it. An
+application imports no other application."""
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
@@ -165,21 +189,113 @@ def test_rooms_of_cai_mesh_import_one_way(path: Path):
 APPS = PACKAGES / "cai-apps" / "src" / "cai_apps"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if APPS in p.parents], ids=lambda path: str(path.relative_to(APPS))
-)
-def test_rooms_of_cai_apps_import_one_way(path: Path):
-    inside = path.relative_to(APPS).parts
-    if len(inside) > 1:
-        assert rooms_entered(path, "cai_apps") - {inside[0]} <= ROOMS_OF_APPS[inside[0]]
+def modules_named(tree: ast.AST) -> set[str]:
+    """Every module of cai_apps that a syntax tree imports, or names in a string that holds nothing else."""
+    names = {name for _, name in imported(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {node.value.rstrip(".")} if re.fullmatch(r"cai_apps(\.\w+)+\.?", node.value) else set()
+    return {name for name in names if name.startswith("cai_apps.")}
 
 
-@pytest.mark.parametrize("path", sorted((APPS / "applications").glob("*/**/*.py")), ids=str)
-def test_applications_import_no_other(path: Path):
-    own = path.relative_to(APPS / "applications").parts[0]
-    names = {name for _, name in imported(ast.parse(path.read_text()))}
-    others = {name.split(".")[2] for name in names if name.startswith("cai_apps.applications.")}
-    assert others <= {own}
+def arrows_of(folder: str) -> Iterator[tuple[str, str, str]]:
+    """(file, its room, a room that it imports or names) of a folder of cai_apps, without the files at its root that are
+    no rooms of its table."""
+    home, rooms = APPS.joinpath(*folder.split(".")), ROOMS_OF_APPS[folder]
+    prefix = f"cai_apps.{folder}.".replace("..", ".")
+    for path in sorted(home.rglob("*.py")):
+        room = path.relative_to(home).parts[0].removesuffix(".py")
+        names = modules_named(ast.parse(path.read_text())) if room in rooms else set()
+        entered = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
+        yield from ((str(path.relative_to(APPS)), room, other) for other in entered & set(rooms) - {room})
+
+
+def test_every_room_of_cai_apps_has_a_rule():
+    for folder, rooms in ROOMS_OF_APPS.items():
+        home = APPS.joinpath(*folder.split("."))
+        folders = {path.parent.name for path in home.glob("*/__init__.py")}
+        files = {path.stem for path in home.glob("*.py")} - {"__init__"} if folder else set()
+        assert set(rooms) == folders | files, folder or "cai_apps"
+
+
+def test_rooms_of_cai_apps_stand_in_one_order():
+    """Each room comes after those that it may import."""
+    for rooms in ROOMS_OF_APPS.values():
+        order = list(rooms)
+        assert not [
+            (room, other)
+            for room, below in rooms.items()
+            for other in below
+            if order.index(other) > order.index(room)
+        ]
+
+
+def test_rooms_of_cai_apps_import_one_way():
+    wrong = [
+        f"{path}: {room} may not name {other}"
+        for folder, rooms in ROOMS_OF_APPS.items()
+        for path, room, other in arrows_of(folder)
+        if other not in rooms[room]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_arrow_of_the_rooms_of_cai_apps_is_used():
+    for folder, rooms in ROOMS_OF_APPS.items():
+        used = {(room, other) for _, room, other in arrows_of(folder)}
+        assert used == {(room, other) for room, below in rooms.items() for other in below}, folder
+
+
+def test_applications_import_no_other():
+    home, wrong = APPS / "applications", []
+    for path in sorted(home.glob("*/**/*.py")):
+        application = path.relative_to(home).parts[0]
+        names = modules_named(ast.parse(path.read_text()))
+        others = {name.split(".")[2] for name in names if name.startswith("cai_apps.applications.")}
+        folders = {folder.name for folder in home.iterdir() if folder.is_dir()}
+        wrong += [f"{path.relative_to(APPS)}: {other}" for other in others & folders - {application}]
+    assert not wrong, "\n".join(wrong)
+
+
+def imports_of_files(package: Path) -> dict[str, set[str]]:
+    """The modules of a package that each of its files imports, anywhere in it; `__init__` is left out."""
+    paths = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
+    trees = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): ast.parse(path.read_text())
+        for path in paths
+    }
+    found = {}
+    for module, tree in trees.items():
+        names = {name for _, name in imported(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        found[module] = {name for name in names if name in trees and name != module}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of more than one file whose imports lead from each to each."""
+    reach = {module: set(names) for module, names in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for names in reach.values():
+            more = set().union(*(reach[name] for name in names)) - names
+            names |= more
+            changed = changed or bool(more)
+    found = {frozenset(n for n in reach[module] if module in reach[n]) for module in reach}
+    return [set(circle) for circle in found if circle]
+
+
+def test_files_of_cai_apps_import_in_no_circle():
+    assert not circles(imports_of_files(APPS))
+
+
+def test_a_circle_is_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
 @pytest.mark.parametrize("room", ["comm", "layout", "gradients", "storage", "checkpoint"])
