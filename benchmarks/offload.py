@@ -295,10 +295,10 @@ def run_form(options: argparse.Namespace) -> dict:
 
 def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
     """What stays on the device, and the floor of a step under that plan, and where the host stepped all the rest."""
-    from cai_gemini.disk_use import disk_traffic
+    from cai_gemini.engine.disk_use import disk_traffic
+    from cai_gemini.planning.simulation import Step as Sized
+    from cai_gemini.planning.simulation import floor, simulate
     from cai_gemini.rates import measure, measure_disk
-    from cai_gemini.simulate import Step as Sized
-    from cai_gemini.simulate import floor, simulate
 
     engine.finish()
     rates, sizes = measure(device, engine.worker), engine.sizes

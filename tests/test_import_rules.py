@@ -7,6 +7,7 @@ An import counts wherever it stands: at the top, inside a function, under TYPE_C
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import re
 import subprocess
@@ -57,19 +58,43 @@ ROOMS = {
     "operators": set(),
     "protocols": {"comm"},
     "testing": set(),
-    "trial": {"errors", "trial_inputs"},
-    "trial_inputs": set(),
+    "trial": {"errors"},
     "comm": {"errors", "protocols", "_lazy"},
     "layout": {"errors", "comm", "_lazy"},
     "rng": {"layout"},
     "gradients": {"errors", "operators", "protocols", "comm", "layout"},
     "storage": {"errors", "protocols", "comm", "layout", "gradients"},
-    "headers": {"errors", "paths"},
-    "paths": {"errors"},
+    "files": {"errors"},
     "sizes": {"errors"},
-    "checkpoint": {"errors", "headers", "paths", "protocols", "comm", "layout"},
+    "checkpoint": {"errors", "files", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
+ROOMS_OF_TENSOR_PARALLEL = {
+    "plans": set(),
+    "modes": {"plans"},
+    "cut": {"plans", "modes"},
+    "trial": {"plans", "modes", "cut"},
+    "finding": {"plans", "modes", "cut", "trial"},
+    "parallelization": {"plans", "modes", "cut", "trial", "finding"},
+    "volume": set(),
+}
+"""What each room of cai_tensor_parallel may import of the others."""
+FACE = "the package itself"
+ROOMS_OF_ZERO = {
+    "precision": set(),
+    "state": set(),
+    "full_state": set(),
+    "loss_scale": set(),
+    "optimizers": set(),
+    "reduction": set(),
+    "stage3": {"precision", "reduction"},
+    "replicated": {"precision", "state", "reduction"},
+    "average": {"replicated"},
+    "samples": {"stage3", "replicated"},
+    "entry": {"precision", "reduction", "stage3", "replicated"},
+    "integrations": {FACE},
+}
+"""What each room, or file beside them, of cai_zero may import of the others."""
 ROOMS_OF_APPS = {
     "": {
         "config": set(),
@@ -106,6 +131,18 @@ ROOMS_OF_APPS = {
 }
 """What each room of a folder of cai_apps may import, or name in a string, of the others there, which stand above it. An
 application imports no other application."""
+ROOMS_OF_GEMINI = {
+    "planning": set(),
+    "memory": {"planning"},
+    "nvme": {"memory"},
+    "chunk": {"planning", "memory", "nvme"},
+    "steps": {"planning", "memory", "nvme", "chunk"},
+    "rates": {"planning", "memory", "nvme", "chunk"},
+    "engine": {"planning", "memory", "nvme", "chunk", "steps", "rates"},
+    "activations": {"memory"},
+    "embedding": set(),
+}
+"""What each room of cai_gemini may import of the others. Files at its root, where users begin, import any of them."""
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
 
@@ -150,7 +187,7 @@ def test_imports_point_one_way(path: Path):
         ("cai_zero", "import cai_gemini"),
         ("cai_zero", "def f():\n    from cai_pipeline.actions import Action"),
         ("cai_gemini", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cai_zero.shards"),
-        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plan')"),
+        ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plans.plan')"),
         ("cai_tensor_parallel", "import transformers"),
         ("cai_kernels", "from cai_mesh import Layout"),
         ("cai_mesh", "import cai_apps"),
@@ -184,6 +221,31 @@ def test_rooms_of_cai_mesh_import_one_way(path: Path):
     room = inside[0].removesuffix(".py")
     if room != "__init__":
         assert rooms_entered(path, "cai_mesh") - {room} <= ROOMS[room]
+
+
+def test_rooms_of_cai_tensor_parallel_import_one_way():
+    """Rooms and the files beside them, each in the table; the package's own face is for its users."""
+    tuple(graphlib.TopologicalSorter(ROOMS_OF_TENSOR_PARALLEL).static_order())  # raises where it has a circle
+    home = PACKAGES / "cai-tensor-parallel" / "src" / "cai_tensor_parallel"
+    wrong = []
+    for path in sorted(home.rglob("*.py")):
+        room = path.relative_to(home).parts[0].removesuffix(".py")
+        if room != "__init__":
+            entered = rooms_entered(path, home.name) - {room} - ROOMS_OF_TENSOR_PARALLEL[room]
+            wrong += [f"{path.relative_to(home)}: {name}" for name in sorted(entered)]
+    assert not wrong
+
+
+def test_rooms_of_cai_zero_import_one_way():
+    tuple(graphlib.TopologicalSorter(ROOMS_OF_ZERO).static_order())  # raises where the table has a circle
+    source = PACKAGES / "cai-zero" / "src" / "cai_zero"
+    wrong = []
+    for path in (path for path in SOURCES if source in path.parents):
+        room = path.relative_to(source).parts[0].removesuffix(".py")
+        entered = {name if name in ROOMS_OF_ZERO else FACE for name in rooms_entered(path, "cai_zero")}
+        if room != "__init__" and entered - {room} - ROOMS_OF_ZERO[room]:
+            wrong.append((str(path.relative_to(source)), entered - {room} - ROOMS_OF_ZERO[room]))
+    assert not wrong
 
 
 APPS = PACKAGES / "cai-apps" / "src" / "cai_apps"
@@ -298,7 +360,17 @@ def test_a_circle_is_seen():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
-@pytest.mark.parametrize("room", ["comm", "layout", "gradients", "storage", "checkpoint"])
+def test_rooms_of_cai_gemini_import_one_way():
+    gemini = PACKAGES / "cai-gemini" / "src" / "cai_gemini"
+    wrong = []
+    for path in gemini.glob("*/**/*.py"):
+        room = path.relative_to(gemini).parts[0]
+        others = rooms_entered(path, "cai_gemini") - {room} - ROOMS_OF_GEMINI[room]
+        wrong += [f"{path.relative_to(gemini)}: {other}" for other in sorted(others)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ["comm", "layout", "gradients", "storage", "checkpoint", "trial", "files"])
 def test_rooms_advertise_what_they_have(room: str):
     module = importlib.import_module(f"cai_mesh.{room}")
     for name in module.__all__:
@@ -321,6 +393,43 @@ def test_siblings_use_what_cai_mesh_advertises(path: Path):
             if advertised is None and node.module.count(".") > 1:
                 wrong.append(node.module)
     assert not wrong
+
+
+def test_cai_apps_uses_what_cai_tensor_parallel_advertises():
+    wrong = []
+    for path in sorted(APPS.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        wrong += [
+            name for _, name in imported(tree) if name.count(".") > 1 and name.startswith("cai_tensor_")
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cai_tensor_parallel"):
+                advertised = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [
+                    f"{node.module}.{alias.name}" for alias in node.names if alias.name not in advertised
+                ]
+    assert not wrong
+
+
+def test_cai_apps_uses_what_cai_gemini_advertises():
+    wrong = []
+    for path in APPS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cai_gemini":
+                advertised = getattr(importlib.import_module(node.module), "__all__", ())
+                wrong += [f"{node.module}.{a.name}" for a in node.names if a.name not in advertised]
+    assert not wrong
+
+
+def test_planning_an_offload_needs_no_torch():
+    """Nor any other room, for what is pure in it: a plan may be made where nothing trains."""
+    script = (
+        "import sys, cai_gemini.planning.simulation, cai_gemini.planning.tiers; print(*sorted(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "torch" not in loaded
+    assert {name.split(".")[1] for name in loaded if name.startswith("cai_gemini.")} == {"planning"}
 
 
 def test_importing_cai_mesh_stays_light():

@@ -19,7 +19,7 @@ from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.gradients import defer, raw_grad, routed
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer
-from cai_zero import halves as zero_halves
+from cai_zero.replicated import halves as zero_halves
 
 
 def step_through(model, optimizer, clip, ids_of):

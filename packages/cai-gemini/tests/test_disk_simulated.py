@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,10 +12,13 @@ from offloaded import build, train
 from offloaded_to_disk import MIXES, moved, on_disk
 from traces import RATES, palindrome
 
-from cai_gemini import Tiers, offload, rates
-from cai_gemini.disk_use import disk_traffic
-from cai_gemini.policy import Plan, Sizes
-from cai_gemini.simulate import DiskBytes, Step, best_plan, floor, simulate
+from cai_gemini import Tiers, offload
+from cai_gemini.engine import planner
+from cai_gemini.engine.disk_use import disk_traffic
+from cai_gemini.planning.policy import Plan, Sizes
+from cai_gemini.planning.simulation import DiskBytes, Step, best_plan, floor, simulate
+from cai_gemini.rates import disk as rates
+from cai_gemini.rates import link
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is no disk but memory")
 
@@ -89,11 +91,12 @@ def test_rates_of_a_disk_are_measured_within_bounds(tmp_path, monkeypatch):
 
 def test_auto_plans_with_the_disk(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(rates, "_step_rate", lambda device, numel: 1e9)
-    monkeypatch.setattr("cai_gemini.disk_use.measure_disk", lambda place: asked.append(place) or (1e3, 2e3))
+    monkeypatch.setattr(link, "_step_rate", lambda device, numel: 1e9)
+    monkeypatch.setattr(
+        "cai_gemini.engine.disk_use.measure_disk", lambda place: asked.append(place) or (1e3, 2e3)
+    )
     seen = []
-    module = sys.modules["cai_gemini.offload"]
-    monkeypatch.setattr(module, "best_plan", lambda *a: seen.append(a) or best_plan(*a))
+    monkeypatch.setattr(planner, "best_plan", lambda *a: seen.append(a) or best_plan(*a))
     model, ours = offload(*build(), device_memory="80KB", host_memory="70KB", nvme=tmp_path)
     assert on_disk(ours)
     train(model, ours, steps=3)

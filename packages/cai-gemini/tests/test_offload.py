@@ -20,8 +20,8 @@ from offloaded import (
 )
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.budget import memory_for, usable
-from cai_gemini.states import State
+from cai_gemini.chunk.states import State
+from cai_gemini.planning.budget import memory_for, usable
 from cai_mesh.errors import PlanError
 
 RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0), Tiers(0.5, 0.2, streamed=0.5)]

@@ -25,11 +25,13 @@ from offloaded import (
 from offloaded_to_disk import MIXES, OPTIMIZERS, in_memory, moved, on_disk
 from torch import nn
 
-from cai_gemini import Tiers, disk_plan, offload, pinned
-from cai_gemini.chunk import OffloadedChunk
-from cai_gemini.disk_plan import ChunkBytes, OnDisk, choose, chunk_bytes, disk_bytes, host_bytes
+from cai_gemini import Tiers, offload
+from cai_gemini.chunk.chunk import OffloadedChunk
+from cai_gemini.chunk.states import State
+from cai_gemini.memory import pinned
 from cai_gemini.nvme import NvmeError, store
-from cai_gemini.states import State
+from cai_gemini.planning import disk_plan
+from cai_gemini.planning.disk_plan import ChunkBytes, OnDisk, choose, chunk_bytes, disk_bytes, host_bytes
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import units
 

@@ -14,7 +14,7 @@ from plain import Failed, Plain, assert_same, fragile, loss_of
 from torch import nn
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.disk_plan import OnDisk, chunk_bytes, host_bytes
+from cai_gemini.planning.disk_plan import OnDisk, chunk_bytes, host_bytes
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import units
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import RATES, palindrome, problems
 
-from cai_gemini.policy import Plan, Sizes, decide, fits, fractions, room, smallest_budget
-from cai_gemini.simulate import Step, best_plan, floor, simulate
-from cai_gemini.states import TABLE, Event, Ledger, State, follow
-from cai_gemini.trace import Trace
+from cai_gemini.chunk.states import TABLE, Event, State, follow
+from cai_gemini.memory.ledger import Ledger
+from cai_gemini.planning.policy import Plan, Sizes, decide, fits, fractions, room, smallest_budget
+from cai_gemini.planning.simulation import Step, best_plan, floor, simulate
+from cai_gemini.planning.trace import Trace
 from cai_mesh.errors import PlanError
 
 

@@ -15,11 +15,11 @@ from stored_shards import BLOCKS, CPU, shards_of, trained
 from torch import nn
 
 from cai_gemini import ChunkResidency, Tiers, Tuning
-from cai_gemini.gradient import counted, sums_of_squares
+from cai_gemini.chunk.gradient import counted, sums_of_squares
+from cai_gemini.chunk.states import State
 from cai_gemini.nvme import NvmeError
-from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
-from cai_gemini.states import State
-from cai_gemini.trace import Trace, Use
+from cai_gemini.planning.policy import Plan, Sizes, decide, fits, room, smallest_budget
+from cai_gemini.planning.trace import Trace, Use
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, record_of
 from cai_mesh.protocols import Residency

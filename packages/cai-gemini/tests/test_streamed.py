@@ -15,10 +15,10 @@ from stored_shards import shards_of, trained
 from traces import RATES, palindrome, problems
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload
-from cai_gemini.chunk_step import AdamBlock
-from cai_gemini.pieces import GRAIN, buffer_bytes, pieces
-from cai_gemini.policy import Plan, Sizes, Streamable, fits, fractions
-from cai_gemini.simulate import Step, best_plan, floor, simulate
+from cai_gemini.chunk.optimizer_step import AdamBlock
+from cai_gemini.planning.policy import Plan, Sizes, Streamable, fits, fractions
+from cai_gemini.planning.simulation import Step, best_plan, floor, simulate
+from cai_gemini.steps.pieces import GRAIN, buffer_bytes, pieces
 from cai_mesh.errors import PlanError
 
 ALL, MIXED = Tiers(streamed=1.0), Tiers(0.6, 0.2, streamed=0.4)
@@ -26,14 +26,14 @@ FAST_LINK = replace(SLOW_HOST, to_device=1e9, to_host=1e9, both=2e9)
 
 
 def small_pieces(monkeypatch, size):
-    for where in ("pieces", "streamed"):
-        monkeypatch.setattr(f"cai_gemini.{where}.PIECE", size)
+    for where in ("pieces", "streaming"):
+        monkeypatch.setattr(f"cai_gemini.steps.{where}.PIECE", size)
 
 
 @pytest.fixture
 def steady(monkeypatch):
     """Every use of a chunk takes as long, however busy the machine is: what "auto" plans is the same each time."""
-    monkeypatch.setattr("cai_gemini.clock.Clock._between", lambda *_: 1e-4)
+    monkeypatch.setattr("cai_gemini.engine.clock.Clock._between", lambda *_: 1e-4)
 
 
 @pytest.fixture(params=[64, 128, None])
@@ -121,7 +121,7 @@ def test_state_loaded_later_stays_where_copies_are_fast(monkeypatch):
         placed.append(tensor.clone())
         return placed[-1]
 
-    monkeypatch.setattr("cai_gemini.streamed.in_host_memory", place)
+    monkeypatch.setattr("cai_gemini.steps.streaming.in_host_memory", place)
     twin, theirs = build()
     model, ours = moved(*build(), ALL)
     train(model, ours, steps=3)

@@ -10,12 +10,12 @@ import torch
 from offloaded import SLOW_HOST, Net, build, moved, train
 
 from cai_gemini import Tiers, Timeline
-from cai_gemini.clock import Clock
-from cai_gemini.policy import Plan, Sizes
-from cai_gemini.simulate import Step, simulate
-from cai_gemini.states import Ledger
-from cai_gemini.timeline import Recorder
-from cai_gemini.trace import Trace, Use
+from cai_gemini.engine.clock import Clock
+from cai_gemini.memory.ledger import Ledger
+from cai_gemini.memory.timeline import Recorder
+from cai_gemini.planning.policy import Plan, Sizes
+from cai_gemini.planning.simulation import Step, simulate
+from cai_gemini.planning.trace import Trace, Use
 from cai_mesh.errors import PlanError
 
 BUDGET = 80_000

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from cai_mesh.layout import ReduceSpec, attach
-from cai_zero import MixedPrecision, chunks
-from cai_zero.chunks import build_chunks, reduction_order
-from cai_zero.members import Members
-from cai_zero.ranks import RankTable
+from cai_zero import MixedPrecision
+from cai_zero.reduction.ranks import RankTable
+from cai_zero.replicated import chunks
+from cai_zero.replicated.chunks import build_chunks, reduction_order
+from cai_zero.replicated.members import Members
 
 
 class Net(nn.Module):

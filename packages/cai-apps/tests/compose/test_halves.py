@@ -20,7 +20,7 @@ from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import ConfigError
 from cai_mesh.layout import FlatChunk
 from cai_mesh.testing import run_ranks
-from cai_zero import halves, optimizer
+from cai_zero.replicated import halves, optimizer
 
 STEPS, HALF = 6, 3
 LAYOUTS = {

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cai_gemini.budget import device_budget
-from cai_gemini.chunk import OffloadedChunk
-from cai_gemini.disk_plan import choose
-from cai_gemini.disk_use import disk_user, open_store
-from cai_gemini.engine import Schedule
-from cai_gemini.offload import Tiers, Tuning, measured, schedule, take_over, tiers_of
+from cai_gemini.chunk.chunk import OffloadedChunk
+from cai_gemini.engine.disk_use import disk_user, open_store
+from cai_gemini.engine.engine import Schedule
+from cai_gemini.engine.planner import Tuning, measured, schedule
+from cai_gemini.engine.shards import Arriving, ShardEngine, ShardUnit, check_device, shard_bytes
+from cai_gemini.one_device import take_over
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.policy import Plan
-from cai_gemini.shards import Arriving, ShardEngine, ShardUnit, check_device, shard_bytes
-from cai_gemini.streamed import check_streamed
+from cai_gemini.planning.budget import device_budget
+from cai_gemini.planning.disk_plan import choose
+from cai_gemini.planning.policy import Plan
+from cai_gemini.planning.tiers import Tiers, tiers_of
+from cai_gemini.steps.streaming import check_streamed
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle
 from cai_mesh.storage import StoredShard

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.layout import BoxedTensor, canonical_name
-from cai_zero.chunks import Chunk
-from cai_zero.masters import opened
-from cai_zero.optimizer import ShardedOptimizer
+from cai_zero.replicated.chunks import Chunk
+from cai_zero.replicated.masters import opened
+from cai_zero.replicated.optimizer import ShardedOptimizer
 
 
 class Ema:
@@ -56,7 +56,7 @@ class Ema:
             if average is not None:
                 average._join()
 
-        register_optimizer_step_pre_hook(before_step)  # for good, as in `cai_zero.module`
+        register_optimizer_step_pre_hook(before_step)  # for good, as in `cai_zero.stage3.sharding`
 
     def _trained(self) -> list[torch.Tensor]:
         if self._sharded is not None:

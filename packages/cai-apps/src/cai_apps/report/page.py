@@ -14,7 +14,7 @@ from cai_apps.report.timeline import timeline_svg
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.loop import metrics
 from cai_gemini import Timeline
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8">

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.files.directory import RunDirectory
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 from cai_pipeline import begin_with, draw, place, placement_of, simulate
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cai_apps.report.inline_images import svg_of
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.loop import metrics
-from cai_mesh.paths import replaced
+from cai_mesh.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

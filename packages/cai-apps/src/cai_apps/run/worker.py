@@ -30,7 +30,7 @@ from cai_apps.run.loop.progress import open_progress
 from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Job, Work
 from cai_mesh.comm import DATA_AXES, degree, index
-from cai_mesh.paths import remove
+from cai_mesh.files import remove
 
 STORE_SECONDS = 1.0
 """For a store that does not answer: in this time the guard finds that the launcher, whose it is, has ended, says so and

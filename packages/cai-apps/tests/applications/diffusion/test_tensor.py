@@ -27,7 +27,7 @@ from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_mesh.trial import Trial
 from cai_tensor_parallel import Plan, parallelize, plan_for
-from cai_tensor_parallel.parts import survey
+from cai_tensor_parallel.finding import survey
 
 LEVELS = {
     "block_out_channels": [56, 16, 16],

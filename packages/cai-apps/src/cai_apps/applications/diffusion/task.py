@@ -30,7 +30,7 @@ from cai_apps.data.batches import Samples
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session

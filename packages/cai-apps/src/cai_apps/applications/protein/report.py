@@ -16,7 +16,7 @@ from cai_apps.applications.protein.folds import FOLDS, SCORES, TRUTH
 from cai_apps.report.inline_images import svg_of
 from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import DataError
-from cai_mesh.paths import inside
+from cai_mesh.files import inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

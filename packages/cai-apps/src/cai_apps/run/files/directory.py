@@ -22,7 +22,7 @@ from pathlib import Path
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Logged
 from cai_mesh.errors import ConfigError
-from cai_mesh.paths import DIRECTORY, folder, refuse_links, write_text
+from cai_mesh.files import DIRECTORY, folder, refuse_links, write_text
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cai_apps.run.files.directory import RunDirectory
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 from cai_pipeline import draw
 from cai_pipeline.simulate import Timeline
 

@@ -14,7 +14,7 @@ import torch
 
 from cai_apps.run.files.position import Position, Unit
 from cai_mesh.errors import DataError
-from cai_mesh.paths import appended, write_text
+from cai_mesh.files import appended, write_text
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from cai_apps.applications.diffusion.model.encoders import (
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.data.sealed import open_or_make
 from cai_mesh.errors import DataError
-from cai_mesh.paths import inside
+from cai_mesh.files import inside
 
 FORMAT = 4
 AT_ONCE = 16

@@ -21,7 +21,7 @@ from cai_apps.applications.diffusion.model.design import Design
 from cai_apps.applications.diffusion.sampling.sampler import open_sampler
 from cai_apps.applications.diffusion.sampling.scheduler import options
 from cai_mesh.errors import DataError
-from cai_mesh.paths import private_folder, replaced
+from cai_mesh.files import private_folder, replaced
 
 AT_ONCE = 8
 """Pictures that are drawn together."""

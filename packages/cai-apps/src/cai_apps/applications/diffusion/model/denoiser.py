@@ -17,7 +17,7 @@ from cai_apps.compose.lora import add_adapters, initialize, is_adapter, plain_na
 from cai_apps.compose.models import initializer as transformers_initializer
 from cai_apps.config.sections import LoRA
 from cai_mesh.errors import CheckpointError
-from cai_mesh.headers import check_header
+from cai_mesh.files import check_header
 
 EMBEDDING = ".norm1.emb."
 """In names of a DiT's parameters: of a block's embedding of times and labels."""

@@ -16,7 +16,7 @@ from cai_apps.applications.diffusion.model.quantization import Kind, quantize_la
 from cai_apps.compose.blocks import blocks_of
 from cai_gemini import HostModel
 from cai_mesh.errors import ConfigError
-from cai_mesh.headers import check_weights
+from cai_mesh.files import check_weights
 
 Decoding = Literal["auto", "whole", "sliced", "tiled"]
 WAYS: tuple[Decoding, ...] = get_args(Decoding)

@@ -16,8 +16,8 @@ from cai_apps.applications.diffusion.model.denoiser import build
 from cai_apps.applications.diffusion.model.design import Design
 from cai_mesh.errors import ConfigError
 from cai_mesh.trial import Trial
-from cai_tensor_parallel.parts import survey
-from cai_tensor_parallel.plan import match
+from cai_tensor_parallel.finding import survey
+from cai_tensor_parallel.plans import match
 
 WIDTH = 8
 """Of a head of the small model."""

@@ -23,7 +23,7 @@ from cai_apps.applications.diffusion.sampling.scheduler import options
 from cai_apps.config import file as config_file
 from cai_apps.report.inline_images import picture
 from cai_apps.run.files.directory import RunDirectory
-from cai_mesh.paths import own_folder, remove, replaced
+from cai_mesh.files import own_folder, remove, replaced
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session

@@ -1,0 +1,160 @@
+"""Parameters whose values and gradients may still be on their way: reading one waits for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves
+
+from cai_mesh.errors import PlanError
+from cai_mesh.gradients import Place, ShardGradient, check_flat_use
+from cai_mesh.gradients.gradient_views import parameters as shown
+
+
+class Keeper(Protocol):
+    """Whoever steps a parameter and has its gradient."""
+
+    def settle(self) -> None:
+        """Return once the parameter has its value."""
+
+    def gradient_of(self, index: int) -> torch.Tensor | None:
+        """The gradient of the chunk's parameter `index`, complete, as a view of where it is."""
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Take another gradient for parameter `index`, or none."""
+
+    def leaf(self, index: int) -> nn.Parameter:
+        """The unsharded parameter that autograd accumulates into, where hooks belong."""
+        ...
+
+
+_GET, _SET = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_DELETE = torch.Tensor.grad.__delete__  # type: ignore[attr-defined]
+_ABOUT = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "is_meta",
+        "is_cuda",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+}
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+_FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
+"""Steps of plain optimizers, which write to their first argument without counting a version."""
+
+
+class KeptParameter(nn.Parameter):
+    """A flat parameter of master weights: its step may run in the background and its gradient lives in a chunk.
+
+    Every torch function on it waits until its value is there. `grad` waits for the copy from the device and is a view
+    of the gradient itself: what is written there is what the optimizer steps with. Its dtype may be that of
+    computation.
+    """
+
+    cai_keeper: Keeper
+    cai_index: int
+    cai_place: Callable[[], Place] | None = None
+    """Where in the whole gradient this one lies, where several ranks have parts of it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain parameter of its values."""
+        self.cai_keeper.settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+    @classmethod
+    def adopt(cls, param: nn.Parameter, keeper: Keeper, index: int) -> None:
+        """Make `param` one of these, in place."""
+        param.__class__ = cls
+        param.cai_keeper, param.cai_index = keeper, index  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _GET:
+                return args[0]._shown_gradient()
+            if func == _SET:
+                part = args[1].part if isinstance(args[1], ShardGradient) else args[1]
+                return args[0].cai_keeper.set_gradient(args[0].cai_index, part)
+            if func in _HOOKS:
+                return func(args[0].cai_keeper.leaf(args[0].cai_index), *args[1:], **kwargs)
+            if func is torch.autograd.grad:
+                raise PlanError(
+                    "torch.autograd.grad was asked for the gradient of a parameter that is kept elsewhere",
+                    cause="the forward used another tensor, which is brought for each use",
+                    fix="call backward() and read .grad",
+                )
+            if func == _DELETE:
+                return args[0].cai_keeper.set_gradient(args[0].cai_index, None)
+            if func not in _ABOUT:
+                check_flat_use(func, args, kwargs, cls)
+                for value in tree_leaves((args, kwargs)):
+                    if isinstance(value, cls):
+                        value.cai_keeper.settle()
+            result = func(*args, **kwargs)
+            if func in _FUSED or func == _DATA:  # what is written to `data` counts no version either
+                increment_version(args[0])
+            return result
+
+    def _shown_gradient(self) -> torch.Tensor | None:
+        gradient = self.cai_keeper.gradient_of(self.cai_index)
+        if gradient is None:
+            return None
+        flat = Place(gradient.shape, 0, gradient.numel(), local=True)
+        return shown(gradient, flat if self.cai_place is None else self.cai_place())
+
+
+class UsedParameters:
+    """The `GradientKeeper` of weights on the device, for who meets them there (after an error in a backward).
+
+    Their gradients are those of the parameters that are kept.
+    """
+
+    steps = fixed = True
+
+    def __init__(self, keeper: Keeper):
+        self._keeper = weakref.ref(keeper)
+
+    def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
+        keeper = self._keeper()
+        gradient = None if keeper is None else keeper.gradient_of(index)
+        if keeper is None or gradient is None:
+            return None
+        return gradient, Place(keeper.leaf(index).shape, 0, gradient.numel())
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        keeper = self._keeper()
+        if keeper is not None:
+            keeper.set_gradient(index, gradient)
+
+    def leaf(self, index: int) -> nn.Parameter:
+        keeper = self._keeper()
+        assert keeper is not None
+        return keeper.leaf(index)
+
+    def about_to_write(self, index: int) -> None:
+        """What is written to the weights on the device goes with them."""
