@@ -25,8 +25,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 from cai_apps.compose.models import load_model_config, meta_model
-from cai_pipeline.balance import balance_ranks
-from cai_pipeline.placement import Held, place, stages_of
+from cai_pipeline.plans.placement import Held, place, stages_of
+from cai_pipeline.stages.balance import balance_ranks
 
 SCHEDULES = {  # its class, stages of a rank, whether the second stage turns round
     "gpipe": (schedules.ScheduleGPipe, 1, False),

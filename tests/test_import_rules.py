@@ -69,6 +69,8 @@ ROOMS = {
     "checkpoint": {"errors", "files", "protocols", "comm", "layout"},
 }
 """What each room of cai_mesh may import of the others."""
+ROOMS_OF_PIPELINE = {"plans": set(), "stages": {"plans"}, "run": {"plans", "stages"}}
+"""What each room of cai_pipeline may import of the others."""
 ROOMS_OF_TENSOR_PARALLEL = {
     "plans": set(),
     "modes": {"plans"},
@@ -185,7 +187,7 @@ def test_imports_point_one_way(path: Path):
     ("package", "source"),
     [
         ("cai_zero", "import cai_gemini"),
-        ("cai_zero", "def f():\n    from cai_pipeline.actions import Action"),
+        ("cai_zero", "def f():\n    from cai_pipeline.plans import Action"),
         ("cai_gemini", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import cai_zero.shards"),
         ("cai_pipeline", "import importlib\nimportlib.import_module('cai_tensor_parallel.plans.plan')"),
         ("cai_tensor_parallel", "import transformers"),
@@ -272,6 +274,18 @@ def arrows_of(folder: str) -> Iterator[tuple[str, str, str]]:
         names = modules_named(ast.parse(path.read_text())) if room in rooms else set()
         entered = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
         yield from ((str(path.relative_to(APPS)), room, other) for other in entered & set(rooms) - {room})
+
+
+def test_rooms_of_cai_pipeline_import_one_way():
+    source = PACKAGES / "cai-pipeline" / "src" / "cai_pipeline"
+    wrong = []
+    for path in sorted(source.glob("*/**/*.py")):
+        room = path.relative_to(source).parts[0]
+        wrong += [
+            f"{path.relative_to(source)} imports {name}"
+            for name in sorted(rooms_entered(path, "cai_pipeline") - {room} - ROOMS_OF_PIPELINE[room])
+        ]
+    assert not wrong
 
 
 def test_every_room_of_cai_apps_has_a_rule():
@@ -437,6 +451,12 @@ def test_importing_cai_mesh_stays_light():
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     public = {name for name in run.stdout.split() if not name.rpartition(".")[2].startswith("_")}
     assert public <= LIGHT, f"import cai_mesh also loaded {sorted(public - LIGHT)}"
+
+
+def test_plans_of_pipelines_load_no_torch():
+    script = "import sys, cai_pipeline.plans; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
 
 
 def has_tests(tree: ast.Module) -> bool:

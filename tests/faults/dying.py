@@ -11,8 +11,8 @@ from pathlib import Path
 from runs import DEVICES
 
 from cai_apps.cli import main as cai
-from cai_pipeline import executor
-from cai_pipeline.actions import Action, Kind
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.run import executor
 
 FATAL = Action(Kind.BACKWARD, 1, 2)
 OPTIONS = {

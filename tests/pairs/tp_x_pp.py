@@ -12,7 +12,7 @@ from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.layout import canonical_name, reduce_of
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
-from cai_pipeline.placement import Placement
+from cai_pipeline.plans.placement import Placement
 from cai_tensor_parallel import parallelize, sub_axes
 
 MICROBATCHES = 4

@@ -15,7 +15,7 @@ from cai_mesh.gradients import Deferred
 from cai_mesh.layout import canonical_name
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
-from cai_pipeline.placement import Placement
+from cai_pipeline.plans.placement import Placement
 from cai_zero import shard_module, shard_optimizer, sharding_of
 from cai_zero.stage3.gathering import Gatherer
 

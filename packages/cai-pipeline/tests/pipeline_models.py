@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from cai_mesh.testing import assert_same_as_one_device
 from cai_pipeline import PipelineRunner, split
-from cai_pipeline.placement import Placement
-from cai_pipeline.wire import Wire
+from cai_pipeline.plans.placement import Placement
+from cai_pipeline.run.wire import Wire
 
 STEPS = 2
 WORDS = 96

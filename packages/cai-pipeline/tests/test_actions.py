@@ -7,7 +7,7 @@ from torch.distributed.pipelining import schedules
 
 from cai_mesh.errors import PlanError
 from cai_pipeline import check, from_csv, lower, place, program, to_csv
-from cai_pipeline.actions import SHARDING, Action, Kind, from_text, holders, to_text
+from cai_pipeline.plans.actions import SHARDING, Action, Kind, from_text, holders, to_text
 
 actions = st.builds(
     lambda kind, stage, m: Action(kind, stage, None if kind in SHARDING else m),

@@ -13,12 +13,13 @@ from torch.nn.functional import cross_entropy
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
-from cai_pipeline import Observers, PipelineRunner, auto, begin_with, place, simulate, split
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.auto import WORTH, _cheapest
-from cai_pipeline.recorder import Recorded, costs_of
-from cai_pipeline.search import Costs, Found, Policy, most_bytes, search
-from cai_pipeline.simulate import Timeline
+from cai_pipeline import Observers, PipelineRunner, begin_with, place, simulate, split
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.scheduler import Costs, Found, Policy, most_bytes, search
+from cai_pipeline.plans.simulation import Timeline
+from cai_pipeline.run import auto
+from cai_pipeline.run.auto import WORTH, _cheapest
+from cai_pipeline.run.recorder import Recorded, costs_of
 
 GIB = 2.0**30
 HELD = place(2, 2, "v")

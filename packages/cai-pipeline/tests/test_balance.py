@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
 from cai_pipeline import split
-from cai_pipeline.balance import balance_layers, balance_ranks, explicit_layers
+from cai_pipeline.stages.balance import balance_layers, balance_ranks, explicit_layers
 
 costs = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9)
 

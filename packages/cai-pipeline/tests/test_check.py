@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import SHARDING, TRANSFERS, Kind, Program, from_text
-from cai_pipeline.check import check
-from cai_pipeline.lower import lower
-from cai_pipeline.placement import Held, Placement, place
-from cai_pipeline.schedules import SCHEDULES, forward_only, placement_of, program
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.actions import SHARDING, TRANSFERS, Kind, Program, from_text
+from cai_pipeline.plans.checker import check
+from cai_pipeline.plans.lowering import lower
+from cai_pipeline.plans.placement import Held, Placement, place
+from cai_pipeline.plans.schedules import SCHEDULES, forward_only, placement_of, program
+from cai_pipeline.plans.simulation import simulate
 
 names = st.sampled_from(sorted(SCHEDULES.keys() - {"dualpipe-v"}))  # which does not take any number
 CHUNKED = ("interleaved", "bfs")

@@ -4,9 +4,9 @@ import json
 from xml.etree import ElementTree
 
 from cai_pipeline import draw
-from cai_pipeline.placement import place
-from cai_pipeline.schedules import program
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.placement import place
+from cai_pipeline.plans.schedules import program
+from cai_pipeline.plans.simulation import simulate
 
 
 def test_the_picture_has_a_box_per_action() -> None:

@@ -17,9 +17,9 @@ from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, Shard, attach
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_pipeline import Costs, PipelineRunner, search, split
-from cai_pipeline.actions import Program, from_text
-from cai_pipeline.placement import Placement, place
-from cai_pipeline.wire import Wire, pack, unpack
+from cai_pipeline.plans.actions import Program, from_text
+from cai_pipeline.plans.placement import Placement, place
+from cai_pipeline.run.wire import Wire, pack, unpack
 
 STEPS = 3
 LAYERS = 8

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import from_text, to_text
-from cai_pipeline.lower import add_transfers, batches, lower
-from cai_pipeline.placement import place
-from cai_pipeline.schedules import program
+from cai_pipeline.plans.actions import from_text, to_text
+from cai_pipeline.plans.lowering import add_transfers, batches, lower
+from cai_pipeline.plans.placement import place
+from cai_pipeline.plans.schedules import program
 
 
 def test_a_lowered_program_in_full() -> None:

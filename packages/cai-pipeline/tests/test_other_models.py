@@ -27,13 +27,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, canonical_name, reduce_of
 from cai_mesh.testing import run_ranks
-from cai_pipeline import PipelineRunner, Trial, split, transfer
-from cai_pipeline.call import Call
-from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.placement import place
-from cai_pipeline.small_model import small_model
-from cai_pipeline.stage import run_stage
-from cai_pipeline.verify_split import Tried, chain, gradients, structure_of, verify_call, verify_split
+from cai_pipeline import PipelineRunner, Trial, split
+from cai_pipeline.plans.placement import place
+from cai_pipeline.run import transfer
+from cai_pipeline.stages.call import Call
+from cai_pipeline.stages.partition import partition, tied_parameters
+from cai_pipeline.stages.small_model import small_model
+from cai_pipeline.stages.stage import run_stage
+from cai_pipeline.stages.verify_split import Tried, chain, gradients, structure_of, verify_call, verify_split
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {},

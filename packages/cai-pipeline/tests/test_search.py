@@ -5,12 +5,12 @@ import random
 import pytest
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.check import check
-from cai_pipeline.lower import lower
-from cai_pipeline.placement import Held, place
-from cai_pipeline.schedules import SCHEDULES, program
-from cai_pipeline.search import Costs, most_bytes, search
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.checker import check
+from cai_pipeline.plans.lowering import lower
+from cai_pipeline.plans.placement import Held, place
+from cai_pipeline.plans.scheduler import Costs, most_bytes, search
+from cai_pipeline.plans.schedules import SCHEDULES, program
+from cai_pipeline.plans.simulation import simulate
 
 TABLES = 200
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import Action, Kind, from_text
-from cai_pipeline.lower import lower
-from cai_pipeline.placement import place
-from cai_pipeline.schedules import SCHEDULES, placement_of, program
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.actions import Action, Kind, from_text
+from cai_pipeline.plans.lowering import lower
+from cai_pipeline.plans.placement import place
+from cai_pipeline.plans.schedules import SCHEDULES, placement_of, program
+from cai_pipeline.plans.simulation import simulate
 
 names = st.sampled_from(sorted(SCHEDULES.keys() - {"dualpipe-v"}))  # which does not take any number
 

@@ -14,13 +14,13 @@ from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.layout import attach, canonical_name, reduce_of
 from cai_mesh.testing import assert_names_kept, run_ranks
 from cai_pipeline import Trial, split
-from cai_pipeline.balance import balance_layers
-from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.placeholders import Placeholder
-from cai_pipeline.placement import Held, place
-from cai_pipeline.small_model import find_layers, small_model
-from cai_pipeline.stage import run_stage
-from cai_pipeline.verify_split import chain, gradients, verify_split
+from cai_pipeline.plans.placement import Held, place
+from cai_pipeline.stages.balance import balance_layers
+from cai_pipeline.stages.partition import partition, tied_parameters
+from cai_pipeline.stages.placeholders import Placeholder
+from cai_pipeline.stages.small_model import find_layers, small_model
+from cai_pipeline.stages.stage import run_stage
+from cai_pipeline.stages.verify_split import chain, gradients, verify_split
 
 
 def parts_of(whole: Any, held: Held) -> list[Any]:

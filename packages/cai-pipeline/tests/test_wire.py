@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner
-from cai_pipeline.wire import LARGEST, as_hidden, pack, packed_bytes, unpack
+from cai_pipeline.run.wire import LARGEST, as_hidden, pack, packed_bytes, unpack
 
 
 def through(tensor: torch.Tensor) -> torch.Tensor:

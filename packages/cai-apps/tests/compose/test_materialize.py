@@ -8,8 +8,8 @@ from torch import nn
 
 from cai_apps.compose.materialize import materialize
 from cai_mesh.errors import PlanError
-from cai_pipeline.boundary import StageIO
-from cai_pipeline.placeholders import PlaceholderPassThrough
+from cai_pipeline.stages.boundary import StageIO
+from cai_pipeline.stages.placeholders import PlaceholderPassThrough
 
 
 class Embeddings(nn.Module):

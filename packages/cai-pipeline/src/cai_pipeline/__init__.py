@@ -1,21 +1,39 @@
-"""Pipeline parallelism: split a model into stages, and run schedules that are lists of actions."""
+"""Pipeline parallelism: split a model into stages, and run schedules that are lists of actions.
+
+Rooms: `plans`, which loads no torch, `stages`, `run`. Names that need torch load it on first use.
+"""
 
 from __future__ import annotations
 
-from cai_mesh.trial import Trial
-from cai_pipeline import draw
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.auto import begin_with
-from cai_pipeline.check import check
-from cai_pipeline.csv_text import from_csv, to_csv
-from cai_pipeline.executor import Observers, PipelineRunner
-from cai_pipeline.lower import lower
-from cai_pipeline.placement import place
-from cai_pipeline.schedules import SCHEDULES, placement_of, program
-from cai_pipeline.search import Costs, search
-from cai_pipeline.simulate import simulate
-from cai_pipeline.split import split
-from cai_pipeline.stage import Stages, run_stage
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from cai_pipeline import plans
+from cai_pipeline.plans import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Kind,
+    Timeline,
+    begin_with,
+    check,
+    draw,
+    from_csv,
+    lower,
+    place,
+    placement_of,
+    program,
+    search,
+    simulate,
+    to_csv,
+)
+
+if TYPE_CHECKING:
+    from cai_mesh.trial import Trial
+    from cai_pipeline.run.executor import Observers, PipelineRunner
+    from cai_pipeline.stages.placeholders import Placeholder
+    from cai_pipeline.stages.split import split
+    from cai_pipeline.stages.stage import Stages, run_stage
 
 __version__ = "0.1.0"
 
@@ -26,7 +44,9 @@ __all__ = [
     "Kind",
     "Observers",
     "PipelineRunner",
+    "Placeholder",
     "Stages",
+    "Timeline",
     "Trial",
     "begin_with",
     "check",
@@ -35,6 +55,7 @@ __all__ = [
     "lower",
     "place",
     "placement_of",
+    "plans",
     "program",
     "run_stage",
     "search",
@@ -42,3 +63,19 @@ __all__ = [
     "split",
     "to_csv",
 ]
+
+_HOMES = {
+    "Observers": "cai_pipeline.run.executor",
+    "PipelineRunner": "cai_pipeline.run.executor",
+    "Placeholder": "cai_pipeline.stages.placeholders",
+    "Stages": "cai_pipeline.stages.stage",
+    "Trial": "cai_mesh.trial",
+    "run_stage": "cai_pipeline.stages.stage",
+    "split": "cai_pipeline.stages.split",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'cai_pipeline' has no attribute {name!r}")

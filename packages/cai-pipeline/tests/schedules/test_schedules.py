@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import to_text
-from cai_pipeline.placement import Held, place
-from cai_pipeline.schedules import SCHEDULES, program
-from cai_pipeline.schedules.interleaved import _rounds
+from cai_pipeline.plans.actions import to_text
+from cai_pipeline.plans.placement import Held, place
+from cai_pipeline.plans.schedules import SCHEDULES, program
+from cai_pipeline.plans.schedules.interleaved import _rounds
 
 
 def test_gpipe_turns_once() -> None:

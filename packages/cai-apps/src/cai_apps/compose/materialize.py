@@ -19,7 +19,7 @@ from cai_mesh import rng
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Layout, canonical_name, layout_of
 from cai_mesh.storage import blocks
-from cai_pipeline.placeholders import Placeholder
+from cai_pipeline import Placeholder
 
 Initializer = Callable[[nn.Module], Callable[[nn.Module], None]]
 """Of a model, what fills the parameters and buffers of one of its modules."""

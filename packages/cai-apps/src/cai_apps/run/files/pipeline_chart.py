@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.files import write_text
-from cai_pipeline import draw
-from cai_pipeline.simulate import Timeline
+from cai_pipeline import Timeline, draw
 
 
 def draw_steps(run: RunDirectory, ran: Timeline, simulated: Timeline) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.placement import Held
-from cai_pipeline.schedules._arguments import check_arguments, check_one_chunk, check_v
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.schedules._arguments import check_arguments, check_one_chunk, check_v
 
 PARTS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Step = tuple[Kind, int]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cai_mesh.comm import start_exchange
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, record_of
-from cai_pipeline.wire import Wire, as_hidden, pack, packed_bytes, unpack
+from cai_pipeline.run.wire import Wire, as_hidden, pack, packed_bytes, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8

@@ -6,9 +6,9 @@ GPipe, but stage `s` holds at most `stages - s` live activations, for any number
 
 from __future__ import annotations
 
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.placement import Held
-from cai_pipeline.schedules._arguments import check_arguments, check_one_chunk
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.schedules._arguments import check_arguments, check_one_chunk
 
 
 def one_f_one_b(held: Held, microbatches: int, rank: int) -> list[Action]:

@@ -10,9 +10,9 @@ The backwards run in the order of the forwards, so gradients accumulate in the s
 
 from __future__ import annotations
 
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.placement import Held, stages_of
-from cai_pipeline.schedules._arguments import check_arguments, check_one_chunk
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.placement import Held, stages_of
+from cai_pipeline.plans.schedules._arguments import check_arguments, check_one_chunk
 
 
 def breadth_first(held: Held, microbatches: int, rank: int) -> list[Action]:

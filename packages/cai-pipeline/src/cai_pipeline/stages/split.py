@@ -15,13 +15,13 @@ from cai_mesh.errors import PlanError
 from cai_mesh.experts import visited_share
 from cai_mesh.layout import attach_to, canonical_name, record_of, reduce_of, sites
 from cai_mesh.trial import Trial
-from cai_pipeline.balance import LOOKUP_COST, balance_ranks, check_enough_layers, explicit_layers
-from cai_pipeline.partition import Tied, partition, tied_parameters
-from cai_pipeline.placement import Held, Placement, place
-from cai_pipeline.small_model import small_model
-from cai_pipeline.stage import Stage, Stages
-from cai_pipeline.structure import ModelStructure
-from cai_pipeline.verify_split import CallCheck, Tried, structure_of, verify_split
+from cai_pipeline.plans.placement import Held, Placement, place
+from cai_pipeline.stages.balance import LOOKUP_COST, balance_ranks, check_enough_layers, explicit_layers
+from cai_pipeline.stages.partition import Tied, partition, tied_parameters
+from cai_pipeline.stages.small_model import small_model
+from cai_pipeline.stages.stage import Stage, Stages
+from cai_pipeline.stages.structure import ModelStructure
+from cai_pipeline.stages.verify_split import CallCheck, Tried, structure_of, verify_split
 
 Balance = Literal["auto"] | Sequence[int]
 
@@ -52,7 +52,7 @@ def split(
             of layers; may be on the meta device.
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         chunks: stages per rank.
-        placement: which stages they are: "loop" or "v", see `cai_pipeline.placement`.
+        placement: which stages they are: "loop" or "v", see `cai_pipeline.plans.placement`.
         balance: "auto" for stages of equal cost: parameters that a token goes through (of experts those it visits), an
             eighth of an embedding's; or the number of layers of each stage, in the order of the stages.
         trial: the small model to try the split on; None: made of the model's transformers config.

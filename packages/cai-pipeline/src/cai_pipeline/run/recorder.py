@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from cai_mesh.comm import all_gather_object, all_reduce
-from cai_pipeline.actions import TOWARDS_START, Action, Kind, Program
-from cai_pipeline.placement import Held
-from cai_pipeline.search import Costs
-from cai_pipeline.simulate import Span, Timeline, simulate
+from cai_pipeline.plans.actions import TOWARDS_START, Action, Kind, Program
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.scheduler import Costs
+from cai_pipeline.plans.simulation import Span, Timeline, simulate
 
 SHOWN_STEP = 4
 """The step whose record is shown: its layers are compiled, and a schedule has been chosen."""

@@ -12,9 +12,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.placement import Held
-from cai_pipeline.schedules._arguments import check_arguments, check_v
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.schedules._arguments import check_arguments, check_v
 
 
 def dualpipe_v(held: Held, microbatches: int, rank: int) -> list[Action]:

@@ -15,14 +15,14 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, canonical_name
 from cai_mesh.trial import SmallModel, Trial, arguments_of, tensors_of
-from cai_pipeline.balance import balance_layers
-from cai_pipeline.boundary import Tensors, gradients_to_send, tensors_in
-from cai_pipeline.call import Call
-from cai_pipeline.draws import draws_by_place
-from cai_pipeline.partition import partition, tied_parameters
-from cai_pipeline.placement import Held, place
-from cai_pipeline.stage import Stages, run_stage
-from cai_pipeline.structure import ModelStructure, find_structure
+from cai_pipeline.plans.placement import Held, place
+from cai_pipeline.stages.balance import balance_layers
+from cai_pipeline.stages.boundary import Tensors, gradients_to_send, tensors_in
+from cai_pipeline.stages.call import Call
+from cai_pipeline.stages.partition import partition, tied_parameters
+from cai_pipeline.stages.random_numbers import draws_by_place
+from cai_pipeline.stages.stage import Stages, run_stage
+from cai_pipeline.stages.structure import ModelStructure, find_structure
 
 TOLERANCE = 1e-10
 """Largest difference allowed for float64 rounding, relative to the largest value of the tensor."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import COMPUTE, TOWARDS_START, Action, Kind, Program, holders
+from cai_pipeline.plans.actions import COMPUTE, TOWARDS_START, Action, Kind, Program, holders
 
 UNIT_DURATIONS: Mapping[Kind, float] = {
     Kind.FORWARD: 1.0,

@@ -26,9 +26,9 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import arguments_of
-from cai_pipeline.boundary import EncoderEnd, StageIO, Tensors, tensors_in
-from cai_pipeline.outputs import without
-from cai_pipeline.placement import Held
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.stages.boundary import EncoderEnd, StageIO, Tensors, tensors_in
+from cai_pipeline.stages.outputs import without
 
 Check = Callable[[nn.Module, Mapping[str, Any]], frozenset[str]]
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from html import escape
 
-from cai_pipeline.actions import Kind
-from cai_pipeline.simulate import Span, Timeline
+from cai_pipeline.plans.actions import Kind
+from cai_pipeline.plans.simulation import Span, Timeline
 
 _FILL = {
     Kind.FORWARD: "#4c78a8",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cai_mesh.errors import PlanError, did_you_mean
-from cai_pipeline.actions import Action, Kind, Program
-from cai_pipeline.placement import Held, Placement, stages_of
-from cai_pipeline.schedules.breadth_first import breadth_first, gpipe
-from cai_pipeline.schedules.controllable import v_half, v_min
-from cai_pipeline.schedules.dualpipe import dualpipe_v
-from cai_pipeline.schedules.interleaved import interleaved
-from cai_pipeline.schedules.one_f_one_b import one_f_one_b
-from cai_pipeline.schedules.zero_bubble import zb_h1, zb_v
+from cai_pipeline.plans.actions import Action, Kind, Program
+from cai_pipeline.plans.placement import Held, Placement, stages_of
+from cai_pipeline.plans.schedules.breadth_first import breadth_first, gpipe
+from cai_pipeline.plans.schedules.controllable import v_half, v_min
+from cai_pipeline.plans.schedules.dualpipe import dualpipe_v
+from cai_pipeline.plans.schedules.interleaved import interleaved
+from cai_pipeline.plans.schedules.one_f_one_b import one_f_one_b
+from cai_pipeline.plans.schedules.zero_bubble import zb_h1, zb_v
 
 ScheduleFn = Callable[[Held, int, int], list[Action]]
 
@@ -51,6 +51,31 @@ def program(schedule: str, held: Held, microbatches: int) -> Program:
     if schedule not in SCHEDULES:
         raise PlanError(f"unknown schedule {schedule!r}", got=schedule, fix=did_you_mean(schedule, SCHEDULES))
     return [SCHEDULES[schedule](held, microbatches, rank) for rank in range(max(held, default=-1) + 1)]
+
+
+def begin_with(schedule: str, held: Held, microbatches: int) -> Program:
+    """The compute actions of all ranks under a schedule of SCHEDULES, or those that "auto" measures.
+
+    The latter are those of a named schedule for this placement that takes the memory of 1F1B, with every backward
+    split. Arguments and errors as of `program`.
+    """
+    if schedule != "auto":
+        return program(schedule, held, microbatches)
+    for name in ("1f1b", "interleaved", "zb-v"):
+        try:
+            found = program(name, held, microbatches)
+        except PlanError:
+            continue
+        return [[part for action in actions for part in _halves(action)] for actions in found]
+    raise PlanError("no schedule takes this placement of stages", got=f"stages on ranks {list(held)}")
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.BACKWARD:
+        return (action,)
+    return tuple(
+        Action(kind, action.stage, action.microbatch) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
 
 
 def forward_only(held: Held, microbatches: int) -> Program:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.placement import Held
-from cai_pipeline.schedules._arguments import check_arguments, chunks_in_a_loop
-from cai_pipeline.schedules.one_f_one_b import alternate, one_f_one_b
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.schedules._arguments import check_arguments, chunks_in_a_loop
+from cai_pipeline.plans.schedules.one_f_one_b import alternate, one_f_one_b
 
 
 def interleaved(held: Held, microbatches: int, rank: int) -> list[Action]:

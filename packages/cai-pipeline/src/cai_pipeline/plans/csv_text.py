@@ -10,7 +10,7 @@ import csv
 import io
 import re
 
-from cai_pipeline.actions import Action, Kind, Program
+from cai_pipeline.plans.actions import Action, Kind, Program
 
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 REDUCE_THERE = "REDUCE_GRAD"

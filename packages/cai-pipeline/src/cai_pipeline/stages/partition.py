@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.boundary import EncoderEnd, StageIO
-from cai_pipeline.placeholders import (
+from cai_pipeline.plans.placement import Held, stages_of
+from cai_pipeline.stages.boundary import EncoderEnd, StageIO
+from cai_pipeline.stages.placeholders import (
     Placeholder,
     PlaceholderEmbedding,
     PlaceholderLayer,
@@ -18,9 +19,8 @@ from cai_pipeline.placeholders import (
     PlaceholderShaped,
     Role,
 )
-from cai_pipeline.placement import Held, stages_of
-from cai_pipeline.stage import Stage, Stages
-from cai_pipeline.structure import ModelStructure
+from cai_pipeline.stages.stage import Stage, Stages
+from cai_pipeline.stages.structure import ModelStructure
 
 
 def partition(

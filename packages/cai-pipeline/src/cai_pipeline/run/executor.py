@@ -15,19 +15,19 @@ from cai_mesh.comm import AnyMesh, ParallelMesh, broadcast
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
-from cai_pipeline.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
-from cai_pipeline.auto import MEASURED_STEP, Choice, begin_with, choose
-from cai_pipeline.boundary import Tensors, gradients_to_send, tensors_in, without_graph
-from cai_pipeline.check import check
-from cai_pipeline.lower import batches, lower
-from cai_pipeline.placement import Held
-from cai_pipeline.recorder import SHOWN_STEP, Recorder, again, gather, timeline
-from cai_pipeline.schedules import forward_only
-from cai_pipeline.simulate import Timeline
-from cai_pipeline.split import check_shared
-from cai_pipeline.stage import Stages, run_stage
-from cai_pipeline.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
-from cai_pipeline.wire import Wire, check_wire
+from cai_pipeline.plans.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
+from cai_pipeline.plans.checker import check
+from cai_pipeline.plans.lowering import batches, lower
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.schedules import begin_with, forward_only
+from cai_pipeline.plans.simulation import Timeline
+from cai_pipeline.run.auto import MEASURED_STEP, Choice, choose
+from cai_pipeline.run.recorder import SHOWN_STEP, Recorder, again, gather, timeline
+from cai_pipeline.run.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
+from cai_pipeline.run.wire import Wire, check_wire
+from cai_pipeline.stages.boundary import Tensors, gradients_to_send, tensors_in, without_graph
+from cai_pipeline.stages.split import check_shared
+from cai_pipeline.stages.stage import Stages, run_stage
 
 Inputs = Mapping[str, Any]
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -70,7 +70,7 @@ class PipelineRunner:
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
         observers: who is told of what the runner does.
         wire: how stages on different ranks send each other hidden states and their gradients: "full", or "fp8", in a
-            byte an element and a scale a token (`cai_pipeline.wire`), which rounds both.
+            byte an element and a scale a token (`cai_pipeline.run.wire`), which rounds both.
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh; or

@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import COMPUTE, SENDS, TOWARDS_START, TRANSFERS, Action, Kind, Program, holders
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.actions import (
+    COMPUTE,
+    SENDS,
+    TOWARDS_START,
+    TRANSFERS,
+    Action,
+    Kind,
+    Program,
+    holders,
+)
+from cai_pipeline.plans.simulation import simulate
 
 
 def add_transfers(program: Program) -> Program:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from cai_pipeline.boundary import StageIO
-from cai_pipeline.structure import LayerList
+from cai_pipeline.stages.boundary import StageIO
+from cai_pipeline.stages.structure import LayerList
 
 Role = Literal["input", "output", "pass"]
 """What a placeholder layer does with the hidden states."""

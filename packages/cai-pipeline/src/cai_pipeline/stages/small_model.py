@@ -11,7 +11,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import MAKERS, SmallModel, parts_of, shrunk
-from cai_pipeline.stage import SHIFT
+from cai_pipeline.stages.stage import SHIFT
 
 
 def small_model(model: nn.Module) -> SmallModel:

@@ -12,7 +12,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.trial import SmallModel, Trial, arguments_of, tensors_of
-from cai_pipeline.observe import Observed, Slot, observe, slots_of
+from cai_pipeline.stages.observe import Observed, Slot, observe, slots_of
 
 
 @dataclass(frozen=True)

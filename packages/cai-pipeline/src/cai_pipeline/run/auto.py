@@ -10,12 +10,12 @@ import torch
 
 from cai_mesh.comm import ParallelMesh, all_gather_object, axis_names
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import Action, Kind, Program
-from cai_pipeline.placement import Held
-from cai_pipeline.recorder import Recorder, costs_of, gather
-from cai_pipeline.schedules import SCHEDULES, program
-from cai_pipeline.search import POLICIES, Costs, Found, most_bytes, search
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.actions import Program
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.scheduler import POLICIES, Costs, Found, most_bytes, search
+from cai_pipeline.plans.schedules import SCHEDULES, program
+from cai_pipeline.plans.simulation import simulate
+from cai_pipeline.run.recorder import Recorder, costs_of, gather
 
 MEASURED_STEP = 2
 """The first step compiles, and reserves memory."""
@@ -60,31 +60,6 @@ class Choice:
             f"a transfer {1000 * costs.transfer:.2f}; "
             f"{max(self.bytes) / 2**30:.1f} GiB of activations on a rank"
         )
-
-
-def begin_with(schedule: str, held: Held, microbatches: int) -> Program:
-    """The compute actions of all ranks under a schedule of SCHEDULES, or those that "auto" measures.
-
-    The latter are those of a named schedule for this placement that takes the memory of 1F1B, with every backward
-    split. Arguments and errors as of `program`.
-    """
-    if schedule != "auto":
-        return program(schedule, held, microbatches)
-    for name in ("1f1b", "interleaved", "zb-v"):
-        try:
-            found = program(name, held, microbatches)
-        except PlanError:
-            continue
-        return [[part for action in actions for part in _halves(action)] for actions in found]
-    raise PlanError("no schedule takes this placement of stages", got=f"stages on ranks {list(held)}")
-
-
-def _halves(action: Action) -> tuple[Action, ...]:
-    if action.kind is not Kind.BACKWARD:
-        return (action,)
-    return tuple(
-        Action(kind, action.stage, action.microbatch) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    )
 
 
 def choose(

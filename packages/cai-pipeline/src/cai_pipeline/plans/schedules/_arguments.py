@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.placement import Held, place
+from cai_pipeline.plans.placement import Held, place
 
 
 def check_arguments(name: str, held: Held, microbatches: int, rank: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cai_pipeline.structure import ModelStructure
+from cai_pipeline.stages.structure import ModelStructure
 
 _UNIFORM = ("rand", "rand_like", "uniform", "uniform_")
 

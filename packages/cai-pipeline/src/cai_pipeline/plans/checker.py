@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import (
+from cai_pipeline.plans.actions import (
     COMPUTE,
     RECEIVES,
     SENDS,
@@ -26,7 +26,7 @@ from cai_pipeline.actions import (
     Program,
     holders,
 )
-from cai_pipeline.lower import batches
+from cai_pipeline.plans.lowering import batches
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from functools import cache
 from itertools import accumulate, permutations, product
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import Action, Kind
-from cai_pipeline.placement import Held
-from cai_pipeline.schedules._arguments import check_arguments, check_v
+from cai_pipeline.plans.actions import Action, Kind
+from cai_pipeline.plans.placement import Held
+from cai_pipeline.plans.schedules._arguments import check_arguments, check_v
 
 PERIOD = 6
 Shifts = tuple[int, int, int, int]

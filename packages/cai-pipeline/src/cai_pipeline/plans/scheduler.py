@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cai_mesh.errors import PlanError
-from cai_pipeline.actions import Action, Kind, Program
-from cai_pipeline.placement import Held, stages_of
-from cai_pipeline.schedules import SCHEDULES, program
-from cai_pipeline.simulate import simulate
+from cai_pipeline.plans.actions import Action, Kind, Program
+from cai_pipeline.plans.placement import Held, stages_of
+from cai_pipeline.plans.schedules import SCHEDULES, program
+from cai_pipeline.plans.simulation import simulate
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 SLACK = 1e-9
