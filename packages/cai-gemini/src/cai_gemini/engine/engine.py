@@ -238,7 +238,7 @@ class Engine:
             )
         plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
         planned = {i: place for i, place in plan.places.items() if self.chunks[i].step is not None}
-        places = {**self.plan.places, **planned}
+        places = {**self._first_plan().places, **planned}
         self._adopt(replace(plan, weights=plan.weights | self._always, places=places))
         let_go(device)
         self._stream()

@@ -107,9 +107,9 @@ def _serve(
     if device.type == "cuda":
         torch.set_num_threads(threads or host_threads())
     ready.set()
-    while (item := jobs.get()) is not None:
-        job, future = item
-        del item
+    while (order := jobs.get()) is not None:
+        job, future = order
+        del order
         try:
             job()
         except BaseException as error:
