@@ -23,8 +23,8 @@ class ChunkGradients:
         ranges: each one's part of a shard.
         flat: this rank's shard of the master weights; its `.grad` is that of the coming step, once settled.
         units: modules whose backward gives the gradients.
-        buffer: where they accumulate until they are reduced.
-        spec, ranks: over whom they are summed.
+        buffer: the memory they accumulate in until they are reduced.
+        spec, ranks: the ranks over which they are summed.
         reduced: this rank's shard of the gradient, summed over the reductions of the step.
         dropped: parameters whose gradients in `reduced` have been dropped since.
         absent: parameters without a gradient in this step, on any rank; None until the ranks have agreed.
@@ -63,7 +63,7 @@ class ChunkGradients:
         self.collected = True
 
     def end_pass(self) -> None:
-        """Forget which units of the pass were ready."""
+        """Forget the units of the pass."""
         self.collected = False
         self.ready.clear()
 

@@ -24,9 +24,10 @@ class ChunkWeights:
         shard: this rank's shard of `unsharded`, a view.
         flat: this rank's shard in master dtype, once `join` has returned.
         pieces: each parameter's part of it, 1-d and perhaps empty, which the optimizer steps.
-        halves: where master weights are in halves while nobody needs them.
+        halves: the two halves of master weights, while nobody needs whole numbers; None: they are whole always.
         gathering: the gather of the new parameters after a step, while it is under way.
-        versions: of the parameters, as of the last gather; `lent`: whose memory was asked for since.
+        versions: the parameters' versions as of the last gather.
+        lent: parameters whose memory was asked for since.
     """
 
     names: Sequence[str]

@@ -39,13 +39,13 @@ class Chunk:
 
     Args:
         group: index of the param group.
-        spec: how its gradients are reduced.
-        params, chunk: the parameters and where they lie.
+        spec: the reduction of its gradients.
+        params, chunk: the parameters and their order in memory.
         low: first element of this rank's shard.
         slices: each parameter's part of the shard.
-        ranks, mesh: who shares the parameters.
-        weights: what the parameters and their master weights are now.
-        gradients: those of the step.
+        ranks, mesh: the ranks that share the parameters.
+        weights: the parameters and their master weights now.
+        gradients: the gradients of the step.
     """
 
     group: int

@@ -20,7 +20,9 @@ def step(inner: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> None:
     An optimizer with `takes_halves()` and `halves` (such as `cai_kernels.FusedAdamW`) steps halves as they are. For any
     other they become one number for as long as the step takes: there are no activations then.
     """
-    in_halves = [(w.pieces, w.halves.parts) for w in _weights(chunks) if w.halves is not None]
+    in_halves = [
+        (weights.pieces, weights.halves.parts) for weights in _weights(chunks) if weights.halves is not None
+    ]
     # looked up in the type: a wrapper that looks up what it lacks would not hand `halves` on
     able = hasattr(type(inner), "takes_halves")
     if in_halves and able and inner.takes_halves():  # type: ignore[attr-defined]
@@ -52,7 +54,9 @@ def rest(chunks: Iterable[Chunk]) -> None:
 @contextmanager
 def opened(chunks: Iterable[Chunk]) -> Iterator[None]:
     """Inside, master weights of these chunks are numbers that may be read and written."""
-    closed = [w for w in _weights(chunks) if w.halves is not None and not w.halves.joined]
+    closed = [
+        weights for weights in _weights(chunks) if weights.halves is not None and not weights.halves.joined
+    ]
     for weights in closed:
         weights.join()
     try:

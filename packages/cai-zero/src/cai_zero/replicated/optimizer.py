@@ -183,18 +183,18 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over the whole model on the whole mesh; returns it. Waits for pending reductions."""
         self.ensure_gradients()
-        return clip_grad_norm_([c.weights.flat for c in self._chunks], max_norm, self._ranks.mesh)
+        return clip_grad_norm_([chunk.weights.flat for chunk in self._chunks], max_norm, self._ranks.mesh)
 
     def grad_norm(self) -> torch.Tensor:
         """The norm of `clip_grad_norm_`, with the gradients left as they are."""
         self.ensure_gradients()
-        return grad_norm([c.weights.flat for c in self._chunks], self._ranks.mesh)
+        return grad_norm([chunk.weights.flat for chunk in self._chunks], self._ranks.mesh)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of the coming step. Waits for pending reductions."""
         self.ensure_gradients()
-        torch._foreach_mul_([c.weights.flat.grad for c in self._chunks], factor)
+        torch._foreach_mul_([chunk.weights.flat.grad for chunk in self._chunks], factor)
 
     def ensure_gradients(self) -> None:
         """Return with the gradients of the coming step complete. Collective, unless they are already."""

@@ -64,17 +64,17 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         for keeper in _keepers(tree_leaves((args, kwargs))).values():
             keeper.chunk.weights.join()
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
+        output = func(*args, **kwargs)
     if _writes(func, kwargs):
         for keeper in _keepers(tree_leaves((args[:1], kwargs.get("out")))).values():
             keeper.publish()
-        return result
+        return output
     first = args[0] if args else None
-    if isinstance(result, torch.Tensor) and isinstance(first, (PieceParameter, _PieceView)):
+    if isinstance(output, torch.Tensor) and isinstance(first, (PieceParameter, _PieceView)):
         with torch._C.DisableTorchFunctionSubclass():
-            same = result.untyped_storage()._cdata == first.untyped_storage()._cdata
-        return _view(result, first.cai_keeper) if same else result
-    return result
+            same = output.untyped_storage()._cdata == first.untyped_storage()._cdata
+        return _view(output, first.cai_keeper) if same else output
+    return output
 
 
 class PieceParameter(ShownParameter):

@@ -28,9 +28,9 @@ class StepGradients(LifecycleListener):
     """Reduces the gradients of chunks while backwards run, and settles them for a step.
 
     Args:
-        ranks: which share the chunks.
-        device: of the gradients.
-        compression: of what travels.
+        ranks: the ranks that share the chunks.
+        device: the gradients' device.
+        compression: the form in which gradients travel.
         listens: whether the lifecycle of a model tells of backwards; without a model the buffers are looked at.
     """
 
@@ -51,7 +51,9 @@ class StepGradients(LifecycleListener):
     ) -> None:
         """Follow `chunks`, of which `added` are new, over `units` in the order of forward."""
         self._chunks = chunks
-        self._chunks_of = {unit: [c for c in chunks if unit in c.gradients.units] for unit in units}
+        self._chunks_of = {
+            unit: [chunk for chunk in chunks if unit in chunk.gradients.units] for unit in units
+        }
         order = reduction_order(chunks, units, model)
         self._reducer.take({chunk: [chunk.gradients.reducible] for chunk in chunks}, order)
         if self._phase == "settled" or any(chunk.gradients.buffer.has_gradients for chunk in added):

@@ -64,9 +64,9 @@ class PlacedGradient(Protocol):
     """A gradient that is shown in the shape of the whole, and of which this rank has a part.
 
     Attributes:
-        part: 1-d, this rank's.
-        place: the part's place in what is shown.
-        dtype, device: of both.
+        part: this rank's part, 1-d.
+        place: the part's place in the whole.
+        dtype, device: those of the part and the whole.
     """
 
     part: torch.Tensor
