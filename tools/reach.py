@@ -1,8 +1,8 @@
 """Run the tests that a change reaches by imports, nearest first, until a time limit.
 
-`python tools/reach.py [--base REV] [--minutes N] [--list]`. A test file is reached by a changed file that it is, that it
-imports, or that one of those imports. Names that a package's `__init__` passes on lead to the file that defines them, so
-the whole package is not reached through its face. What the limit left out is listed at the end.
+`python tools/reach.py [--base REV] [--minutes N] [--list]`. A test file is reached by a changed file that it is, that
+it imports, or that one of those imports. A name that a package's `__init__` passes on leads to the file that defines
+it, so the whole package is not reached through its face. What the limit left out is listed at the end.
 """
 
 from __future__ import annotations

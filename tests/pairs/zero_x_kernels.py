@@ -237,7 +237,8 @@ def halved(stage: int, as_they_are: bool):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     optimizer = shard_optimizer(inner, mesh, model=model, stage=stage, precision=precision)
     for chunk in optimizer.chunks:
-        chunk.halves.join = partial(_count, joined, chunk.halves.join)
+        halves = chunk.weights.halves
+        halves.join = partial(_count, joined, halves.join)
     for step in range(4):
         x = torch.randn(6, 70, generator=torch.Generator().manual_seed(step)).bfloat16()
         model(x).float().square().mean().backward()

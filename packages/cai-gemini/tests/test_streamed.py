@@ -16,7 +16,7 @@ from traces import RATES, palindrome, problems
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload
 from cai_gemini.chunk.optimizer_step import AdamBlock
-from cai_gemini.planning.policy import Plan, Sizes, Streamable, fits, fractions
+from cai_gemini.planning.policy import Plan, Sizes, Streamable, fits, fractions, on_device
 from cai_gemini.planning.simulation import Step, best_plan, floor, simulate
 from cai_gemini.steps.pieces import GRAIN, buffer_bytes, pieces
 from cai_mesh.errors import PlanError
@@ -56,7 +56,7 @@ def test_training_is_that_without_offload_bit_for_bit(residency, micro, clip, pi
     assert train(model, ours, micro=micro, clip=torchs_clip if clip else None) == expected
     assert_equal(model, twin)
     chunks = ours._engine.chunks
-    assert [i for i, chunk in enumerate(chunks) if chunk.streamed] == sorted(ours._engine.plan.streamed)
+    assert [chunk.place for chunk in chunks] == [ours._engine.plan.place(i) for i in range(len(chunks))]
     ours.wait()
     assert not any(chunk.host_weights.is_old for chunk in chunks), "the host weights are those of the step"
     assert ours.placement().state_streamed == (5 if residency == ALL else 2)
@@ -226,7 +226,7 @@ def test_fractions_spread_what_is_streamed(states, state, share):
     rest = sum(s for i, s in enumerate(states) if i not in plan.state)
     got = sum(states[i] for i in plan.streamed)
     assert abs(got - min(share * sum(states), rest)) <= max(states) / 2 + 1e-6
-    assert plan.resident(sizes) - replace(plan, streamed=frozenset()).resident(sizes) == 7 * bool(
+    assert plan.resident(sizes) - replace(plan, places=on_device(plan.state)).resident(sizes) == 7 * bool(
         plan.streamed
     )
 
@@ -237,16 +237,16 @@ def test_what_is_streamed_is_stepped_beside_the_host():
     rates = replace(RATES, to_device=35.0, to_host=35.0, both=70.0, host_step=100.0)
     whole = frozenset(range(8))
     step = Step([10] * 8, streamable=Streamable(whole, 5))
-    alone, _ = simulate(trace, sizes, Plan(whole, frozenset()), 10**6, rates, step)
-    both = Plan(whole, frozenset(), frozenset({1, 3, 5}), 5)
+    alone, _ = simulate(trace, sizes, Plan(whole), 10**6, rates, step)
+    both = Plan(whole, on_device((), {1, 3, 5}), 5)
     seconds, lanes = simulate(trace, sizes, both, 10**6, rates, step)
     assert alone > 8 * 2.8 and 5 * 2.8 < seconds < 5 * 2.8 + 3
     assert {chunk for *_, chunk in lanes.host} == whole - both.streamed
     slower, _ = simulate(trace, sizes, both, 10**6, replace(rates, host_beside=50.0), step)
     assert slower > seconds + 5
-    for plan, took in ((Plan(whole, frozenset()), alone), (both, seconds)):
+    for plan, took in ((Plan(whole), alone), (both, seconds)):
         assert took >= floor(trace, sizes, plan, rates, step) * (1 - 1e-9)
-    assert floor(trace, sizes, both, rates, step) < floor(trace, sizes, Plan(whole, frozenset()), rates, step)
+    assert floor(trace, sizes, both, rates, step) < floor(trace, sizes, Plan(whole), rates, step)
 
 
 @settings(deadline=None, max_examples=200)

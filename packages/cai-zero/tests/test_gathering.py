@@ -492,7 +492,7 @@ def train_with_overlap_gather(stage, routes):
     for step, rank_routes in enumerate(routes):
         loss_of(model, rank_routes[rank], step, rank).backward()
         optimizer.step()
-        waiting = [chunk.gathering is not None for chunk in optimizer.chunks]
+        waiting = [chunk.weights.gathering is not None for chunk in optimizer.chunks]
         if step == len(routes) - 1:
             seen = {n: v.clone() for n, v in model.state_dict().items()}
         optimizer.zero_grad()

@@ -110,7 +110,7 @@ def advance(model, optimizer, steps):
 
 
 def bytes_of(optimizer):
-    return [chunk.flat.untyped_storage().nbytes() for chunk in optimizer.chunks]
+    return [chunk.weights.flat.untyped_storage().nbytes() for chunk in optimizer.chunks]
 
 
 def trained(kind, stage):

@@ -44,7 +44,7 @@ def model_of(session):
 
 def bytes_of(session):
     """Of master weights as numbers."""
-    return sum(chunk.flat.untyped_storage().nbytes() for chunk in session.weights.optimizer.chunks)
+    return sum(chunk.weights.flat.untyped_storage().nbytes() for chunk in session.weights.optimizer.chunks)
 
 
 @contextlib.contextmanager

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from cai_gemini.chunk.chunk import OffloadedChunk
-from cai_gemini.chunk.optimizer_step import ChunkStep
 from cai_gemini.chunk.unit import ChunkUnit
-from cai_gemini.engine.disk_use import disk_user, open_store
 from cai_gemini.engine.engine import Engine
-from cai_gemini.engine.planner import Tuning, measured, schedule
+from cai_gemini.engine.planner import Tuning
 from cai_gemini.engine.uses import ModuleUses, collect_gradients
+from cai_gemini.factory import Factory, take_over
 from cai_gemini.memory.allocator import expand_segments
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.planning.budget import Units, check_device, device_budget, kinds
-from cai_gemini.planning.disk_plan import choose, chunk_bytes
+from cai_gemini.planning.budget import Units, check_device, kinds
+from cai_gemini.planning.disk_plan import chunk_bytes
 from cai_gemini.planning.tiers import Tiers, tiers_of
-from cai_gemini.steps.streaming import check_streamed
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import check_no_gradients, direct_linears
 from cai_mesh.storage import (
@@ -82,61 +79,61 @@ def offload(
     parameters, parameters that cannot be flat, and memory too small: for one chunk at once, or after the first traced
     steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
-    tiers = tiers_of(residency)
-    _check(model, optimizer, tiers or Tiers())
+    factory = Factory(tiers_of(residency), device_memory, host_memory, nvme, tuning)
+    _check(model, optimizer, factory)
     where = _device(model, device, materialize)
-    budget = device_budget(device_memory, where, needed=tiers is None)
-    found = _units(model)
-    check_device(found, model, compute, budget, device_memory)
-    sizes, asked = chunk_bytes(found, compute, optimizer), tiers or Tiers()
-    on_disk = choose(sizes, asked.disk, asked.disk_weights, host_memory, disk=nvme is not None)
+    budget = factory.budget(where)
+    blocks = _units(model)
+    check_device(blocks, model, compute, budget, device_memory)
+    sizes = chunk_bytes(blocks, compute, optimizer)
+    on_disk = factory.on_disk(sizes)
     expand_segments(where, wanted=tuning.expandable_segments)
     engine = Engine(where)
-    engine.store = open_store(nvme, sizes, on_disk)
-    made, chunks = _chunks(model, found, engine, compute, materialize, disk_user(engine, sizes, on_disk))
+    flats, chunks = _chunks(
+        model, blocks, engine, compute, materialize, factory.disk_user(engine, sizes, on_disk)
+    )
     everything = [chunk for some in chunks.values() for chunk in some]
-    take_over(optimizer, everything, _flat_parameters(made))
-    ModuleUses(engine, model, made, chunks)
-    tuning = measured(tuning, engine) if tiers is None else tuning
-    plans = schedule(tiers, everything, budget, where, tuning)
+    take_over(optimizer, everything, _flat_parameters(flats))
+    ModuleUses(engine, model, flats, chunks)
+    plans = factory.schedule(engine, everything, budget)
     engine.start(everything, plans, tuning.observe, chunks[model])
-    return model, OffloadedOptimizer(optimizer, engine, tuning.overlap, where)
+    return model, factory.optimizer(optimizer, engine)
 
 
 def _units(model: nn.Module) -> Units:
     """The parameters of every unit, all of which can be moved."""
-    found = units(model)
-    check_parameters((pair for params in found.values() for pair in params), meta=True)
+    blocks = units(model)
+    check_parameters((pair for params in blocks.values() for pair in params), meta=True)
     check_no_gradients(model.parameters())
-    return found
+    return blocks
 
 
 def _chunks(
     model: nn.Module,
-    found: Units,
+    blocks: Units,
     engine: Engine,
     compute: torch.dtype | None,
     materialize: Callable[[str, nn.Parameter], torch.Tensor] | None,
     use_disk: Callable[[int, OffloadedChunk], None],
 ) -> tuple[dict[nn.Module, list[ChunkUnit]], dict[nn.Module, list[OffloadedChunk]]]:
     """Move the model's parameters into chunks in host memory, one after the other."""
-    made: dict[nn.Module, list[ChunkUnit]] = {}
+    flats: dict[nn.Module, list[ChunkUnit]] = {}
     chunks: dict[nn.Module, list[OffloadedChunk]] = {}
     index = 0
     _move_buffers(model, engine.copies.device)
-    for module, params in found.items():
-        made[module], chunks[module] = [], []
+    for module, params in blocks.items():
+        flats[module], chunks[module] = [], []
         for members in kinds(params):
             unit = _unit(model, members, compute, engine.copies.device, materialize)
             chunk = _chunk(unit, engine)
             use_disk(index, chunk)
-            made[module].append(unit)
+            flats[module].append(unit)
             chunks[module].append(chunk)
             index += 1
-    direct_linears(model, _flat_parameters(made).values())
+    direct_linears(model, _flat_parameters(flats).values())
     reduces_itself(model)
     guard_saving(model)
-    return made, chunks
+    return flats, chunks
 
 
 def _unit(
@@ -158,10 +155,10 @@ def _unit(
     )
 
 
-def _flat_parameters(made: Mapping[nn.Module, Sequence[ChunkUnit]]) -> dict[int, nn.Parameter]:
+def _flat_parameters(flats: Mapping[nn.Module, Sequence[ChunkUnit]]) -> dict[int, nn.Parameter]:
     """The flat parameters by the ids of those they were made from."""
-    flats = [unit for some in made.values() for unit in some]
-    return {b: a for unit in flats for b, a in zip(unit.sources, unit.kept, strict=True)}
+    units_of_all = [unit for some in flats.values() for unit in some]
+    return {b: a for unit in units_of_all for b, a in zip(unit.sources, unit.kept, strict=True)}
 
 
 def _chunk(unit: ChunkUnit, engine: Engine) -> OffloadedChunk:
@@ -194,57 +191,25 @@ def _device(
     model: nn.Module, device: torch.device | str | None, materialize: Callable | None
 ) -> torch.device:
     """Where the model runs. Raises `PlanError` where that is nowhere, or nothing says what its values are."""
-    found = torch.device(device) if device is not None else next(model.parameters()).device
-    check_there(found)
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    if found.type == "meta":
+    place = torch.device(device) if device is not None else next(model.parameters()).device
+    check_there(place)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    if place.type == "meta":
         raise PlanError("the model has no device to run on", got="meta", fix="pass device=...")
     without = [n for n, p in model.named_parameters() if p.is_meta] if materialize is None else []
     if without:
         raise PlanError(
             f"parameter {without[0]!r} has no values", got="meta tensor", fix="pass materialize=..."
         )
-    return found
+    return place
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, factory: Factory) -> None:
     """Raise `PlanError` for a model or an optimizer that cannot be offloaded."""
     check_arguments(model, optimizer, what="offload")
     check_alone(
         "offload", "shard_module(model, mesh, residency=cai_gemini.ChunkResidency(...)) offloads shards"
     )
     check_elementwise(optimizer)
-    check_streamed(tiers.streamed, optimizer)
-    own = {id(p) for p in model.parameters()}
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise PlanError(
-            "the optimizer holds parameters the model does not have", fix="build it on model.parameters()"
-        )
-
-
-def take_over(
-    optimizer: torch.optim.Optimizer, chunks: Sequence[OffloadedChunk], flat: Mapping[int, nn.Parameter]
-) -> None:
-    """Let the optimizer have the flat parameters, with what state it has, and step chunk by chunk.
-
-    Args:
-        flat: the flat parameter by the id of the one the optimizer may have in its place.
-    """
-    for group in optimizer.param_groups:
-        for i, param in enumerate(group["params"]):
-            own = flat[id(param)]
-            state = optimizer.state.pop(param, None)
-            if state is not None:
-                optimizer.state[own] = {name: _flat_on_host(value, own) for name, value in state.items()}
-            group["params"][i] = own
-    for chunk in chunks:
-        chunk.prepare(ChunkStep(optimizer, chunk.unit))
-
-
-def _flat_on_host(value: Any, param: nn.Parameter) -> Any:
-    """State of a parameter, flat where it is as large; counters too are read on the host at every step."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    like = value.dim() > 0 and value.numel() == param.numel()
-    return value.detach().flatten().cpu() if like else value.detach().cpu()
+    factory.check(optimizer, model.parameters(), "build it on model.parameters()")

@@ -64,7 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         are stepped with. `torch.nn.utils.clip_grad_norm_` (for shards `cai_mesh.clip_grad_norm_`) works too, but reads
         and writes every gradient on the host.
         """
-        squares = (square for chunk in self._engine.chunks for square in chunk.squares().items())
+        squares = (square for chunk in self._engine.chunks for square in chunk.gradients.squares().items())
         norm = norm_of_squares(squares, self._mesh, self._device)
         self._scale = clip_factor(norm, max_norm)
         return norm

@@ -11,7 +11,7 @@ from cai_kernels.attention import (
     merge_attention,
     varlen_attention,
 )
-from cai_kernels.backend import Backend, choose, why_not_triton
+from cai_kernels.backend import Backend, choose, planning_for, why_not_triton
 from cai_kernels.cross_entropy import (
     CrossEntropyParts,
     cross_entropy,
@@ -111,6 +111,7 @@ __all__ = [
     "paged_append_",
     "paged_attention",
     "pair_bias_attention",
+    "planning_for",
     "rms_norm",
     "rope",
     "sample",

@@ -28,7 +28,7 @@ from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
 from cai_apps.planner.world import imaginary_rank
-from cai_kernels.backend import planning_for
+from cai_kernels import planning_for
 from cai_mesh.errors import CaiError, PlanError
 from cai_pipeline import run_stage
 

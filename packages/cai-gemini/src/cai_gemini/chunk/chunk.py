@@ -1,29 +1,29 @@
-"""One chunk of an offloaded model: its weights on device and host, its gradient and its step."""
+"""One chunk of an offloaded model: its weights on device, host and disk, and the step that changes them."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 
 import torch
+from torch import nn
 
 from cai_gemini.chunk.chunk_gradient import ChunkGradient, Shared
 from cai_gemini.chunk.disk_state import DiskState
 from cai_gemini.chunk.disk_weights import DiskWeights, Staging
-from cai_gemini.chunk.gradient import Gradient, wide
+from cai_gemini.chunk.gradient import Gradient
 from cai_gemini.chunk.host_weights import HostWeights
 from cai_gemini.chunk.optimizer_step import ChunkStep, Groups
 from cai_gemini.chunk.parameter import KeptParameter
 from cai_gemini.chunk.states import Event, State, follow
 from cai_gemini.chunk.unit import Unit
-from cai_gemini.memory.copies import Copied, Scalar, there
-from cai_gemini.memory.timeline import host_span
+from cai_gemini.memory.copies import Copied
 from cai_gemini.nvme import NvmeStore, Region
-from cai_gemini.planning.policy import Sizes
+from cai_gemini.planning.policy import Sizes, StepPlace
 
 Taken = tuple[Gradient, Groups, ChunkStep]
 
 
-class OffloadedChunk(ChunkGradient):
+class OffloadedChunk:
     """A chunk and where its parts are.
 
     In host memory are master weights and optimizer state, unless they stay on the device; the host weights, in the
@@ -36,13 +36,19 @@ class OffloadedChunk(ChunkGradient):
         shared: what all chunks of a model have in common.
 
     Attributes:
+        gradients: the gradient, from a backward to the step.
+        place: the place where the chunk is stepped.
+        stays: whether the weights stay on the device between uses.
         in_flight: whether the weights were fetched and not released yet: they may not be freed.
         still: places of the parameters that have been frozen until now.
     """
 
     def __init__(self, unit: Unit, gradients: torch.dtype | None, shared: Shared):
-        super().__init__(unit, gradients, shared)
-        self._stepper: ChunkStep | None = None
+        self.unit, self.name = unit, unit.chunk.names[0]
+        self.copies, self.worker, self.ledger = shared.copies, shared.worker, shared.ledger
+        self.place = StepPlace.HOST
+        self.gradients = ChunkGradient(unit, gradients, shared, lambda: self.place)
+        self._step: ChunkStep | None = None
         self.still: list[int] = []
         self.disk: DiskState | None = None
         self.state, self.stays, self.in_flight = State.FREE, False, False
@@ -55,14 +61,14 @@ class OffloadedChunk(ChunkGradient):
 
     def prepare(self, step: ChunkStep) -> None:
         """Take what steps the chunk, once the optimizer holds its parameters."""
-        self._stepper = step
+        self._step = step
         if self.disk is not None and self.step is not None:
             self.disk.adopt_state(self.step)
 
     @property
     def step(self) -> ChunkStep | None:
         """What steps it; None while it is frozen."""
-        return self._stepper if self.trains else None
+        return self._step if self.trains else None
 
     @property
     def members(self) -> set[int]:
@@ -73,19 +79,19 @@ class OffloadedChunk(ChunkGradient):
         """A frozen chunk is trained from now on, with gradients of this dtype."""
         self.finish_writing()
         self.unload()
-        self.gradient_dtype = gradients
-        if self._stepper is not None:
-            self.prepare(self._stepper)
+        self.gradients.dtype = gradients
+        if self._step is not None:
+            self.prepare(self._step)
 
     def regroup(self) -> None:
         """The optimizer has more parameters now."""
-        if self._stepper is not None:
-            self._stepper.regroup()
+        if self._step is not None:
+            self._step.regroup()
 
     @property
     def trains(self) -> bool:
         """Whether it gets gradients."""
-        return self.gradient_dtype is not None
+        return self.gradients.dtype is not None
 
     @property
     def in_use(self) -> bool:
@@ -94,7 +100,7 @@ class OffloadedChunk(ChunkGradient):
 
     def to_disk(self, store: NvmeStore, staging: Staging | None) -> None:
         """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
-        self.disk = DiskState(self.name, self.unit, self.host_weights, store)
+        self.disk, self.place = DiskState(self.name, self.unit, self.host_weights, store), StepPlace.DISK
         if staging is not None:
             self.host_weights.to_disk(
                 DiskWeights(self.name, self.host_weights.tensor, self.disk.master, store, staging)
@@ -103,23 +109,33 @@ class OffloadedChunk(ChunkGradient):
     @property
     def sizes(self) -> Sizes:
         """Bytes of its parts, for those that are on the device."""
-        numel = self.unit.shard.numel()
-        weights = numel * self.unit.weights.element_size()
-        if self.gradient_dtype is None:
-            return Sizes(weights, 0, 0)
+        weights = self.unit.shard.numel() * self.unit.weights.element_size()
         state = self.step.state_bytes if self.step is not None else 0
-        sums = numel * wide(self.gradient_dtype).itemsize if self._summed else 0
-        return Sizes(weights, numel * self.gradient_dtype.itemsize, state, sums)
+        return Sizes(weights, self.gradients.nbytes, state, self.gradients.sum_bytes)
 
     def _happens(self, event: Event) -> None:
         self.state = follow(self.state, event, self.name)
+
+    # -- a `Keeper` of its parameters ----------------------------------------------------------------------------
+
+    def gradient_of(self, index: int) -> torch.Tensor | None:
+        """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
+        return self.gradients.part(index)
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Put another gradient, or none, in place of parameter `index`'s."""
+        self.gradients.put(index, gradient)
+
+    def leaf(self, index: int) -> nn.Parameter:
+        """The parameter that autograd accumulates into, where hooks belong."""
+        return self.unit.used[index]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def bring(self) -> None:
         """Begin to copy the weights to the device, after the step that is under way, if there is one."""
         self._happens(Event.BRING)
-        self._ledger.change("weights", self.sizes.weights)
+        self.ledger.change("weights", self.sizes.weights)
         self.unit.allocate_storage()
         self._copy_when_stepped()
 
@@ -188,7 +204,7 @@ class OffloadedChunk(ChunkGradient):
         """Drop the weights from the device."""
         self.arrive()
         self._happens(Event.FREED)
-        self._ledger.change("weights", -self.sizes.weights)
+        self.ledger.change("weights", -self.sizes.weights)
         self.unit.free_storage()
 
     def _renew(self, *, there: bool = False) -> None:
@@ -199,7 +215,7 @@ class OffloadedChunk(ChunkGradient):
         self.arrive()
         self._happens(Event.RENEWED)
         if self.state is State.COMING:
-            if self.on_device:
+            if self.place is StepPlace.DEVICE:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     self.unit.weights.copy_(self.unit.shard)
                 self.host_weights.adopt(changed=True)
@@ -237,28 +253,6 @@ class OffloadedChunk(ChunkGradient):
         if writing is not None:
             writing.result()
 
-    def begin_step(self, scale: float | Scalar) -> None:
-        """Step with the gradient, which is consumed: at once on the device, in the background on the host."""
-        taken = self.take_gradient()
-        if taken is None:
-            return
-        gradient, groups, step = taken
-        if self.on_device:
-            step.run(groups, gradient.tensor, there(scale), self.unit.weights.data)
-            self.host_weights.adopt()
-            return
-
-        def run() -> None:
-            ready, factor = gradient.settled(), float(scale)
-            self.host_weights.wait_until_read()
-            self.host_weights.refresh()
-            with host_span(self.copies.recorder, self.name):
-                step.run(groups, ready, factor, self.host_weights.tensor)
-            self.host_weights.adopt()
-            self.copies.host.give(ready)
-
-        self.stepped_by(self.worker.submit(run))
-
     def disk_regions(self) -> list[Region]:
         """What a step reads and writes: master weights, state, and the weights where they are apart."""
         assert self.disk is not None
@@ -269,20 +263,16 @@ class OffloadedChunk(ChunkGradient):
 
         Returns once the last step is done, and raises what that raised.
         """
-        self.absorb()
-        if self.step is None or self.gradient is None or not self.touched:
+        self.gradients.absorb()
+        if self.step is None or self.gradients.gradient is None or not self.gradients.touched:
             return None
         self.finish_writing()
-        own = self.touched & self.step.members
-        if not own:
+        stepped = self.gradients.touched & self.step.members
+        if not stepped:
             return None
-        gradient, others = self.gradient, self._copies(self.touched - own)
+        gradient = self.gradients.consume(stepped)
         self.host_weights.changes += 1
-        self.gradient = None
-        self.touched.clear()
-        for index, part in others.items():
-            self.set_gradient(index, part)
-        return gradient, self.step.groups(own), self.step
+        return gradient, self.step.groups(stepped), self.step
 
     def stepped_by(
         self, stepping: Future[None], also: Future[None] | None = None, *, there: bool = False
@@ -296,25 +286,3 @@ class OffloadedChunk(ChunkGradient):
         self._stepping, self._writing = stepping, also
         if self.stays:
             self._renew(there=there)
-
-    # -- moving --------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def move_to_device(self) -> None:
-        """Let master weights, optimizer state and gradients live on the device from now on; the weights stay."""
-        assert self.step is not None
-        self.settle()
-        self.show_writes()
-        self.arrive()
-        self.disk = self.host_weights.disk = None
-        device = self.copies.device
-        sizes = self.sizes
-        self._ledger.change("state", sizes.state)
-        self._ledger.change("gradients", max(sizes.gradients, sizes.sums))
-        with torch._C.DisableTorchFunctionSubclass():
-            self.unit.move_shard(self.unit.shard.to(device, copy=True))
-        self.host_weights.adopt()
-        self.step.move_state(device)
-        if self.gradient is not None:
-            self.gradient = Gradient(self.gradient.settled().to(device), None, self.gradient.squares)
-        self.on_device = self.stays = True

@@ -12,8 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import Place, ShardGradient, check_flat_use
-from cai_mesh.gradients.gradient_views import parameters as shown
+from cai_mesh.gradients import Place, ShardGradient, check_flat_use, shown
 
 
 class Keeper(Protocol):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cai_gemini.chunk.chunk import OffloadedChunk
+from cai_gemini.planning.policy import StepPlace
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Placement:
     def of(cls, chunks: Sequence[OffloadedChunk], *, planned: bool) -> Placement:
         """Of the chunks of one model."""
         trained = [chunk for chunk in chunks if chunk.step is not None]
+        places = [chunk.place for chunk in trained]
         device = host = disk = 0
         for chunk in chunks:
             sizes = chunk.sizes
@@ -50,7 +52,7 @@ class Placement:
                 master = chunk.unit.shard.numel() * chunk.unit.shard.element_size()
                 host += 0 if chunk.disk is not None else master
                 disk += master if chunk.disk is not None else 0
-            elif chunk.on_device:
+            elif chunk.place is StepPlace.DEVICE:
                 device += sizes.state + sizes.gradients
             else:
                 host += sizes.gradients + (0 if chunk.disk is not None else sizes.state)
@@ -60,12 +62,12 @@ class Placement:
             chunks=len(chunks),
             weights_stay=sum(chunk.stays for chunk in chunks),
             state_chunks=len(trained),
-            state_stays=sum(chunk.on_device for chunk in trained),
-            state_on_disk=sum(chunk.disk is not None for chunk in trained),
+            state_stays=places.count(StepPlace.DEVICE),
+            state_on_disk=places.count(StepPlace.DISK),
             device_bytes=device,
             host_bytes=host,
             disk_bytes=disk,
-            state_streamed=sum(chunk.streamed for chunk in trained),
+            state_streamed=places.count(StepPlace.STREAMED),
         )
 
     def __str__(self) -> str:

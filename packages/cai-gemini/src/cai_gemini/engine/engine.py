@@ -29,14 +29,18 @@ from cai_gemini.planning.policy import (
     Moves,
     Plan,
     Sizes,
+    StepPlace,
     decide,
     fits,
     room,
     smallest_budget,
 )
 from cai_gemini.planning.trace import Trace, Use
-from cai_gemini.steps.disk import step_on_disk
-from cai_gemini.steps.streaming import Streaming, keep_streamed
+from cai_gemini.steps.device import DeviceSteps, keep_on_device
+from cai_gemini.steps.disk import DiskSteps
+from cai_gemini.steps.host import HostSteps
+from cai_gemini.steps.stepper import Stepper
+from cai_gemini.steps.streaming import StreamedSteps, keep_streamed
 from cai_mesh.errors import PlanError
 
 Planner = Callable[[Trace, Sequence[Sizes], int], Plan]
@@ -48,7 +52,7 @@ class Schedule:
 
     Args:
         budget: bytes of device memory for everything.
-        planner: from a trace, sizes and the number of backward passes a step to what stays.
+        planner: makes the plan from a trace, sizes and the number of backward passes a step.
         warmup: optimizer steps before it plans.
     """
 
@@ -70,7 +74,10 @@ class Engine:
         self.copies, self.worker, self.ledger = Copies(device), Worker("cai_gemini", device), Ledger()
         self.trace: Trace | None = None
         self.store: NvmeStore | None = None
-        self._streaming: Streaming | None = None
+        self._steppers: dict[StepPlace, Stepper] = {
+            StepPlace.DEVICE: DeviceSteps(),
+            StepPlace.HOST: HostSteps(),
+        }
         self.planned = False
         self.steps = self._passes = 0  # passes of the step under way
         self._seen: list[Use] = []
@@ -93,14 +100,22 @@ class Engine:
         self.chunks, self._schedule = list(chunks), schedule
         self._clock = Clock(self.copies.device, self.ledger, observe)
         self._always = frozenset(i for i, chunk in enumerate(chunks) if chunk in always)
-        self.plan = Plan(self._always, frozenset())
+        self.plan = self._first_plan()
         for i in self._always:
             self.chunks[i].stays = True
             self.chunks[i].bring()
 
     def reschedule(self, schedule: Schedule) -> None:
-        """Another schedule, before anything was traced."""
-        self._schedule = schedule
+        """Take another schedule, before anything was traced, and chunks where they have come to be since."""
+        self._schedule, self.plan = schedule, self._first_plan()
+
+    def _first_plan(self) -> Plan:
+        """As little as possible on the device, and every chunk stepped where it is."""
+        return Plan(self._always, {i: chunk.place for i, chunk in enumerate(self.chunks)})
+
+    def use_store(self, store: NvmeStore) -> None:
+        """Let chunks be on the disk of a store, and be stepped as they are read from there."""
+        self.store, self._steppers[StepPlace.DISK] = store, DiskSteps(store)
 
     @property
     def sizes(self) -> list[Sizes]:
@@ -222,8 +237,9 @@ class Engine:
                 fix="raise device_memory, take smaller batches, or recompute activations",
             )
         plan = self._schedule.planner(self.trace, sizes, max(self._passes, 1))
-        steps = frozenset(i for i in plan.state if self.chunks[i].step is not None)
-        self._adopt(replace(plan, weights=plan.weights | plan.state | self._always, state=steps))
+        planned = {i: place for i, place in plan.places.items() if self.chunks[i].step is not None}
+        places = {**self.plan.places, **planned}
+        self._adopt(replace(plan, weights=plan.weights | self._always, places=places))
         let_go(device)
         self._stream()
         for i in sorted(self.plan.weights):
@@ -233,13 +249,14 @@ class Engine:
             chunk.arrive()
             chunk.stays = True
         for i in sorted(self.plan.state):
-            self.chunks[i].move_to_device()
+            keep_on_device(self.chunks[i])
         self.planned, self.recording = True, False
 
     def _stream(self) -> None:
         """Let the plan's state be stepped on the device piece by piece from now on."""
         if self.plan.streamed:
-            self._streaming = Streaming(self.copies, self.ledger, self.plan.buffers)
+            streamed = StreamedSteps(self.copies, self.ledger, self.plan.buffers)
+            self._steppers[StepPlace.STREAMED] = streamed
         for i in sorted(self.plan.streamed):
             keep_streamed(self.chunks[i], self.copies.device)
 
@@ -274,7 +291,7 @@ class Engine:
     # -- step ----------------------------------------------------------------------------------------------------
 
     def step(self, scale: float | torch.Tensor) -> None:
-        """Step every chunk that has a gradient, those used first first."""
+        """Step every chunk that has a gradient where the plan says, those used first first."""
         if self.ready_to_plan():
             self.make_plan()
         if self._fresh:
@@ -282,25 +299,21 @@ class Engine:
         if self.copies.device.type == "cuda":
             leave_cores()
         factor = self.copies.scalar(scale)
-        for chunk in self._in_order():
-            if chunk.touched and not chunk.stays and chunk.state is not State.FREE:
+        order = self._order()
+        for chunk in (self.chunks[i] for i in order):
+            if chunk.gradients.touched and not chunk.stays and chunk.state is not State.FREE:
                 chunk.free()
-        ordered = self._in_order()
-        for chunk in (h for h in ordered if h.on_device):
-            chunk.begin_step(factor)
-        if self._streaming is not None:
-            self._streaming.step([h for h in ordered if h.streamed], factor)
-        for chunk in (h for h in ordered if not h.on_device and not h.streamed and h.disk is None):
-            chunk.begin_step(factor)
-        if self.store is not None:
-            step_on_disk(self.store, [h for h in ordered if h.disk is not None], factor)
+        for place in StepPlace:
+            chunks = [self.chunks[i] for i in order if self.plan.place(i) is place]
+            if chunks:
+                self._steppers[place].step(chunks, factor)
         self.steps += self.trace is not None  # a step without a pass is none
         self._passes = 0
 
     def drop_gradients(self) -> None:
         """Forget every gradient of what the optimizer has: no backward of this step counts."""
         for chunk in self.chunks:
-            chunk.drop_own()
+            chunk.gradients.drop_members(chunk.members)
         self._passes = 0
 
     def trains_more(self, chunks: Iterable[OffloadedChunk]) -> None:
@@ -316,19 +329,19 @@ class Engine:
         trained = {i for i, chunk in enumerate(self.chunks) if chunk.step is not None}
         if trained - self._fresh == self.plan.state:
             for i in sorted(self._fresh):
-                with_it = replace(self.plan, weights=self.plan.weights | {i}, state=self.plan.state | {i})
+                places = {**self.plan.places, i: StepPlace.DEVICE}
+                with_it = replace(self.plan, weights=self.plan.weights | {i}, places=places)
                 if fits(self.trace, self.sizes, with_it, self._schedule.budget):
                     if self.chunks[i].state is State.FREE:
                         self.chunks[i].bring()
-                    self.chunks[i].move_to_device()
+                    keep_on_device(self.chunks[i])
                     self._adopt(with_it)
         self._fresh.clear()
 
-    def _in_order(self) -> list[OffloadedChunk]:
-        if self.trace is None:
-            return self.chunks
-        order = dict.fromkeys(use.chunk for use in self.trace.uses)
-        return [self.chunks[i] for i in (*order, *(i for i in range(len(self.chunks)) if i not in order))]
+    def _order(self) -> list[int]:
+        """All chunks, in the order of their first uses."""
+        uses = () if self.trace is None else self.trace.uses
+        return list(dict.fromkeys([*(use.chunk for use in uses), *range(len(self.chunks))]))
 
     # -- a look at it --------------------------------------------------------------------------------------------
 

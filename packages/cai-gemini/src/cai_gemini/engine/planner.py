@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 from cai_gemini.chunk.chunk import OffloadedChunk
 from cai_gemini.engine.disk_use import disk_traffic, rates_with_disk
-from cai_gemini.engine.engine import Engine, Planner, Schedule
+from cai_gemini.engine.engine import Engine, Planner
 from cai_gemini.planning.policy import NONE_STREAMABLE, Plan, Sizes, Streamable, fractions
 from cai_gemini.planning.simulation import Rates, Step, best_plan
 from cai_gemini.planning.tiers import Tiers
@@ -26,7 +24,7 @@ class Tuning:
     Args:
         overlap: whether host steps run in the background; False: `step` waits for them.
         warmup: optimizer steps that are traced before the plan is made.
-        rates: of the link, the disk and the optimizer; None: measured when the model is offloaded.
+        rates: those of the link, the disk and the optimizer; None: measured when the model is offloaded.
         observe: returns the most bytes in use on the device since its last call; None: torch's allocator is asked.
         stream: whether "auto" may stream state: state that lives on the host is stepped on the device, piece by piece.
             `Tiers(streamed=...)` asks for it whatever this says.
@@ -42,53 +40,30 @@ class Tuning:
     expandable_segments: bool = True
 
 
-def measured(tuning: Tuning, engine: Engine) -> Tuning:
-    """With rates of this machine, unless they were given."""
-    if tuning.rates is not None:
-        return tuning
-    return replace(tuning, rates=rates_with_disk(engine.store, measure(engine.copies.device, engine.worker)))
+def planner(
+    tiers: Tiers | None, engine: Engine, chunks: Sequence[OffloadedChunk], budget: int, tuning: Tuning
+) -> Planner:
+    """The planner of an engine's chunks: by fractions, or (None) by the shortest step, with rates measured now."""
+    if tiers is not None:
+        shares = (tiers.weights, tiers.state, tiers.streamed)
+        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, _streamable(chunks))
+    rates = tuning.rates
+    if rates is None:
+        rates = rates_with_disk(engine.store, measure(engine.copies.device, engine.worker))
 
+    def shortest(trace: Trace, sizes: Sequence[Sizes], passes: int) -> Plan:
+        step = Step(
+            [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in chunks],
+            passes,
+            disk=disk_traffic(chunks),
+            streamable=_streamable(chunks) if tuning.stream else NONE_STREAMABLE,
+        )
+        return best_plan(trace, sizes, budget, rates, step)
 
-def schedule(
-    tiers: Tiers | None,
-    chunks: Sequence[OffloadedChunk],
-    budget: int,
-    device: torch.device,
-    tuning: Tuning,
-) -> Schedule:
-    """How chunks are planned: by fractions, or (None) by the shortest simulated step, with rates measured now."""
-    return Schedule(budget, _planner(tiers, chunks, budget, device, tuning), tuning.warmup)
-
-
-def _step(chunks: Sequence[OffloadedChunk]) -> Step:
-    """What a step does, as of now: chunks that were frozen may be trained since."""
-    return Step(
-        [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in chunks],
-        disk=disk_traffic(chunks),
-        streamable=_streamable(chunks),
-    )
+    return shortest
 
 
 def _streamable(chunks: Sequence[OffloadedChunk]) -> Streamable:
+    """The chunks that can be streamed now; some that were frozen may be trained since."""
     able = {i: chunk for i, chunk in enumerate(chunks) if can_stream(chunk)}
     return Streamable(frozenset(able), buffer_bytes([*able.values()]))
-
-
-def _planner(
-    tiers: Tiers | None,
-    chunks: Sequence[OffloadedChunk],
-    budget: int,
-    device: torch.device,
-    tuning: Tuning,
-) -> Planner:
-    if tiers is not None:
-        shares = (tiers.weights, tiers.state, tiers.streamed)
-        return lambda trace, sizes, _passes: fractions(trace, sizes, *shares, _step(chunks).streamable)
-    known = tuning.rates or measure(device)
-
-    def shortest(trace: Trace, sizes: Sequence[Sizes], passes: int) -> Plan:
-        step = replace(_step(chunks), passes=passes)
-        step = step if tuning.stream else replace(step, streamable=NONE_STREAMABLE)
-        return best_plan(trace, sizes, budget, known, step)
-
-    return shortest

@@ -64,7 +64,7 @@ class ShardEngine(Engine):
 
     def drop_gradients(self) -> None:
         """Forget every gradient; where there are any, the step is left out, and another begins."""
-        left_out = any(chunk.gradient is not None for chunk in self.chunks)
+        left_out = any(chunk.gradients.gradient is not None for chunk in self.chunks)
         super().drop_gradients()
         if left_out:
             self.begin()

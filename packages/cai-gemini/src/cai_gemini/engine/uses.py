@@ -23,8 +23,8 @@ def unfrozen(chunk: OffloadedChunk) -> list[int]:
 def collect_gradients(chunk: OffloadedChunk) -> None:
     """Let the gradients of a chunk that is trained come together in a buffer."""
     unit, dtype = chunk.unit, chunk.unit.weights.dtype
-    room = chunk.expect_gradient
-    chunk.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.weights.device, before_open=room)
+    room = chunk.gradients.expect
+    chunk.gradients.buffer = GradBuffer(unit.chunk, unit.used, dtype, unit.weights.device, before_open=room)
     for index, param in enumerate(unit.used):
         ShownParameter.adopt(param, UsedParameters(chunk), index)
 
@@ -62,11 +62,11 @@ class ModuleUses:
             for i in indices:
                 unit.used[i].requires_grad_(True)
             chunk.still = [i for i in chunk.still if i not in indices]
-            if chunk.buffer is None:
+            if chunk.gradients.buffer is None:
                 chunk.train(unit.weights.dtype)
                 collect_gradients(chunk)
             else:
-                chunk.buffer.watch()
+                chunk.gradients.buffer.watch()
             direct_linears(self._root, [*unit.kept, *unit.used])
         self._lifecycle.watch(self._used())
         self._engine.trains_more(found)
@@ -92,8 +92,8 @@ class ModuleUses:
 
     def grads_ready(self, unit: nn.Module) -> None:
         for chunk in self._chunks[unit]:
-            if chunk.buffer is not None:
-                self._engine.sent(chunk, chunk.collect())
+            if chunk.gradients.buffer is not None:
+                self._engine.sent(chunk, chunk.gradients.collect())
             chunk.backward_over()
 
     def before_graph(self, unit: nn.Module) -> None:

@@ -24,12 +24,12 @@ class ChunkBytes:
 
     Args:
         numel: elements, padding included.
-        master: of its master weights.
-        state: of the optimizer's state; 0 for a frozen chunk.
-        weights: in the dtype of computation.
+        master: bytes of its master weights.
+        state: bytes of the optimizer's state; 0 for a frozen chunk.
+        weights: bytes in the dtype of computation.
         trains: whether it has gradients, of the dtype of computation, and state.
         shared: whether the master weights on a disk serve as weights too.
-        gradient: of its gradient as it comes back; None: as many as `weights`.
+        gradient: bytes of its gradient as it comes back; None: as many as `weights`.
     """
 
     numel: int
@@ -67,7 +67,7 @@ class OnDisk:
 def chunk_bytes(
     found: Units, compute: torch.dtype | None, optimizer: torch.optim.Optimizer
 ) -> list[ChunkBytes]:
-    """Of every chunk, in the order of units and their kinds."""
+    """The bytes of every chunk, in the order of units and their kinds."""
     tensors = state_tensors(optimizer)
 
     def one(members: Sequence[tuple[str, torch.nn.Parameter]]) -> ChunkBytes:

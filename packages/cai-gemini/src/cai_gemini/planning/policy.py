@@ -1,14 +1,16 @@
 """Which chunks are on the device when: pure functions of a trace and a budget.
 
-Two questions. What stays for the whole of training (`Plan`): the optimizer state of some chunks, the weights of some.
+Two questions. What stays for the whole of training (`Plan`): where each chunk is stepped, and the weights of some.
 And at each moment, for the chunks that do not stay (`decide`): what to free and what to bring, so that the chunk in use
 is there, chunks needed next come ahead of their use, and those used furthest in the future go first (Belady's rule).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from cai_gemini.planning.trace import Trace
@@ -23,10 +25,10 @@ class Sizes:
     """Bytes of one chunk on the device.
 
     Args:
-        weights: in the dtype of computation.
-        gradients: of one backward.
-        state: master weights and optimizer state.
-        sums: of gradients of several backwards; 0 where a step has only one.
+        weights: bytes in the dtype of computation.
+        gradients: bytes of those of one backward.
+        state: bytes of master weights and optimizer state.
+        sums: bytes of the sums of several backwards; 0 where a step has only one.
     """
 
     weights: int
@@ -35,31 +37,56 @@ class Sizes:
     sums: int = 0
 
 
+class StepPlace(enum.Enum):
+    """Where a chunk is stepped, in the order in which an optimizer's step begins there.
+
+    DEVICE: there, where its state stays, with its gradients and weights. STREAMED: on the device, piece by piece; its
+    state lives on the host. HOST: there, where its state lives. DISK: on the host, while its state is read from a disk
+    and written back.
+    """
+
+    DEVICE = "device"
+    STREAMED = "streamed"
+    HOST = "host"
+    DISK = "disk"
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What stays on the device.
+    """What stays on the device, and where chunks are stepped.
 
     Args:
         weights: chunks whose weights stay.
-        state: chunks whose optimizer state stays; their gradients and weights do too.
-        streamed: chunks whose state lives on the host and is stepped on the device, piece by piece.
-        buffers: bytes for those pieces.
+        places: where chunks are stepped; on the host those that are not in it.
+        buffers: bytes for the pieces of chunks that are streamed.
     """
 
     weights: frozenset[int]
-    state: frozenset[int]
-    streamed: frozenset[int] = frozenset()
+    places: Mapping[int, StepPlace] = field(default_factory=dict)
     buffers: int = 0
 
     def __post_init__(self) -> None:
-        if self.state & self.streamed:
-            raise PlanError(
-                "a chunk's state both stays and comes in pieces", got=sorted(self.state & self.streamed)
-            )
         if not self.state <= self.weights:
             raise PlanError(
                 "a chunk's state stays without its weights", got=sorted(self.state - self.weights)
             )
+
+    def place(self, chunk: int) -> StepPlace:
+        """Where a chunk is stepped."""
+        return self.places.get(chunk, StepPlace.HOST)
+
+    @cached_property
+    def state(self) -> frozenset[int]:
+        """Chunks whose optimizer state stays."""
+        return self._stepped(StepPlace.DEVICE)
+
+    @cached_property
+    def streamed(self) -> frozenset[int]:
+        """Chunks whose state comes in pieces."""
+        return self._stepped(StepPlace.STREAMED)
+
+    def _stepped(self, place: StepPlace) -> frozenset[int]:
+        return frozenset(chunk for chunk, other in self.places.items() if other is place)
 
     def resident(self, sizes: Sequence[Sizes]) -> int:
         """Bytes that are on the device at every moment: gradients on their way and those summed over backwards too."""
@@ -173,7 +200,7 @@ def _upcoming(trace: Trace, moment: int, plan: Plan, count: int) -> list[tuple[i
 
 def smallest_budget(trace: Trace, sizes: Sequence[Sizes], stays: Collection[int] = ()) -> int:
     """The least a pass can do with: at every moment the chunks in use alone, beside what always stays."""
-    least = Plan(frozenset(stays), frozenset())
+    least = Plan(frozenset(stays))
     resident = least.resident(sizes)
     return max(
         resident
@@ -224,10 +251,15 @@ def fractions(
     order = list(dict.fromkeys(use.chunk for use in trace.uses))
     order += [c for c in range(len(sizes)) if c not in order]
     stays = _first(order, [s.state for s in sizes], state)
-    kept = _first(order, [s.weights for s in sizes], weights)
+    resident = _first(order, [s.weights for s in sizes], weights)
     able = [c for c in order if c in streamable.able and c not in stays]
     spread = _spread(able, [s.state for s in sizes], streamed)
-    return Plan(kept | stays, stays, spread, streamable.buffers)
+    return Plan(resident | stays, on_device(stays, spread), streamable.buffers)
+
+
+def on_device(state: Iterable[int], streamed: Iterable[int] = ()) -> dict[int, StepPlace]:
+    """The places of chunks that the device steps: those whose state stays there, and those whose state is streamed."""
+    return {**dict.fromkeys(state, StepPlace.DEVICE), **dict.fromkeys(streamed, StepPlace.STREAMED)}
 
 
 def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:

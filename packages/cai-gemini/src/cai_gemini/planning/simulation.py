@@ -16,6 +16,7 @@ from cai_gemini.planning.policy import (
     Streamable,
     decide,
     fits,
+    on_device,
     room,
 )
 from cai_gemini.planning.trace import Trace
@@ -290,7 +291,7 @@ def best_plan(
         state = frozenset(order[:count])
         streamed = _shared_out(order[count:], sizes, rates, step)
         for some in dict.fromkeys([frozenset[int](), streamed]):
-            least = Plan(state | frozenset(stays), state, some, step.streamable.buffers)
+            least = Plan(state | frozenset(stays), on_device(state, some), step.streamable.buffers)
             most = _most_weights(trace, sizes, budget, least, order)
             for kept in [] if most is None else {most, (count + most) // 2}:
                 plan = replace(least, weights=least.weights | frozenset(order[:kept]))
@@ -298,7 +299,7 @@ def best_plan(
                 best = found.get(bool(some))
                 if best is None or seconds <= best[0]:  # of equals, the one with more on the device
                     found[bool(some)] = (seconds, plan)
-    nothing = (math.inf, Plan(frozenset(stays), frozenset()))
+    nothing = (math.inf, Plan(frozenset(stays)))
     plain, pieces = found.get(False, nothing), found.get(True, nothing)
     return pieces[1] if pieces[0] < GAIN * plain[0] else plain[1]
 

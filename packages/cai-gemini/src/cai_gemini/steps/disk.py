@@ -16,41 +16,51 @@ from cai_gemini.nvme import NvmeStore, stream
 Job = Callable[[list[torch.Tensor]], None]
 
 
-def step_on_disk(store: NvmeStore, chunks: Sequence[OffloadedChunk], scale: float | Scalar) -> None:
-    """Step chunks whose state is on the disk, in order, in the background: each is awaited where it is used.
+class DiskSteps:
+    """The `Stepper` of chunks whose state is on a disk.
 
-    A chunk's step is over when its writes are under way: the store lets no read of a region pass them.
+    Args:
+        store: the store that has their state.
     """
-    if not chunks:
-        return
-    jobs = [(chunk, job) for chunk in chunks if (job := _job(chunk, scale)) is not None]
-    done: list[Future[None]] = [Future() for _ in jobs]
-    regions = [chunk.disk_regions() for chunk, _ in jobs]
-    begun: list[float] = []
 
-    def work(index: int, tensors: list[torch.Tensor]) -> None:
-        jobs[index][1](tensors)
+    def __init__(self, store: NvmeStore):
+        self._store = store
 
-    def wrote(index: int) -> None:
-        _show(jobs[index][0], begun.pop())
-        begun.append(time.perf_counter())
-        done[index].set_result(None)
+    def step(self, chunks: Sequence[OffloadedChunk], scale: float | Scalar) -> None:
+        """Step chunks in order, in the background: each is awaited where it is used.
 
-    def run() -> None:
-        begun.append(time.perf_counter())
-        weights = [chunk.host_weights.disk for chunk, _ in jobs]
-        unread = {disk.own for disk in weights if disk is not None} - {None}
-        try:
-            stream(store, regions, work, unread=unread, wrote=wrote)
-        except BaseException as error:
-            for future in done:
-                if not future.done():
-                    future.set_exception(error)
-            raise
+        A chunk's step is over when its writes are under way: the store lets no read of a region pass them.
+        """
+        jobs = [(chunk, job) for chunk in chunks if (job := _job(chunk, scale)) is not None]
+        if not jobs:
+            return
+        done: list[Future[None]] = [Future() for _ in jobs]
+        regions = [chunk.disk_regions() for chunk, _ in jobs]
+        begun: list[float] = []
 
-    all_of_them = jobs[0][0].worker.submit(run) if jobs else None
-    for (chunk, _), future in zip(jobs, done, strict=True):
-        chunk.stepped_by(future, also=all_of_them)
+        def work(index: int, tensors: list[torch.Tensor]) -> None:
+            jobs[index][1](tensors)
+
+        def wrote(index: int) -> None:
+            _show(jobs[index][0], begun.pop())
+            begun.append(time.perf_counter())
+            done[index].set_result(None)
+
+        def run() -> None:
+            begun.append(time.perf_counter())
+            weights = [chunk.host_weights.disk for chunk, _ in jobs]
+            unread = {disk.own for disk in weights if disk is not None} - {None}
+            try:
+                stream(self._store, regions, work, unread=unread, wrote=wrote)
+            except BaseException as error:
+                for future in done:
+                    if not future.done():
+                        future.set_exception(error)
+                raise
+
+        all_of_them = jobs[0][0].worker.submit(run)
+        for (chunk, _), future in zip(jobs, done, strict=True):
+            chunk.stepped_by(future, also=all_of_them)
 
 
 def _job(chunk: OffloadedChunk, scale: float | Scalar) -> Job | None:
@@ -59,10 +69,10 @@ def _job(chunk: OffloadedChunk, scale: float | Scalar) -> Job | None:
     assert disk is not None
     chunk.finish_writing()
     chunk.unload()
-    taken = chunk.take_gradient()
-    if taken is None:
+    job = chunk.take_gradient()
+    if job is None:
         return None
-    gradient, groups, _ = taken
+    gradient, groups, _ = job
 
     def run(tensors: list[torch.Tensor]) -> None:
         ready = gradient.settled()
@@ -76,6 +86,6 @@ def _job(chunk: OffloadedChunk, scale: float | Scalar) -> Job | None:
 
 
 def _show(chunk: OffloadedChunk, begun: float) -> None:
-    """On a timeline: from `begun`, of `time.perf_counter`, until now the disk was at work for this chunk."""
+    """Show on a timeline that the disk was at work for this chunk from `begun`, of `time.perf_counter`, until now."""
     if chunk.copies.recorder is not None:
         chunk.copies.recorder.span("disk", begun, time.perf_counter(), chunk.name)

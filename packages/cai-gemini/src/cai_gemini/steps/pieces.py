@@ -26,7 +26,7 @@ def buffer_bytes(chunks: Sequence[OffloadedChunk]) -> int:
 
 def _slot_bytes(chunk: OffloadedChunk) -> int:
     """Of a piece: three of state, a gradient as wide as it, and the gradient as it comes, with new weights after it."""
-    unit, gradient = chunk.unit, chunk.gradient_dtype
+    unit, gradient = chunk.unit, chunk.gradients.dtype
     assert gradient is not None
     numel, master = min(PIECE, unit.shard.numel()), unit.shard.dtype
     coming = [dtype.itemsize for dtype in (gradient, wide(gradient)) if dtype != master]
@@ -87,7 +87,7 @@ class Slot:
         self.sent = sent
 
     def views(self, here: Sequence[torch.Tensor]) -> Views:
-        """For tensors such as `here`, which are as in `Streaming._step_piece`; the same for pieces that are alike."""
+        """Views for tensors such as `here`, as in `StreamedSteps._step_piece`; the same for pieces of one shape."""
         master, *_, gradient, weights = here
         like = (master.numel(), master.dtype, gradient.dtype, weights.dtype)
         if like not in self._views:

@@ -23,6 +23,7 @@ from cai_gemini.memory.copies import FIRST, Copied, Copies, Scalar
 from cai_gemini.memory.ledger import Ledger
 from cai_gemini.memory.pinned import in_host_memory
 from cai_gemini.memory.worker import Worker
+from cai_gemini.planning.policy import StepPlace
 from cai_gemini.steps.pieces import PIECE, SLOTS, Piece, Slot, pieces
 from cai_mesh.comm import SideStream
 from cai_mesh.errors import PlanError
@@ -61,7 +62,7 @@ def keep_streamed(chunk: OffloadedChunk, device: torch.device) -> None:
         chunk.unit.move_shard(moved(chunk.unit.shard))
         chunk.host_weights.adopt()
         step.move_moments(moved)
-    chunk.streamed = True
+    chunk.place = StepPlace.STREAMED
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,16 @@ class _Job:
     done: Future[None] = field(default_factory=Future)
 
 
-class Streaming:
-    """Steps chunks on the device, one after the other, in a thread of its own.
+class StreamedSteps:
+    """The `Stepper` of streamed chunks: on the device, one after the other, in a thread of its own.
 
     A few pieces are queued ahead, so that the link does not wait for this thread. They share the streams of weights and
     gradients: those come between pieces, while copies queued in another stream would keep them waiting to the end.
 
     Args:
-        copies: to and from the device.
-        ledger: of its memory.
-        nbytes: of `buffer_bytes`.
+        copies: copies to and from the device.
+        ledger: the ledger of the device's memory.
+        nbytes: bytes for the pieces, as `buffer_bytes` says.
     """
 
     def __init__(self, copies: Copies, ledger: Ledger, nbytes: int):

@@ -4,40 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from cai_kernels.adamw import reference
+from cai_kernels.adamw.options import AdamWOptions, Tensors
 from cai_kernels.backend import Backend, choose, require
 from cai_kernels.errors import KernelError
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class AdamWOptions:
-    """The numbers of AdamW, by default those of `torch.optim.AdamW`.
-
-    Args:
-        lr: the learning rate.
-        beta1, beta2: how much of the first and of the second moment a step keeps, in [0, 1).
-        eps: added to the square root of the second moment.
-        weight_decay: `lr * weight_decay` of a parameter is taken off it.
-
-    Raises `KernelError` for a beta outside [0, 1).
-    """
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-
-    def __post_init__(self) -> None:
-        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0.0 <= beta < 1.0:
-                raise KernelError(f"{name} is out of range", got=beta, expected="at least 0, below 1")
 
 
 def adamw_step_(
@@ -128,18 +103,14 @@ def adamw_steps_(
     entries: list[Tensors] = []
     counts: list[int] = []
     for form, param, grad, exp_avg, exp_avg_sq, step, low in zip(forms, *lists, strict=True):
-        tensors = (param.detach(), grad.detach(), exp_avg.detach(), exp_avg_sq.detach())
+        tensors = Tensors(param.detach(), grad.detach(), exp_avg.detach(), exp_avg_sq.detach(), low)
         if form == "reference":
             if _finite(grad_scale):
-                reference.adamw_step(*tensors, options, step, grad_scale, low)
+                reference.adamw_step(tensors, options, step, grad_scale)
         else:
-            entries.append((*tensors, low))
+            entries.append(tensors)
             counts.append(step)
     launch(entries, options, counts, grad_scale)
-
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""A parameter, its gradient, its first and its second moment; and the lower half, where the parameter is in halves."""
 
 
 def launch(
@@ -162,8 +133,8 @@ def launch(
     factor = 1.0 if isinstance(grad_scale, torch.Tensor) else float(grad_scale)
     if torch.compiler.is_compiling():
         numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
-        for (*tensors, low), step in zip(entries, steps, strict=True):
-            triton.adamw_step(*tensors, low, scale, factor, int(step), *numbers)
+        for tensors, step in zip(entries, steps, strict=True):
+            triton.adamw_step(*tensors, scale, factor, int(step), *numbers)
     else:
         triton.run_many(entries, scale, factor, steps, options)
     written = [t for param, _, *state in entries for t in (param, *state) if t is not None]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from cai_kernels.adamw.function import GRAD_DTYPES, AdamWOptions, launch
+from cai_kernels.adamw.function import GRAD_DTYPES, launch
+from cai_kernels.adamw.options import AdamWOptions, Tensors
 from cai_kernels.backend import Backend, choose
 from cai_kernels.errors import KernelError
 
@@ -126,7 +127,8 @@ class FusedAdamW(torch.optim.AdamW):
         lows: Sequence[torch.Tensor | None] = [None] * len(params)
         if halves is not None:
             params, lows = zip(*(halves[param] for param in params), strict=True)
-        launch(list(zip(params, grads, exp_avgs, exp_avg_sqs, lows, strict=True)), options, steps, factor)
+        columns = (params, grads, exp_avgs, exp_avg_sqs, lows)
+        launch(list(map(Tensors._make, zip(*columns, strict=True))), options, steps, factor)
 
     def _fits(
         self,

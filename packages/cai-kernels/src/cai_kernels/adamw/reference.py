@@ -1,38 +1,32 @@
-"""The step of AdamW in plain torch."""
+"""The step of AdamW in plain torch, of step t with gradient g and decay d:
+
+m <- beta1 m + (1 - beta1) g
+v <- beta2 v + (1 - beta2) g^2
+p <- (1 - lr d) p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from cai_kernels.adamw.halves import join, split
-
-if TYPE_CHECKING:
-    from cai_kernels.adamw.function import AdamWOptions
+from cai_kernels.adamw.options import AdamWOptions, Tensors
 
 
-def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    options: AdamWOptions,
-    step: int,
-    grad_scale: float | torch.Tensor,
-    low: torch.Tensor | None = None,
-) -> None:
-    """In place: `param`, `exp_avg` and `exp_avg_sq` are float32, `grad` is of any floating dtype; all of one shape.
+def adamw_step(tensors: Tensors, options: AdamWOptions, step: int, grad_scale: float | torch.Tensor) -> None:
+    """Step in place: parameter and moments are float32, the gradient is of any floating dtype; all of one shape.
 
-    With `low` (int16), `param` is bfloat16 and they are the halves of the parameter. A scale that lies on the device
-    and is not finite leaves all as they are.
+    With a lower half, the parameter is in halves. A scale that lies on the device and is not finite leaves all as they
+    are.
     """
+    param, grad, exp_avg, exp_avg_sq, low = tensors
     if low is not None:
         full = join(param, low)
-        adamw_step(full, grad, exp_avg, exp_avg_sq, options, step, grad_scale)
-        for held, value in zip((param, low), split(full), strict=True):
-            held.copy_(value)
+        adamw_step(Tensors(full, grad, exp_avg, exp_avg_sq, None), options, step, grad_scale)
+        for half, value in zip((param, low), split(full), strict=True):
+            half.copy_(value)
         return
     scale = grad_scale.float().reshape(()) if isinstance(grad_scale, torch.Tensor) else grad_scale
     scaled = grad.float() * scale
@@ -43,5 +37,5 @@ def adamw_step(
     stepped = (param * (1 - options.lr * options.weight_decay)).addcdiv_(
         first, denominator, value=-options.lr / correction1
     )
-    for held, value in ((param, stepped), (exp_avg, first), (exp_avg_sq, second)):
-        held.copy_(torch.where(scale.isfinite(), value, held) if isinstance(scale, torch.Tensor) else value)
+    for state, value in ((param, stepped), (exp_avg, first), (exp_avg_sq, second)):
+        state.copy_(torch.where(scale.isfinite(), value, state) if isinstance(scale, torch.Tensor) else value)

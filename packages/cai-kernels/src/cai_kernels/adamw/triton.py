@@ -17,18 +17,32 @@ import functools
 import math
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from cai_kernels.adamw.function import AdamWOptions, Tensors
+from cai_kernels.adamw.options import AdamWOptions, Tensors
 from cai_kernels.ops import define
 
 BLOCK = 2048
 WARPS = 8
 KEPT = 32  # tables of blocks that are kept on devices, 4 bytes a block each
 GRADS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step t: factor of the gradient, lr * weight_decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
+    eps, 1 - beta1 and 1 - beta2."""
+
+    factor: float
+    decay: float
+    rate: float
+    root: float
+    eps: float
+    weight1: float
+    weight2: float
 
 
 @triton.jit
@@ -63,16 +77,15 @@ def _advance(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, at, mask, SPLIT: tl.constexpr
 ):
     """Steps the elements `at`, those under `mask` (None: all)."""
-    factor, decay, rate, root, eps, weight1, weight2 = numbers
-    grad = tl.load(grad_ptr + at, mask=mask).to(tl.float32) * factor
+    grad = tl.load(grad_ptr + at, mask=mask).to(tl.float32) * numbers.factor
     param = _load(param_ptr, low_ptr, at, mask, SPLIT)
     exp_avg = tl.load(exp_avg_ptr + at, mask=mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=mask)
     # not beta * x: as 1 - beta is rounded, less of it is lost than of beta
-    exp_avg = exp_avg - weight1 * exp_avg + weight1 * grad
-    exp_avg_sq = exp_avg_sq - weight2 * exp_avg_sq + weight2 * (grad * grad)
-    param -= decay * param
-    param -= rate * (exp_avg / (tl.sqrt(exp_avg_sq) * root + eps))
+    exp_avg = exp_avg - numbers.weight1 * exp_avg + numbers.weight1 * grad
+    exp_avg_sq = exp_avg_sq - numbers.weight2 * exp_avg_sq + numbers.weight2 * (grad * grad)
+    param -= numbers.decay * param
+    param -= numbers.rate * (exp_avg / (tl.sqrt(exp_avg_sq) * numbers.root + numbers.eps))
     _store(param_ptr, low_ptr, param, at, mask, SPLIT)
     tl.store(exp_avg_ptr + at, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq, mask=mask)
@@ -135,11 +148,11 @@ def _adamw(
 ):
     """One tensor; `low_ptr` is read and written only where it is in halves (SPLIT).
 
-    decay = lr * weight_decay, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), weights 1 - beta.
+    factor to weight2 are the fields of `Numbers`.
     """
     if SCALED:
         factor, size = _scaled(scale_ptr, factor, size)
-    numbers = (factor, decay, rate, root, eps, weight1, weight2)
+    numbers = Numbers(factor, decay, rate, root, eps, weight1, weight2)
     block = tl.program_id(0)
     _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, block, size, SPLIT, BLOCK)
 
@@ -195,7 +208,7 @@ def _adamw_many(
     root = tl.load(corrections_ptr + 2 * tensor + 1)
     if SCALED:
         factor, size = _scaled(scale_ptr, factor, size)
-    numbers = (factor, decay, rate, root, eps, weight1, weight2)
+    numbers = Numbers(factor, decay, rate, root, eps, weight1, weight2)
     block = tl.program_id(0) - first
     _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, numbers, block, size, SPLIT, BLOCK)
 
@@ -271,21 +284,18 @@ def run_many(
     """`run` of many tensors in one launch for each device and dtype of gradients; `steps` may lie on the device."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensors], list[int | torch.Tensor]]] = {}
     for tensors, step in zip(entries, steps, strict=True):
-        if tensors[0].numel():
-            key = (tensors[0].device, tensors[1].dtype)
-            if key not in groups:
-                groups[key] = ([], [])
-            held, counts = groups[key]
-            held.append(tensors)
+        if tensors.param.numel():
+            group, counts = groups.setdefault((tensors.param.device, tensors.grad.dtype), ([], []))
+            group.append(tensors)
             counts.append(step)
     numbers = (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay)
-    for (device, _), (held, counts) in groups.items():
-        here = None if scale is None else scale.to(device, non_blocking=True)
-        if len(held) == 1 and isinstance(counts[0], int):
-            run(*held[0], here, factor, counts[0], *numbers)
+    for (device, _), (group, counts) in groups.items():
+        on_device = None if scale is None else scale.to(device, non_blocking=True)
+        if len(group) == 1 and isinstance(counts[0], int):
+            run(*group[0], on_device, factor, counts[0], *numbers)
             continue
-        with torch.cuda.device_of(held[0][0]):
-            _launch_many(held, here, factor, _corrections(counts, options, device), options)
+        with torch.cuda.device_of(group[0].param):
+            _launch_many(group, on_device, factor, _corrections(counts, options, device), options)
 
 
 def _launch_many(
@@ -299,8 +309,8 @@ def _launch_many(
 
     All are in halves, or none.
     """
-    device, count = entries[0][0].device, len(entries)
-    owners, spans = _kept(tuple([tensors[0].numel() for tensors in entries]), device)
+    device, count = entries[0].param.device, len(entries)
+    owners, spans = _kept(tuple([tensors.param.numel() for tensors in entries]), device)
     columns = zip(*entries, strict=True)
     words = array("q", [t.data_ptr() for column in columns for t in column if t is not None])
     listed = torch.frombuffer(words, dtype=torch.int64)
@@ -318,10 +328,10 @@ def _launch_many(
         float(options.eps),
         1.0 - options.beta1,
         1.0 - options.beta2,
-        GRAD=GRADS[entries[0][1].dtype],
+        GRAD=GRADS[entries[0].grad.dtype],
         ALIGNED=not (listed & 15).any().item(),
         SCALED=scale is not None,
-        SPLIT=entries[0][4] is not None,
+        SPLIT=entries[0].low is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

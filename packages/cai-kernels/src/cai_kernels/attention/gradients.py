@@ -9,11 +9,13 @@ import triton.language as tl
 
 from cai_kernels.attention.kernels import (
     LOG2E,
+    Head,
     at_head,
     key_range,
     load_rows,
     logits,
     query_range,
+    score_keys,
     span,
     store_rows,
 )
@@ -52,8 +54,8 @@ def prepared_rows(
     out_base = at_head(prepared.out, batch, head, start, strides.out)
     dout_base = at_head(prepared.dout, batch, head, start, dout_strides)
     out = load_rows(out_base, row, queries, strides.out[2], WIDE, HEAD).to(tl.float32)
-    given = load_rows(dout_base, row, queries, dout_strides[2], WIDE, HEAD)
-    dout = given.to(tl.float32)
+    dattention = load_rows(dout_base, row, queries, dout_strides[2], WIDE, HEAD)
+    dout = dattention.to(tl.float32)
     delta = tl.sum(out * dout, 1)
     at = batch * sizes.lse_batch + head.to(tl.int64) * sizes.lse_head + start + row
     if prepared.dlse is not None:
@@ -66,10 +68,10 @@ def prepared_rows(
         shut = 1.0 / (1.0 + tl.exp2(gate * LOG2E))
         dgate_base = at_head(prepared.dgate, batch, head, start, strides.out)
         store_rows(dgate_base, row, queries, strides.out[2], dout * out * shut, WIDE, HEAD)
-        given = (dout * opened).to(given.dtype)
+        dattention = (dout * opened).to(dattention.dtype)
         dattention_base = at_head(prepared.dattention, batch, head, start, strides.out)
-        store_rows(dattention_base, row, queries, strides.out[2], given, WIDE, HEAD)
-    return given, delta
+        store_rows(dattention_base, row, queries, strides.out[2], dattention, WIDE, HEAD)
+    return dattention, delta
 
 
 @triton.jit
@@ -137,24 +139,25 @@ def queries_backward(
             )
         k_base = at_head(operands.k, batch, head // sizes.group, key_start, strides.k)
         v_base = at_head(operands.v, batch, head // sizes.group, key_start, strides.v)
+        member = Head(batch, head, queries, keys)
         dq = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
         low, high = key_range(first, queries, keys, FLAGS, QUERIES, KEYS)
         for at in range(low, high, KEYS):
             column = at + tl.arange(0, KEYS)
-            k = load_rows(k_base, column, keys, strides.k[2], WIDE, HEAD)
-            v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
-            product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
-            score, bent = logits(
-                product,
+            k, v, score, bent = score_keys(
+                q,
+                k_base,
+                v_base,
                 scale,
                 operands,
                 sizes,
-                batch,
-                head,
-                row[:, None],
-                column[None, :],
-                (queries, keys),
+                strides,
+                member,
+                row,
+                column,
                 FLAGS,
+                BLOCKS,
+                PRECISION,
             )
             dp = dot(dout, tl.trans(v), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
             _, _, ds = dscores(score, bent, lse[:, None], dp, delta[:, None], FLAGS)
@@ -188,8 +191,9 @@ def keys_backward(
         dk = tl.zeros((KEYS, WIDE), dtype=tl.float32)
         dv = tl.zeros((KEYS, WIDE), dtype=tl.float32)
         low, high = query_range(first, queries, keys, FLAGS, QUERIES, KEYS)
-        for member in range(sizes.group):
-            head = key_head * sizes.group + member
+        for index in range(sizes.group):
+            head = key_head * sizes.group + index
+            member = Head(batch, head, queries, keys)
             q_base = at_head(operands.q, batch, head, start, strides.q)
             dout_base = at_head(upstream.dout, batch, head, start, strides.out)
             for at in range(low, high, QUERIES):
@@ -199,16 +203,7 @@ def keys_backward(
                 lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, True)
                 product = dot(k, tl.trans(q), tl.zeros((KEYS, QUERIES), dtype=tl.float32), PRECISION)
                 score, bent = logits(
-                    product,
-                    scale,
-                    operands,
-                    sizes,
-                    batch,
-                    head,
-                    row[None, :],
-                    column[:, None],
-                    (queries, keys),
-                    FLAGS,
+                    product, scale, operands, sizes, member, row[None, :], column[:, None], FLAGS
                 )
                 dp = dot(v, tl.trans(dout), tl.zeros((KEYS, QUERIES), dtype=tl.float32), PRECISION)
                 p, _, ds = dscores(score, bent, lse[None, :], dp, delta[None, :], FLAGS)
@@ -239,30 +234,19 @@ def bias_backward(
     entry = (tl.program_id(2) // parts).to(tl.int64)
     part = tl.program_id(2) % parts
     start = entry * 0
-    for member in range(part, sizes.rows, parts):
-        batch = entry * sizes.rows + member
+    for index in range(part, sizes.rows, parts):
+        batch = entry * sizes.rows + index
         q = load_rows(
             at_head(operands.q, batch, head, start, strides.q), row, queries, strides.q[2], WIDE, HEAD
         )
         k_base = at_head(operands.k, batch, head // sizes.group, start, strides.k)
         v_base = at_head(operands.v, batch, head // sizes.group, start, strides.v)
         dout_base = at_head(upstream.dout, batch, head, start, strides.out)
-        k = load_rows(k_base, column, keys, strides.k[2], WIDE, HEAD)
-        v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
         dout = load_rows(dout_base, row, queries, strides.out[2], WIDE, HEAD)
         lse, delta = saved_rows(upstream, sizes, batch, head, start, row, queries, True)
-        product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
-        score, bent = logits(
-            product,
-            scale,
-            operands,
-            sizes,
-            batch,
-            head,
-            row[:, None],
-            column[None, :],
-            (queries, keys),
-            FLAGS,
+        member = Head(batch, head, queries, keys)
+        _, v, score, bent = score_keys(
+            q, k_base, v_base, scale, operands, sizes, strides, member, row, column, FLAGS, BLOCKS, PRECISION
         )
         dp = dot(dout, tl.trans(v), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
         _, ds, _ = dscores(score, bent, lse[:, None], dp, delta[:, None], FLAGS)

@@ -64,6 +64,15 @@ class Flags(NamedTuple):
     softcap: float
 
 
+class Head(NamedTuple):
+    """One head of queries of one sequence: which, and how many queries and keys the sequence has."""
+
+    batch: object
+    number: object
+    queries: object
+    keys: object
+
+
 class Blocks(NamedTuple):
     """Queries, keys and head dim of a tile, and the head dim itself."""
 
@@ -125,12 +134,12 @@ def tanh(x, ROUNDED: tl.constexpr):
 
 
 @triton.jit
-def logits(product, scale, operands, sizes, batch, head, row, column, ends, FLAGS: tl.constexpr):
+def logits(product, scale, operands, sizes, head, row, column, FLAGS: tl.constexpr):
     """Scores in base 2 from q·k, and tanh of the soft cap. row and column broadcast to the tile.
 
     Rows past the end give scores like any other: none is stored, and their lse makes probabilities zero.
     """
-    queries, keys = ends
+    queries, keys = head.queries, head.keys
     bent = product
     if FLAGS.softcap != 0.0:
         bent = tanh(product * (scale / FLAGS.softcap), operands.q.dtype.element_ty != tl.float32)
@@ -138,21 +147,39 @@ def logits(product, scale, operands, sizes, batch, head, row, column, ends, FLAG
     else:
         score = product * (scale * LOG2E)
     if operands.bias is not None:
-        base = operands.bias + (batch // sizes.rows * sizes.heads + head) * sizes.queries * sizes.keys
+        shared = head.batch // sizes.rows * sizes.heads + head.number
+        base = operands.bias + shared * sizes.queries * sizes.keys
         inside = (column < keys) & (row < queries)
         bias = tl.load(base + row.to(tl.int64) * sizes.keys + column, mask=inside, other=0.0)
         score += bias.to(tl.float32) * LOG2E
     if operands.mask is not None:
-        mask = tl.load(operands.mask + batch * sizes.keys + column, mask=column < keys, other=0.0)
+        mask = tl.load(operands.mask + head.batch * sizes.keys + column, mask=column < keys, other=0.0)
         score += mask.to(tl.float32) * LOG2E
-    seen = column < keys
+    visible = column < keys
     if FLAGS.causal:
-        seen = seen & (column <= row + (keys - queries))
+        visible = visible & (column <= row + (keys - queries))
     if FLAGS.window != 0:
-        seen = seen & (column > row + (keys - queries) - FLAGS.window)
+        visible = visible & (column > row + (keys - queries) - FLAGS.window)
         if not FLAGS.causal:
-            seen = seen & (column < row + (keys - queries) + FLAGS.window)
-    return tl.where(seen, score, float("-inf")), bent
+            visible = visible & (column < row + (keys - queries) + FLAGS.window)
+    return tl.where(visible, score, float("-inf")), bent
+
+
+@triton.jit
+def score_keys(
+    q, k_base, v_base, scale, operands, sizes, strides, head, row, column,
+    FLAGS: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(keys, values, scores of queries over these keys, tanh of the soft cap) of one block of keys."""
+    QUERIES: tl.constexpr = BLOCKS.queries
+    KEYS: tl.constexpr = BLOCKS.keys
+    WIDE: tl.constexpr = BLOCKS.wide
+    HEAD: tl.constexpr = BLOCKS.head
+    k = load_rows(k_base, column, head.keys, strides.k[2], WIDE, HEAD)
+    v = load_rows(v_base, column, head.keys, strides.v[2], WIDE, HEAD)
+    product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
+    score, bent = logits(product, scale, operands, sizes, head, row[:, None], column[None, :], FLAGS)
+    return k, v, score, bent
 
 
 @triton.jit
@@ -205,26 +232,27 @@ def forward(
         )
         k_base = at_head(operands.k, batch, head // sizes.group, key_start, strides.k)
         v_base = at_head(operands.v, batch, head // sizes.group, key_start, strides.v)
+        member = Head(batch, head, queries, keys)
         largest = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), dtype=tl.float32)
         out = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
         low, high = key_range(first, queries, keys, FLAGS, QUERIES, KEYS)
         for at in range(low, high, KEYS):
             column = at + tl.arange(0, KEYS)
-            k = load_rows(k_base, column, keys, strides.k[2], WIDE, HEAD)
-            v = load_rows(v_base, column, keys, strides.v[2], WIDE, HEAD)
-            product = dot(q, tl.trans(k), tl.zeros((QUERIES, KEYS), dtype=tl.float32), PRECISION)
-            score, _ = logits(
-                product,
+            _, v, score, _ = score_keys(
+                q,
+                k_base,
+                v_base,
                 scale,
                 operands,
                 sizes,
-                batch,
-                head,
-                row[:, None],
-                column[None, :],
-                (queries, keys),
+                strides,
+                member,
+                row,
+                column,
                 FLAGS,
+                BLOCKS,
+                PRECISION,
             )
             grown = tl.maximum(largest, tl.max(score, 1))
             base = tl.where(grown == float("-inf"), 0.0, grown)

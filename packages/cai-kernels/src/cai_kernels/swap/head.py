@@ -8,38 +8,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_kernels.backend import Backend, choose
-from cai_kernels.errors import KernelError
 from cai_kernels.linear_cross_entropy import LossProducts, linear_cross_entropy
+from cai_kernels.swap.hooks import gathers, hooks_of
 from cai_kernels.swap.logits import Logits
+from cai_kernels.swap.notes import note
 from cai_kernels.swap.record import Swapped, taken
+from cai_kernels.swap.source import STEPS, Request, Source
 from cai_kernels.swap.structure import transformed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GATHERING = ("cai_", "torch.distributed.fsdp", "torch.distributed._composable")
 SMALL = 64 * 2**20  # bytes of logits that are formed before weights change, in case they are read later
-
-
-@dataclass(frozen=True)
-class Request:
-    """A loss asked of the output layer: the arguments of `linear_cross_entropy` after the weight."""
-
-    target: torch.Tensor
-    options: dict[str, Any]
-
-
-FORM = None  # asked of the output layer instead of a loss: logits
 
 
 def swap_loss(model: nn.Module, record: Swapped, backend: Backend) -> None:
@@ -77,7 +65,7 @@ def _may_wait(head: nn.Module, hidden: Any, backend: Backend) -> bool:
     """Whether logits may be computed later: nobody watches the layer, and the kernel takes its tensors."""
     if not isinstance(hidden, torch.Tensor) or hidden.is_inference() or hidden.dim() == 0 or transformed():
         return False
-    if torch.jit.is_tracing() or not all(map(gathers, _hooks(head))):
+    if torch.jit.is_tracing() or not all(map(gathers, hooks_of(head))):
         return False
     weight, autocast = head.weight, torch.is_autocast_enabled(hidden.device.type)
     fits = autocast or weight.dtype == hidden.dtype
@@ -87,74 +75,9 @@ def _may_wait(head: nn.Module, hidden: Any, backend: Backend) -> bool:
     return plain and fits and hidden.dtype in known and weight.dtype in known
 
 
-def _hooks(head: nn.Module) -> Iterator[Any]:
-    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
-        yield from getattr(head, f"_{kind}").values()
-        yield from getattr(torch_modules, f"_global_{kind}").values()
-
-
-def gathers(hook: Any) -> bool:
-    """Whether a hook is one of sharded parameters: it gathers weights, and looks at no numbers."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(GATHERING)
-
-
 def _calls_again(head: nn.Module) -> bool:
     """Whether weights are there, or gradients find their place, only when the layer itself is called."""
-    return "run_products" in head.__dict__ or next(_hooks(head), None) is not None
-
-
-# -- where logits come from --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Source:
-    """An output layer at one call.
-
-    Args:
-        head: the layer.
-        tensors: its weight and bias then, with their versions; empty if the layer is called again.
-        autocast: whether autocast was on, and its dtype.
-        step: how many steps optimizers had made.
-        backend: of the kernel.
-    """
-
-    head: nn.Module
-    tensors: tuple[tuple[torch.Tensor | None, int], ...]
-    autocast: tuple[bool, torch.dtype]
-    step: int
-    backend: Backend
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., V] for [..., D]."""
-        self.check()
-        with self._as_then(hidden):
-            if not self.tensors:
-                return self.head(hidden, FORM)
-            return F.linear(hidden, *(t for t, _ in self.tensors))  # type: ignore[arg-type]
-
-    def loss(self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        self.check()
-        with self._as_then(hidden):
-            if not self.tensors:
-                return self.head(hidden, Request(target, options))
-            (weight, _), (bias, _) = self.tensors
-            return linear_cross_entropy(hidden, weight, target, bias=bias, backend=self.backend, **options)  # type: ignore
-
-    def _as_then(self, hidden: torch.Tensor) -> torch.autocast:
-        enabled, dtype = self.autocast
-        return torch.autocast(hidden.device.type, dtype, enabled)
-
-    def check(self) -> None:
-        """Raise `KernelError` if the weights have changed since."""
-        changed = any(t is not None and t._version != version for t, version in self.tensors)
-        if changed or (not self.tensors and self.step != _STEPS[0]):
-            raise KernelError(
-                "logits are read, for the first time, after the weights of the output layer have changed",
-                expected="the first use of logits, or a loss of them, before the optimizer's step",
-                fix="read them before the step, call logits.form() there, or swap without kind 'loss'",
-            )
+    return "run_products" in head.__dict__ or next(hooks_of(head), None) is not None
 
 
 def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend) -> Logits:
@@ -162,7 +85,7 @@ def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend) -> Logits:
     kind = hidden.device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     tensors = ((weight, weight._version), (bias, 0 if bias is None else bias._version))  # type: ignore[union-attr]
-    source = Source(head, () if _calls_again(head) else tensors, autocast, _STEPS[0], backend)  # type: ignore[arg-type]
+    source = Source(head, () if _calls_again(head) else tensors, autocast, STEPS[0], backend)  # type: ignore[arg-type]
     wanted = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)  # type: ignore[union-attr]
     logits = Logits(
         source,
@@ -170,6 +93,7 @@ def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend) -> Logits:
         columns=head.out_features if not source.tensors else weight.shape[0],  # type: ignore[arg-type, index]
         dtype=autocast[1] if autocast[0] and hidden.dtype != torch.float64 else hidden.dtype,
         requires_grad=torch.is_grad_enabled() and bool(wanted),
+        note=note,
     )
     if source.tensors:
         _WAITING[id(logits)] = logits
@@ -179,7 +103,6 @@ def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend) -> Logits:
 # -- before weights change ---------------------------------------------------------------------------------------------
 
 _WAITING: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
-_STEPS = [0]
 
 
 @functools.cache
@@ -191,7 +114,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Form small logits that are still held and whose weights this step changes."""
     if torch.compiler.is_compiling():
         return
-    _STEPS[0] += 1
+    STEPS[0] += 1
     held = [logits for logits in _WAITING.values() if logits.pending()]
     _WAITING.clear()
     changing = {id(p) for group in optimizer.param_groups for p in group["params"]} if held else set()

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from cai_kernels.errors import KernelError
-from cai_kernels.swap.noted import note
+from cai_kernels.swap.hooks import gathers
+from cai_kernels.swap.source import Source
 
-if TYPE_CHECKING:
-    from cai_kernels.swap.head import Source
+Note = Callable[[Callable, "Logits", tuple, dict[str, Any]], Any]
+"""Takes a function, logits and its further arguments; gives its result without logits, or None if it needs them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Logits(torch.Tensor):
     base: Logits | None
     view_of: Callable[[torch.Tensor], torch.Tensor] | None
     hooks: OrderedDict[int, Callable]
+    note: Note
 
     @staticmethod
     def __new__(
@@ -72,13 +74,14 @@ class Logits(torch.Tensor):
         columns: int,
         dtype: torch.dtype,
         requires_grad: bool,
+        note: Note,
         shaping: Shaping = Shaping(),
     ) -> Logits:
         shape = (*hidden.shape[:-1], columns)
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
-        self.source, self.hidden, self.shaping = source, hidden, shaping
+        self.source, self.hidden, self.shaping, self.note = source, hidden, shaping, note
         self.version, self.wanted = hidden._version, requires_grad
         self.sketch = torch.empty(shape, dtype=dtype, device="meta")
         self.formed = self.base = self.view_of = None
@@ -118,7 +121,7 @@ class Logits(torch.Tensor):
     def like(self, hidden: torch.Tensor | None = None, **changes: Any) -> Logits:
         """These logits with other hidden states, another dtype or shaping, independent of these."""
         self.check()
-        options = {"dtype": self.dtype, "shaping": self.shaping} | changes
+        options = {"dtype": self.dtype, "note": self.note, "shaping": self.shaping} | changes
         hidden = self.hidden if hidden is None else hidden
         wanted = self.requires_grad and torch.is_grad_enabled()
         other = Logits(self.source, hidden, columns=self.shape[-1], requires_grad=wanted, **options)
@@ -135,8 +138,6 @@ class Logits(torch.Tensor):
 
     def watch(self, hook: Callable) -> RemovableHandle:
         """`Tensor.register_hook`; `hooks` keeps those of sharded parameters."""
-        from cai_kernels.swap.head import gathers
-
         if not gathers(hook):
             return self.form().register_hook(hook)
         if self.formed is not None and self.formed.requires_grad:
@@ -156,9 +157,9 @@ class Logits(torch.Tensor):
                 if func in _ABOUT:
                     with torch._C.DisableTorchFunctionSubclass():
                         return func(*args, **kwargs)
-                noted = note(func, first, args[1:], kwargs)
-                if noted is not None:
-                    return noted
+                result = first.note(func, first, args[1:], kwargs)
+                if result is not None:
+                    return result
         args, kwargs = tree_map_only(Logits, Logits.form, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -7,13 +7,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from cai_kernels.swap.logits import Logits
+from cai_kernels.swap.logits import Logits
 
 
 def note(func: Callable, logits: Logits, args: tuple, kwargs: dict[str, Any]) -> Any:

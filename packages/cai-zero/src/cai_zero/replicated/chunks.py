@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
 from cai_mesh.comm import ParallelMesh
-from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, Place, set_raw_grad
+from cai_mesh.gradients import GradBuffer, Place
 from cai_mesh.layout import (
     BoxedTensor,
     FlatChunk,
@@ -19,13 +18,12 @@ from cai_mesh.layout import (
     Slice,
     attach,
     canonical_name,
-    record_of,
     reduce_of,
 )
-from cai_mesh.protocols import CommHandle
 from cai_zero.precision import MixedPrecision
 from cai_zero.reduction.ranks import DataRanks, RankTable, groups_along
-from cai_zero.reduction.reducer import Reducible
+from cai_zero.replicated.chunk_gradients import ChunkGradients
+from cai_zero.replicated.chunk_weights import ChunkWeights
 from cai_zero.replicated.halves import Halves, split
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
@@ -37,238 +35,54 @@ Groups = Mapping[int, int]
 
 @dataclass(eq=False)
 class Chunk:
-    """One chunk of parameters and what belongs to it.
+    """One chunk of parameters and this rank's shard of it: what never changes, and the two parts that do.
 
     Args:
         group: index of the param group.
         spec: how its gradients are reduced.
         params, chunk: the parameters and where they lie.
-        weights: [chunk.numel] in compute dtype, which the parameters are views of.
-        flat: this rank's shard in master dtype, once `join` has returned; its `.grad` is that of the coming step, once
-            reduced.
-        pieces: each parameter's part of it, 1-d and perhaps empty, which the optimizer steps.
-        buffer: where the gradients accumulate until they are reduced.
-        units: modules whose backward gives the gradients.
         low: first element of this rank's shard.
+        slices: each parameter's part of the shard.
         ranks, mesh: who shares the parameters.
-        reduced: this rank's shard of the gradient, summed over the reductions of the step.
-        dropped: parameters whose gradients in `reduced` have been dropped since.
-        absent: parameters without a gradient in this step, on any rank; None until the ranks have agreed.
-        reducible: how its gradients are reduced.
-        ready: units whose gradients of this pass are complete.
-        collected: whether all gradients of this pass are in `buffer`.
-        pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
-        gathering: the gather of the new parameters after a step, while it is under way.
-        versions: of the parameters, as of the last gather; `lent`: whose memory was asked for since.
-        halves: where master weights are in halves while nobody needs them.
+        weights: what the parameters and their master weights are now.
+        gradients: those of the step.
     """
 
     group: int
     spec: ReduceSpec
     params: list[nn.Parameter]
     chunk: FlatChunk
-    weights: torch.Tensor
-    flat: nn.Parameter
-    pieces: list[nn.Parameter]
-    buffer: GradBuffer
-    units: set[nn.Module]
     low: int
+    slices: tuple[Slice, ...]
     ranks: DataRanks
     mesh: ParallelMesh | None
-    reduced: torch.Tensor | None = None
-    dropped: set[int] = field(default_factory=set)
-    absent: set[int] | None = None
-    ready: set[nn.Module] = field(default_factory=set)
-    collected: bool = False
-    pending: bool = False
-    gathering: CommHandle | None = None
-    versions: list[int] = field(default_factory=list)
-    lent: set[int] = field(default_factory=set)
-    halves: Halves | None = None
-
-    def __post_init__(self) -> None:
-        self.reducible = Reducible(self.buffer, self.spec, self.ranks, self._add_reduced)
-
-    def _add_reduced(self, shard: torch.Tensor) -> None:
-        self.pending, self.absent = False, None
-        held = self.reduced if self.flat.grad is None else self.flat.grad
-        self.flat.grad = None
-        if held is None:
-            self.reduced = shard
-            return
-        self.reduced = held
-        self.clear_dropped()
-        self.reduced = held.to(shard.dtype).add_(shard)
-
-    def settle(self, absent: set[int]) -> None:
-        """The gradient of the coming step is complete; `absent` have none."""
-        assert self.reduced is not None
-        self.clear_dropped()
-        if (
-            self.flat.grad is None
-        ):  # else nothing has come since it was settled last, but it may have been clipped
-            self.flat.grad = self.reduced.to(self.flat.dtype)
-        self.absent = absent
-
-    def clear_dropped(self) -> None:
-        """What has been dropped counts no more, in what is added up and in norms."""
-        for held in (self.reduced, self.flat.grad):
-            for i in self.dropped if held is not None else ():
-                self.of(i, held).zero_()
-        self.dropped.clear()
-
-    def drop(self, index: int) -> None:
-        """Forget the gradient of one parameter, reduced or not."""
-        self.buffer.drop(index)
-        if self.reduced is not None:
-            self.dropped.add(index)
-        if self.absent is not None:
-            self.absent.add(index)
-
-    def put(self, index: int, part: torch.Tensor) -> None:
-        """Take another part for the reduced gradient of one parameter."""
-        assert self.flat.grad is not None and self.absent is not None
-        held = self.of(index, self.flat.grad)
-        if held.data_ptr() != part.data_ptr():
-            held.copy_(part)
-        self.dropped.discard(index)
-        self.absent.discard(index)
-
-    def forget(self) -> None:
-        """Drop every gradient, reduced or not."""
-        self.flat.grad = self.reduced = self.absent = None
-        self.pending = False
-        self.dropped.clear()
-        self.buffer.close()
-        self.buffer.arrived.clear()
-        for param in self.params:
-            set_raw_grad(param, None)
-
-    def of(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """One parameter's part of a tensor laid out as `flat`."""
-        start, stop = self.ranges[index]
-        return flat[start:stop]
-
-    @cached_property
-    def ranges(self) -> list[tuple[int, int]]:
-        """(start, stop) in `flat` of every parameter's part."""
-        slices = record_of(self.flat).slices or ()
-        return [(part.start, part.stop) for part in slices]
+    weights: ChunkWeights
+    gradients: ChunkGradients
 
     @cached_property
     def places(self) -> list[Place]:
         """Where this rank's part of each parameter's gradient lies in what users see of it."""
-        slices = record_of(self.flat).slices or ()
-        return [self._place(param, part) for param, part in zip(self.params, slices, strict=True)]
+        return [self._place(param, part) for param, part in zip(self.params, self.slices, strict=True)]
 
     def _place(self, param: nn.Parameter, part: Slice) -> Place:
         sums, known = groups_along(self.mesh, part.axes)
         shape, shard = torch.Size(param.shape), self.ranks.shard
         return Place(shape, *part.range, shard, sums, beyond=not known, axes=part.axes, owner=part.owner)
 
-    def wait_gathered(self) -> None:
-        """Return once the parameters are those of the last step."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
-    def gathered(self) -> None:
-        """Parameters are, or will be, those of `flat`: writes count from now on."""
-        self.versions = [param._version for param in self.params]
-        self.lent.clear()
-
-    def join(self) -> None:
-        """Have the master weights in `flat`. Raises `PlanError` where one that is in halves has been written to."""
-        if self.halves is not None and not self.halves.joined:
-            self._check_unwritten()
-            self.halves.join()
-
-    def split(self) -> None:
-        """Have them in halves, where they are kept so: the upper ones are this rank's part of the parameters.
-
-        Not while parameters may have been written to, which `take_writes` has to look at.
-        """
-        halves = self.halves
-        if halves is not None and halves.joined and not self.lent and not self._written():
-            halves.split()
-
-    def _written(self) -> list[str]:
-        """Names of the parameters that have been changed in place since the last gather."""
-        if not self.versions:
-            return []
-        known = zip(self.chunk.names, self.params, self.versions, strict=True)
-        return [name for name, param, before in known if param._version != before]
-
-    def _check_unwritten(self) -> None:
-        written = self._written()
-        if written:
-            raise PlanError(
-                "a parameter was changed in place, which split_master cannot follow",
-                got=written[0],
-                cause="only the other half of its master weights is kept, which does not tell what has changed",
-                fix="change it through param.data, load weights by model.load_state_dict or into "
-                'optimizer.weights(), or leave split_master out (`cai train`: precision.master = "whole")',
-            )
-
-    def take_writes(self) -> None:
-        """Let master weights take what somebody has written to the parameters since, element by element.
-
-        What was not written keeps its precision. Nothing waits for the device. Raises as `join` does.
-        """
-        if self.halves is not None and not self.halves.joined:
-            self._check_unwritten()
-            return
-        if not self.has_master or not self.versions:
-            return
-        for i, param in enumerate(self.params):
-            if param._version != self.versions[i] or i in self.lent:
-                master, seen = self.of(i, self.flat.detach()), self.of(i, self.shard)
-                written = seen != self._rounded(master, seen)
-                master.copy_(torch.where(written, seen.to(master.dtype), master))
-        self.gathered()
-
-    def _rounded(self, master: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """What parameters are of master weights."""
-        if self.halves is None:
-            return master.to(like.dtype)
-        rounded = torch.empty_like(like)
-        split(master, rounded)
-        return rounded
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's shard of `weights`."""
-        return self.weights[self.low : self.low + self.chunk.shard_numel]
-
-    def to_gather(self) -> torch.Tensor:
-        """[shard] of what the parameters of all ranks will be from now on: `flat`, or the upper halves of it.
-
-        On the stream that `flat` is used on: splitting frees its memory.
-        """
-        self.gathered()
-        if self.halves is None:
-            return self.flat
-        self.halves.split()
-        return self.shard
-
-    @property
-    def has_master(self) -> bool:
-        """Whether `flat` is a copy, in another dtype or not rounded, and not a view of `weights`."""
-        return self.halves is not None or self.flat.data_ptr() != self.shard.data_ptr()
-
     def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
-        """Boxes, by canonical name, of a tensor laid out as `flat`; the pieces are views."""
+        """Boxes, by canonical name, of a tensor laid out as the shard; the pieces are views."""
         return {name: self.owned(value) for name, value in self.chunk.boxed(flat, self.low).items()}
 
     @cached_property
     def master_boxes(self) -> dict[str, BoxedTensor]:
-        """Boxes of `flat` by name, made while the numbers are there; views that see them whenever they are."""
-        return self.boxed(self.flat.detach())
+        """Boxes of master weights by name, made while the numbers are there; views that see them whenever they are."""
+        return self.boxed(self.weights.flat.detach())
 
     @cached_property
     def master_shapes(self) -> dict[str, BoxedTensor]:
         """The same on the meta device."""
-        return self.boxed(torch.empty(self.flat.shape, dtype=self.flat.dtype, device="meta"))
+        flat = self.weights.flat
+        return self.boxed(torch.empty(flat.shape, dtype=flat.dtype, device="meta"))
 
     def boxed_slot(
         self, tensor: torch.Tensor, piece: torch.Tensor, start: int, name: str
@@ -317,29 +131,31 @@ def _build(
     chunk = FlatChunk(params, world=ranks.size)
     tensors = [param for _, param in params]
     compute, master, reduce = precision.resolve(tensors[0].dtype)
-    weights = chunk.allocate(compute, tensors[0].device)
+    unsharded = chunk.allocate(compute, tensors[0].device)
     low, high = chunk.shard_range(ranks.index)
-    shard = weights[low:high]
-    chunk.fill(weights, tensors)
+    shard = unsharded[low:high]
+    chunk.fill(unsharded, tensors)
     if master != compute or apart:
         full = chunk.allocate(master, tensors[0].device)
         chunk.fill(full, tensors)
         shard = full[low:high].clone()
         if precision.split_master:
-            split(full, weights)  # rounded as its shards will be
+            split(full, unsharded)  # rounded as its shards will be
         del full
     flat = nn.Parameter(shard)
     slices = _slices(chunk, low, high, spec, frozenset(ranks.shard_axes))
     attach(flat, slices=slices)
     pieces = [_piece(shard, part) for part in slices]
-    for param, view in zip(tensors, chunk.views(weights), strict=True):
+    for param, view in zip(tensors, chunk.views(unsharded), strict=True):
         param.data = view
-    buffer = GradBuffer(chunk, tensors, reduce, weights.device, before_open=before_open)
-    built = Chunk(group, spec, tensors, chunk, weights, flat, pieces, buffer, units, low, ranks, table.mesh)
-    if precision.split_master:
-        built.halves = Halves(flat, built.ranges, built.shard)
-        built.split()
-    return built
+    buffer = GradBuffer(chunk, tensors, reduce, unsharded.device, before_open=before_open)
+    ranges = [slice(part.start, part.stop) for part in slices]
+    rank_shard = unsharded[low:high]
+    halves = Halves(flat, ranges, rank_shard) if precision.split_master else None
+    weights = ChunkWeights(chunk.names, tensors, ranges, unsharded, rank_shard, flat, pieces, halves)
+    weights.split()
+    gradients = ChunkGradients(tensors, ranges, flat, units, buffer, spec, ranks)
+    return Chunk(group, spec, tensors, chunk, low, slices, ranks, table.mesh, weights, gradients)
 
 
 def _piece(shard: torch.Tensor, part: Slice) -> nn.Parameter:
@@ -362,7 +178,7 @@ def reduction_order(
     """
     position = {unit: -1 if unit is model else i for i, unit in enumerate(units)}
     free = [chunk for chunk in chunks if chunk.spec.tied is None]
-    return sorted(free, key=lambda chunk: -min(position[unit] for unit in chunk.units))
+    return sorted(free, key=lambda chunk: -min(position[unit] for unit in chunk.gradients.units))
 
 
 def _buckets(groups: Groups, units: Units):

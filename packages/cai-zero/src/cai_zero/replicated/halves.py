@@ -45,7 +45,7 @@ class Halves:
 
     Args:
         flat: float32 [n], the shard, with memory of its own. In halves it has none, and may not be read.
-        ranges: (start, stop) in it of each parameter's part.
+        ranges: each parameter's part of it.
         high: bfloat16 [n], this rank's shard of the parameters: the upper half, as long as nobody writes there.
 
     Attributes:
@@ -53,11 +53,11 @@ class Halves:
         parts: (upper, lower) half of each range.
     """
 
-    def __init__(self, flat: nn.Parameter, ranges: Sequence[tuple[int, int]], high: torch.Tensor):
+    def __init__(self, flat: nn.Parameter, ranges: Sequence[slice], high: torch.Tensor):
         self._flat, self._high = flat.detach(), high
         self._low = torch.empty(high.shape, dtype=torch.int16, device=high.device)
         self.joined = True
-        self.parts = [(self._high[start:stop], self._low[start:stop]) for start, stop in ranges]
+        self.parts = [(self._high[part], self._low[part]) for part in ranges]
 
     def split(self) -> None:
         """Have the numbers in halves, the upper ones rounded anew, and free the memory of `flat`."""

@@ -68,11 +68,8 @@ class ChunkKeeper:
         if owner is None or not owner.has_gradients():
             return None
         owner.ensure_gradients()
-        chunk = self._chunk
-        assert chunk.flat.grad is not None and chunk.absent is not None
-        if index in chunk.absent:
-            return None
-        return chunk.of(index, chunk.flat.grad), self.place(index)
+        part = self._chunk.gradients.part(index)
+        return None if part is None else (part, self.place(index))
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Take another gradient for the coming step: none; one that was shown; or one of this rank, to be reduced.
@@ -84,10 +81,10 @@ class ChunkKeeper:
             return
         chunk, param = self._chunk, self._chunk.params[index]
         if gradient is None:
-            chunk.drop(index)
+            chunk.gradients.drop(index)
         elif isinstance(gradient, ShardGradient):
             owner.ensure_gradients()
-            chunk.put(index, gradient.part)
+            chunk.gradients.put(index, gradient.part)
         elif gradient.shape != param.shape:
             raise LayoutError(
                 "a gradient does not have the shape of its parameter",
@@ -95,7 +92,7 @@ class ChunkKeeper:
                 expected=tuple(param.shape),
             )
         else:
-            chunk.drop(index)
+            chunk.gradients.drop(index)
             set_raw_grad(param, gradient.detach().to(param.device, param.dtype))
             owner.reopen()
 
@@ -106,8 +103,8 @@ class ChunkKeeper:
         """What is written to a parameter is there; its master weights take it before the next step."""
         chunk = self._weak()
         if chunk is not None:
-            chunk.join()
-            chunk.lent.add(index)
+            chunk.weights.join()
+            chunk.weights.lent.add(index)
 
 
 class FrozenKeeper:

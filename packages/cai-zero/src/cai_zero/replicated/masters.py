@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from cai_mesh.layout import BoxedTensor
+from cai_zero.replicated.chunk_weights import ChunkWeights
 from cai_zero.replicated.chunks import Chunk
 
 
@@ -19,43 +20,46 @@ def step(inner: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> None:
     An optimizer with `takes_halves()` and `halves` (such as `cai_kernels.FusedAdamW`) steps halves as they are. For any
     other they become one number for as long as the step takes: there are no activations then.
     """
-    held = [(chunk.pieces, chunk.halves.parts) for chunk in chunks if chunk.halves is not None]
-    known = hasattr(
-        type(inner), "takes_halves"
-    )  # a wrapper that looks up what it lacks would not hand `halves` on
-    if held and known and inner.takes_halves():  # type: ignore[attr-defined]
+    in_halves = [(w.pieces, w.halves.parts) for w in _weights(chunks) if w.halves is not None]
+    # looked up in the type: a wrapper that looks up what it lacks would not hand `halves` on
+    able = hasattr(type(inner), "takes_halves")
+    if in_halves and able and inner.takes_halves():  # type: ignore[attr-defined]
         rest(chunks)
         inner.halves = {  # type: ignore[attr-defined]
-            piece: both for pieces, parts in held for piece, both in zip(pieces, parts, strict=True)
+            piece: both for pieces, parts in in_halves for piece, both in zip(pieces, parts, strict=True)
         }
     else:
         join(chunks)
     inner.step()
 
 
+def _weights(chunks: Iterable[Chunk]) -> list[ChunkWeights]:
+    return [chunk.weights for chunk in chunks]
+
+
 def join(chunks: Iterable[Chunk]) -> None:
     """Have the numbers, before somebody writes to parameters: what was written to can be told then."""
-    for chunk in chunks:
-        chunk.join()
+    for weights in _weights(chunks):
+        weights.join()
 
 
 def rest(chunks: Iterable[Chunk]) -> None:
     """Have those in halves again that somebody has read: what was lent is not there any more."""
-    for chunk in chunks:
-        chunk.split()
+    for weights in _weights(chunks):
+        weights.split()
 
 
 @contextmanager
 def opened(chunks: Iterable[Chunk]) -> Iterator[None]:
     """Inside, master weights of these chunks are numbers that may be read and written."""
-    closed = [chunk for chunk in chunks if chunk.halves is not None and not chunk.halves.joined]
-    for chunk in closed:
-        chunk.join()
+    closed = [w for w in _weights(chunks) if w.halves is not None and not w.halves.joined]
+    for weights in closed:
+        weights.join()
     try:
         yield
     finally:
-        for chunk in closed:
-            chunk.split()
+        for weights in closed:
+            weights.split()
 
 
 class _Loan:
@@ -66,16 +70,18 @@ class _Loan:
 
     def open(self, chunk: Chunk) -> None:
         if self._chunk is not None and self._chunk is not chunk:
-            self._chunk.split()
+            self._chunk.weights.split()
         self._chunk = chunk
-        chunk.join()
+        chunk.weights.join()
 
 
 def boxed(chunks: Iterable[Chunk]) -> dict[str, BoxedTensor]:
     """Master weights by name: views; of halves such that are lent, one chunk after the other."""
     loan, found = _Loan(), dict[str, BoxedTensor]()
     for chunk in chunks:
-        found |= chunk.boxed(chunk.flat.detach()) if chunk.halves is None else _lent(chunk, loan)
+        found |= (
+            chunk.boxed(chunk.weights.flat.detach()) if chunk.weights.halves is None else _lent(chunk, loan)
+        )
     return found
 
 
@@ -92,16 +98,18 @@ def saved(chunks: Iterable[Chunk]) -> list[torch.Tensor | None]:
     found = list[torch.Tensor | None]()
     for chunk in chunks:
         with opened([chunk]):
-            flat = chunk.flat.detach()
-            found.append((flat if chunk.halves is None else flat.clone()) if chunk.has_master else None)
+            flat = chunk.weights.flat.detach()
+            found.append(
+                (flat if chunk.weights.halves is None else flat.clone()) if chunk.weights.has_master else None
+            )
     return found
 
 
 def load(chunks: Sequence[Chunk], masters: Sequence[torch.Tensor | None]) -> bool:
     """Fill master weights with what `saved` gave; whether there were any. Parameters follow when they are gathered."""
     for chunk, master in zip(chunks, masters, strict=True):
-        if master is not None and chunk.halves is not None:
-            chunk.halves.fill(master)
+        if master is not None and chunk.weights.halves is not None:
+            chunk.weights.halves.fill(master)
         elif master is not None:
-            chunk.flat.copy_(master)
+            chunk.weights.flat.copy_(master)
     return any(master is not None for master in masters)

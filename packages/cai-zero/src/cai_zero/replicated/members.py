@@ -106,7 +106,7 @@ class Members:
     def take(self, chunks: Iterable[Chunk]) -> None:
         """Let the optimizer's groups hold the pieces of the chunks there are, in the order of the parameters."""
         for chunk in chunks:
-            for param, piece in zip(chunk.params, chunk.pieces, strict=True):
+            for param, piece in zip(chunk.params, chunk.weights.pieces, strict=True):
                 self._pieces[id(param)] = piece
         self._waiting = [param for param in self._waiting if id(param) not in self._pieces]
         for group, given, names in zip(self._inner.param_groups, self._given, self._names, strict=True):

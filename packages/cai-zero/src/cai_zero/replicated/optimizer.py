@@ -10,7 +10,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,22 @@ from cai_mesh.gradients import (
     plain,
 )
 from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
-from cai_mesh.storage import ModuleLifecycle
+from cai_mesh.storage import LifecycleListener, ModuleLifecycle
 from cai_zero.precision import MixedPrecision
-from cai_zero.reduction.arrivals import absent
 from cai_zero.reduction.compression import Compression, check_ranks, gather_weights
 from cai_zero.reduction.ranks import RankTable
-from cai_zero.reduction.reducer import GradReducer
 from cai_zero.replicated import masters
-from cai_zero.replicated.chunks import Chunk, Units, build_chunks, reduction_order
+from cai_zero.replicated.chunks import Chunk, Units, build_chunks
 from cai_zero.replicated.keepers import ChunkKeeper, show_others
 from cai_zero.replicated.max_norm import check_alike, renormed
 from cai_zero.replicated.members import Members
 from cai_zero.replicated.piece_state import state_of_pieces
 from cai_zero.replicated.pieces import PieceKeeper, PieceParameter
+from cai_zero.replicated.step_gradients import StepGradients
 from cai_zero.state import restore_groups, saved_groups
 
-Phase = Literal["empty", "open", "settled"]
-"""Of a step's gradients: none since they were dropped; some, still to be reduced or agreed on; complete."""
 
-
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
     """What `shard_optimizer` returns: steps flat shards, then gives every rank the unsharded parameters again.
 
     It is a `GradSync`: backwards under `defer()` only accumulate. Learning-rate schedulers, `param_groups` and
@@ -78,15 +74,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ranks = RankTable(mesh, specs, sharded=stage > 0)
         check_ranks(compression, self._ranks.of(), stage, copy_engines=copy_engines)
         self._gathers, self._renormed = SideStream(device), renormed(model)
-        self._reducer: GradReducer[Chunk] = GradReducer(device, self._compression)
+        self._gradients = StepGradients(self._ranks, device, self._compression, listens=model is not None)
         self._device, self._copy_engines = device, copy_engines
         self._takes_writes = self._compression.weights is None
         self._chunks: list[Chunk] = []
-        self._phase: Phase = "empty"
-        self._in_backward, self._backwards = False, 0  # of this step, that reduce
         self._lifecycle: ModuleLifecycle | None = None
         if model is not None:
             self._lifecycle = ModuleLifecycle({model: []})  # its forward is a pass
+            self._lifecycle.listen(self._gradients)
             self._lifecycle.listen(self)
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
             model.register_load_state_dict_pre_hook(lambda *_: masters.join(self._chunks))
@@ -106,23 +101,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             units,
             self._ranks,
             self._precision,
-            self._reducer.make_room,
+            self._gradients.make_room,
             apart=not self._takes_writes,
         )
         self._chunks += fresh
         self._members.take(fresh)
         self._show(fresh)
-        self._chunks_of = {unit: [c for c in self._chunks if unit in c.units] for unit in self._members.order}
         self._peers = self._use_copy_engines(self._device, wanted=self._copy_engines)
-        order = reduction_order(self._chunks, self._members.order, self._model)
-        self._reducer.take({chunk: [chunk.reducible] for chunk in self._chunks}, order)
+        self._gradients.take(self._chunks, fresh, self._members.order, self._model)
         for chunk in fresh:
-            chunk.gathered()
+            chunk.weights.gathered()
         if not self._takes_writes:
             self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
         self._watch(fresh, units)
-        if self._phase == "settled" or any(chunk.buffer.has_gradients for chunk in fresh):
-            self._phase = "open"
 
     def _watch(self, fresh: Sequence[Chunk], units: Units) -> None:
         """Follow the uses of what has just been taken, and where the model keeps it."""
@@ -137,17 +128,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def shard_bytes(chunk: Chunk, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
             return chunk.ranks.shard, chunk.chunk.shard_numel * like.element_size()
 
-        reduced = (shard_bytes(c, c.buffer.tensor) for c in self._chunks)
+        reduced = (shard_bytes(c, c.gradients.buffer.tensor) for c in self._chunks)
         reduces = Peers(PeerReduce, reduced, device, wanted=wanted and self._compression.gradients is None)
         for chunk in self._chunks:
-            chunk.reducible.peer = reduces.of(chunk.ranks.shard)
-        gathered = (shard_bytes(c, c.weights) for c in self._chunks)
+            chunk.gradients.reducible.peer = reduces.of(chunk.ranks.shard)
+        gathered = (shard_bytes(c, c.weights.unsharded) for c in self._chunks)
         return Peers(PeerGather, gathered, device, wanted=wanted)
 
     def _show(self, fresh: Sequence[Chunk]) -> None:
         """Let parameters and pieces show the gradients of their chunks."""
         for chunk in fresh:
-            for i, (param, piece) in enumerate(zip(chunk.params, chunk.pieces, strict=True)):
+            for i, (param, piece) in enumerate(zip(chunk.params, chunk.weights.pieces, strict=True)):
                 ShownParameter.adopt(param, ChunkKeeper(self, chunk), i)
                 PieceParameter.adopt(piece, PieceKeeper(self, chunk), i)
 
@@ -161,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate unsharded gradients and communicate none, in every stage."""
-        return self._reducer.no_sync()
+        return self._gradients.no_sync()
 
     def _check_parameters(self) -> None:
         """Raise `LayoutError` where a parameter has been moved out of its chunk, or replaced in the model."""
@@ -169,116 +160,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if params.get(key) is not param:
                 raise moved(name)
         for chunk in self._chunks:
-            chunk.chunk.check_views(chunk.weights, chunk.params)
+            chunk.chunk.check_views(chunk.weights.unsharded, chunk.params)
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
-        """Parameters are unsharded in stages 0 to 2, once the gather after the last step has arrived."""
-        if backward:
-            self._phase = "open"
-            self._begin_backward()
-        else:
-            self._end_pass()  # an earlier backward may have raised
-            if unit is self._model:
-                self.admit()
-                masters.rest(self._chunks)
-        for chunk in self._chunks_of[unit]:
-            chunk.wait_gathered()
-
-    def _begin_backward(self) -> None:
-        """Ranks that run several backwards a step run as many."""
-        if not self._in_backward and not self._reducer.silent:
-            self._in_backward = True
-            self._backwards += 1
-            if self._backwards > 1:
-                self._ranks.turns.take(f"backward {self._backwards} of a step")
-
-    def after_use(self, unit: nn.Module) -> None:
-        """Parameters stay unsharded in stages 0 to 2."""
-
-    def grads_ready(self, unit: nn.Module) -> None:
-        for chunk in self._chunks_of[unit]:
-            chunk.ready.add(unit)
-            if chunk.ready == chunk.units:
-                self._collect(chunk)
-
-    def backward_done(self) -> None:
-        for chunk in self._chunks:
-            if not chunk.collected:
-                chunk.buffer.collect()
-        self._reducer.end_backward()
-        self._phase = "open"
-        for chunk in self._chunks:
-            if self._reducer.silent or chunk.reducible.tied:
-                chunk.pending = True
-        self._end_pass()
-
-    def before_graph(self, unit: nn.Module) -> None:
-        """Parameters stay where they are."""
+        """Have the parameters once the gather after the last step has arrived, and in chunks what is to be trained."""
+        if unit is self._model and not backward:
+            self.admit()
+            masters.rest(self._chunks)
+        for chunk in self._gradients.chunks_of(unit):
+            chunk.weights.wait_gathered()
 
     def before_copy(self) -> None:
-        """Parameters hold their values once they are gathered."""
+        """Have the parameters' values, which are being gathered perhaps."""
         self.wait_gathered()
-
-    def _end_pass(self) -> None:
-        self._in_backward = False
-        for chunk in self._chunks:
-            chunk.collected = False
-            chunk.ready.clear()
-        self._reducer.reset()
-
-    def _collect(self, chunk: Chunk) -> None:
-        chunk.buffer.collect()
-        chunk.collected = True
-        self._reducer.ready(chunk)
 
     def finish(self) -> None:
         """Reduce what is pending (a last backward under `defer`, tied parameters, a loop without a model) and wait."""
-        self._ranks.turns.take("the end of a step's backwards, or a look at its gradients")
-        tied = (chunk for chunk in self._chunks if chunk.reducible.tied)
-        for chunk in (*self._reducer.order, *tied):
-            if chunk.pending or chunk.reduced is None or chunk.buffer.has_gradients:
-                self._reducer.reduce_one(chunk.reducible)
-        self._end_pass()
-        missing = absent([chunk.buffer for chunk in self._chunks], self._ranks.of())
-        for i, chunk in enumerate(self._chunks):
-            chunk.settle({j for k, j in missing if k == i})
-        self._phase = "settled"
+        self._gradients.finish()
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip by the norm over the whole model on the whole mesh; returns it. Waits for pending reductions."""
         self.ensure_gradients()
-        return clip_grad_norm_([c.flat for c in self._chunks], max_norm, self._ranks.mesh)
+        return clip_grad_norm_([c.weights.flat for c in self._chunks], max_norm, self._ranks.mesh)
 
     def grad_norm(self) -> torch.Tensor:
         """The norm of `clip_grad_norm_`, with the gradients left as they are."""
         self.ensure_gradients()
-        return grad_norm([c.flat for c in self._chunks], self._ranks.mesh)
+        return grad_norm([c.weights.flat for c in self._chunks], self._ranks.mesh)
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of the coming step. Waits for pending reductions."""
         self.ensure_gradients()
-        torch._foreach_mul_([c.flat.grad for c in self._chunks], factor)
+        torch._foreach_mul_([c.weights.flat.grad for c in self._chunks], factor)
 
     def ensure_gradients(self) -> None:
         """Return with the gradients of the coming step complete. Collective, unless they are already."""
         self.admit()
-        if not self.has_gradients() or self._phase != "settled":
-            self.finish()
-        for chunk in self._chunks:
-            chunk.clear_dropped()
+        self._gradients.settle()
 
     def has_gradients(self) -> bool:
         """Whether anything has arrived since the gradients were last dropped, as far as this rank knows."""
-        if self._lifecycle is None and any(chunk.buffer.has_gradients for chunk in self._chunks):
-            self._phase = "open"  # nobody told
-        return self._phase != "empty"
+        return self._gradients.has_gradients()
 
     def reopen(self) -> None:
-        """A gradient of this rank has been put where autograd accumulates: it is still to be reduced."""
-        self._phase = "open"
+        """Reduce again: a gradient of this rank has been put where autograd accumulates."""
+        self._gradients.reopen()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -301,9 +230,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Inside, pieces are plain parameters with plain gradients, and none where no rank has one."""
         with plain(self._pieces):
             for chunk in self._chunks:
-                assert chunk.flat.grad is not None and chunk.absent is not None
-                for i, piece in enumerate(chunk.pieces):
-                    piece.grad = None if i in chunk.absent else chunk.of(i, chunk.flat.grad)
+                for i, piece in enumerate(chunk.weights.pieces):
+                    piece.grad = chunk.gradients.part(i)
             try:
                 yield
             finally:
@@ -318,11 +246,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def buffers(self) -> list[GradBuffer]:
         """Where gradients of chunks accumulate."""
-        return [chunk.buffer for chunk in self._chunks]
+        return self._gradients.buffers
 
     @property
     def _pieces(self) -> list[nn.Parameter]:
-        return [piece for chunk in self._chunks for piece in chunk.pieces]
+        return [piece for chunk in self._chunks for piece in chunk.weights.pieces]
 
     @torch.no_grad()
     def take_writes(self) -> None:
@@ -333,7 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait_gathered()
         if self._takes_writes:
             for chunk in self._chunks:
-                chunk.take_writes()
+                chunk.weights.take_writes()
 
     @torch.no_grad()
     def publish(self, only: Chunk | None = None) -> None:
@@ -343,32 +271,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather(self, only: Chunk | None = None) -> None:
         """Start gathering the new parameters, in the order of their use."""
-        order = [*(c for c in self._chunks if c.reducible.tied), *reversed(self._reducer.order)]
+        order = [*self._gradients.tied, *reversed(self._gradients.order)]
         for chunk in order if only is None else [only]:
-            shard = chunk.to_gather()
+            shard = chunk.weights.to_gather()
             with self._gathers.after_compute():
                 asynchronous, group = self._gathers.stream is None, chunk.ranks.shard
                 done = gather_weights(
                     self._compression,
-                    chunk.weights,
+                    chunk.weights.unsharded,
                     shard,
                     group,
                     async_op=asynchronous,
                     peer=self._peers.of(group),
                 )
-            chunk.gathering = self._gathers.mark() if self._gathers.stream is not None else done
+            chunk.weights.gathering = self._gathers.mark() if self._gathers.stream is not None else done
 
     def wait_gathered(self) -> None:
         """Return once parameters are unsharded again. Only `overlap_gather` leaves that to their first use."""
         for chunk in self._chunks:
-            chunk.wait_gathered()
+            chunk.weights.wait_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, reduced or not."""
-        self._end_pass()
-        self._phase, self._backwards = "empty", 0
-        for chunk in self._chunks:
-            chunk.forget()
+        self._gradients.forget()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -403,8 +328,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {
             name: boxed
             for chunk in self._chunks
-            if chunk.flat.grad is not None
-            for name, boxed in chunk.boxed(chunk.flat.grad).items()
+            if chunk.weights.flat.grad is not None
+            for name, boxed in chunk.boxed(chunk.weights.flat.grad).items()
         }
 
     def weights(self) -> dict[str, BoxedTensor]:
@@ -420,7 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
-        fresh = [chunk for chunk in self._chunks if any(p not in self.state for p in chunk.pieces)]
+        fresh = [chunk for chunk in self._chunks if any(p not in self.state for p in chunk.weights.pieces)]
         with plain(self._pieces), masters.opened(fresh):
             return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}
 
@@ -428,7 +353,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take over the hyperparameters of saved `param_groups`. Residuals of compression start from zero."""
         restore_groups(self.inner, groups)
         for chunk in self._chunks:
-            chunk.reducible.residual = None
+            chunk.gradients.reducible.residual = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's inner state, master weights and residuals, for a resume on the same ranks.
@@ -436,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Unsharded parameters are the model's. `state_for_checkpoint` is the one that reshards.
         """
         self.take_writes()
-        residual = [chunk.reducible.residual for chunk in self._chunks]
+        residual = [chunk.gradients.reducible.residual for chunk in self._chunks]
         return {**self.inner.state_dict(), "master": masters.saved(self._chunks), "residual": residual}
 
     @torch.no_grad()
@@ -444,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("master", "residual")})
         for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
-            kept = residual if residual is None else residual.to(chunk.weights.device, copy=True)
-            chunk.reducible.residual = kept
+            kept = residual if residual is None else residual.to(chunk.weights.unsharded.device, copy=True)
+            chunk.gradients.reducible.residual = kept
         if masters.load(self._chunks, state_dict["master"]):
             self.publish()

@@ -15,10 +15,10 @@ def state_of_pieces(optimizer: torch.optim.Optimizer, chunks: Iterable[Chunk]) -
     """State (`NAME.SLOT`) of an optimizer over the pieces of chunks (stages 0 to 2), as views."""
     found: dict[str, BoxedTensor] = {}
     for chunk in chunks:
-        for name, piece, (start, _) in zip(chunk.chunk.names, chunk.pieces, chunk.ranges, strict=True):
+        for name, piece, part in zip(chunk.chunk.names, chunk.weights.pieces, chunk.slices, strict=True):
             own = own_boxes(optimizer, piece)
             if own is None:
                 slots = state_slots(optimizer, piece)
-                own = {f"{name}.{s}": chunk.boxed_slot(t, piece, start, name) for s, t in slots.items()}
+                own = {f"{name}.{s}": chunk.boxed_slot(t, piece, part.start, name) for s, t in slots.items()}
             found.update({key: value for key, value in own.items() if value is not None})
     return found

@@ -22,7 +22,7 @@ class PieceKeeper(ChunkKeeper):
     """The `GradientKeeper` of pieces: a gradient is shown as its part."""
 
     def place(self, index: int) -> Place:
-        whole, size = self._chunk.places[index], self._chunk.pieces[index].numel()
+        whole, size = self._chunk.places[index], self._chunk.weights.pieces[index].numel()
         return replace(whole, shape=torch.Size((size,)), low=0, high=size, local=True)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -32,7 +32,7 @@ class PieceKeeper(ChunkKeeper):
 
     def about_to_write(self, index: int) -> None:
         """A write shows itself: see `PieceParameter`. Until the next step the values are there."""
-        self._chunk.join()
+        self._chunk.weights.join()
 
     @property
     def chunk(self) -> Chunk:
@@ -62,7 +62,7 @@ def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     """Call `func`, with values that are there; publish the chunks that it has written to, and watch views."""
     if func not in LOOKS:
         for keeper in _keepers(tree_leaves((args, kwargs))).values():
-            keeper.chunk.join()
+            keeper.chunk.weights.join()
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if _writes(func, kwargs):

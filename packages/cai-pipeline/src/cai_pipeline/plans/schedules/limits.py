@@ -11,7 +11,7 @@ class Limits:
     """Numbers that a schedule takes, for those who ask before there is a program.
 
     Args:
-        stages: how many stages a rank has: one, any number, or two, which lie in a V.
+        stages: number of stages of a rank: one, any, or two, which lie in a V.
         split: whether backwards are split, so that weight gradients wait.
         microbatches: the fewest of a step, for each rank.
     """

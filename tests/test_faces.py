@@ -1,0 +1,69 @@
+"""The face of a package: what it advertises stays what it is, and cai_apps takes nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = sorted(path.name.replace("-", "_") for path in (ROOT / "packages").iterdir() if path.is_dir())
+APPS = ROOT / "packages" / "cai-apps" / "src"
+ADVERTISING = {"cai_gemini", "cai_kernels", "cai_pipeline", "cai_zero"}
+"""Packages of which cai_apps takes only what they advertise."""
+
+
+def test_no_module_takes_the_name_of_what_its_package_advertises():
+    command = [sys.executable, str(Path(__file__).with_name("shadowed_names.py"))]
+    runs = [
+        subprocess.Popen([*command, package], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for package in PACKAGES
+    ]
+    results = [(run.communicate(), run.returncode) for run in runs]
+    assert [out.strip() or errors for (out, errors), code in results if code or out.strip()] == []
+
+
+def advertised(module: str) -> Collection[str]:
+    """Names that a module advertises: those of its `__all__`; all, if it has none and is in that of its package."""
+    loaded = importlib.import_module(module)
+    package, _, name = module.rpartition(".")
+    if hasattr(loaded, "__all__") or not package:
+        return getattr(loaded, "__all__", ())
+    above = importlib.import_module(package)
+    public = name in getattr(above, "__all__", ()) and getattr(above, name) is loaded
+    return vars(loaded) if public else ()
+
+
+def unadvertised(source: str, packages: set[str]) -> Iterator[str]:
+    """Imports in `source` of what `packages` do not advertise."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names if alias.name.split(".")[0] in packages]
+            yield from (f"{node.lineno}: {name}" for name in modules if not advertised(name))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages:
+            public = advertised(node.module)
+            missing = [alias.name for alias in node.names if alias.name not in public]
+            yield from (f"{node.lineno}: {node.module}.{name}" for name in missing)
+
+
+def test_cai_apps_takes_what_siblings_advertise():
+    wrong = {
+        str(path.relative_to(APPS)): found
+        for path in sorted(APPS.rglob("*.py"))
+        if (found := list(unadvertised(path.read_text(), ADVERTISING)))
+    }
+    assert not wrong
+
+
+def test_the_walk_sees_what_is_not_advertised():
+    packages = {"cai_mesh", "cai_pipeline"}
+    assert list(unadvertised("from cai_pipeline.run.executor import PipelineRunner", packages))
+    assert list(unadvertised("def f():\n    import cai_pipeline.stages.split", packages))
+    assert list(unadvertised("from cai_pipeline import _HOMES", packages))
+    assert not list(unadvertised("from cai_pipeline import plans, split\nimport cai_mesh.trial", packages))
+    assert not list(
+        unadvertised("from cai_pipeline.plans import place\nfrom cai_mesh.errors import PlanError", packages)
+    )
