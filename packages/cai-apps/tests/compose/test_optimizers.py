@@ -19,7 +19,7 @@ from cai_apps.compose import optimizers
 from cai_apps.compose.apply import apply
 from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config import file as config_file
-from cai_apps.config.sections import Optimizer, OptimizerGroup
+from cai_apps.config.optimizer import Optimizer, OptimizerGroup
 from cai_apps.config.validation import resolve
 from cai_gemini.chunk.optimizer_step import has_two_moments
 from cai_kernels import adamw_steps_
