@@ -17,7 +17,8 @@ from cai_tensor_parallel.trial import verify
 from cai_tensor_parallel.trial.verify import trial_of, verified
 
 
-def tried(name, plan=None, ranks=2, **options):
+def tried(name, plan=plan_for, ranks=2, **options):
+    """Try a plan, or what finds one, on a small model of a kind."""
     verify._verified.cache_clear()
     return verified(trial_of(build(name, **options), labelled=True), plan, Cut("1d", "whole"), ranks)
 
