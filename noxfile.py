@@ -13,6 +13,8 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tools import house
+from tools.side_by_side import Job
+from tools.side_by_side import run as run_side_by_side
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"
@@ -31,53 +33,81 @@ PAIRS = {
     "gemini": "cai-gemini",
     "kernels": "cai-kernels",
 }
-TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-FAULTS = "tests/faults"
-"""Runs as processes, some of which wait for a clock: one at a time."""
-# As many tests at once as there are cores. Kernels in an interpreter are one thread each, and no test waits for ranks;
-# an application's tests wait for files, processes and compilers. Files stay together, as they share runs and ranks.
-SPREAD = {"cai-kernels": ("-n", "auto"), "cai-apps": ("-n", "auto", "--dist", "loadfile")}
+TEST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CAI_TESTS_LOCK": str(house.CACHE / "tests.lock"),
+}
 
 
 @nox.session(reuse_venv=True)
 def train(session: nox.Session) -> None:
     """Train the small LLaMA on real text; `-- RECIPE --section.key value` trains something else."""
-    house.install_everything(session)
+    house.install_everything(session, third_party=False)
     session.run("cai", "train", *(session.posargs or ["llama-tiny"]))
 
 
-def _install_for_tests(session: nox.Session) -> None:
-    house.install_everything(session, *house.test_requirements(*house.PACKAGES), *house.EXAMPLES)
+def _pytest(suite: str) -> list[str]:
+    """The command that runs a suite: a package, `faults`, or `rest`."""
+    paths = [house.tests_of(suite)] if suite in house.PACKAGES else house.suite(suite)
+    return ["python", "-m", "pytest", *paths]
+
+
+@nox.session
+def ci(session: nox.Session) -> None:
+    """Check everything, two sessions at a time; what CI runs, from a clean checkout too."""
+    house.share(session)
+    nox_command = [sys.executable, "-m", "nox", "-s"]
+    jobs = [Job(name, [*nox_command, *names]) for name, names in house.CI.items()]
+    if not run_side_by_side(jobs):
+        session.error("a session failed")
 
 
 @nox.session(reuse_venv=True)
 def tests(session: nox.Session) -> None:
-    """The whole suite in one environment; arguments go to pytest."""
-    _install_for_tests(session)
+    """The whole suite in one environment, two parts at a time; arguments go to pytest."""
+    house.install_everything(session)
     if session.posargs:
-        session.run("pytest", *session.posargs, env=TEST_ENVIRONMENT)
+        session.run("python", "-m", "pytest", *session.posargs, env=TEST_ENVIRONMENT)
         return
-    apart = {house.tests_of(package): options for package, options in SPREAD.items()}
-    session.run("pytest", *(f"--ignore={path}" for path in apart), env=TEST_ENVIRONMENT)
-    for path, options in apart.items():
-        session.run("pytest", path, *options, env=TEST_ENVIRONMENT)
+    python = str(Path(session.bin) / "python")
+    environment = TEST_ENVIRONMENT | {"PATH": f"{session.bin}{os.pathsep}{os.environ['PATH']}"}
+    jobs = [
+        Job(suite, [python, *_pytest(suite)[1:]], environment | {"CAI_TESTS_BUDGET": suite})
+        for suite in house.SUITES
+    ]
+    if not run_side_by_side(jobs):
+        session.error("tests failed")
 
 
 @nox.session(reuse_venv=True)
-def rest(session: nox.Session) -> None:
-    """The tests that neither `alone` nor `pairs` runs: the house's rules, the examples, the README at the root."""
-    _install_for_tests(session)
-    spread = ("-n", "auto", "--dist", "loadfile")
-    session.run("pytest", *house.the_rest(), f"--ignore={FAULTS}", *spread, env=TEST_ENVIRONMENT)
-    session.run("pytest", FAULTS, env=TEST_ENVIRONMENT)
+@nox.parametrize("suite", house.FURTHER, ids=house.FURTHER)
+def rest(session: nox.Session, suite: str) -> None:
+    """The tests that neither `alone` nor `pairs` runs: the house's rules, loops and examples, runs with faults."""
+    house.install_everything(session)
+    session.run(*_pytest(suite), env=TEST_ENVIRONMENT | {"CAI_TESTS_BUDGET": suite})
+
+
+@nox.session(reuse_venv=True)
+def quick(session: nox.Session) -> None:
+    """Lint, types and the tests that a change reaches by imports, nearest first, for eight minutes at most.
+
+    `-- --base REV` says since when; default: what is not committed, or else the last commit.
+    """
+    house.install_everything(session)
+    _lint(session)
+    session.run("python", "tools/reach.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """ruff's rules and format, and pyright over the sources."""
-    constraints = house.link_torch(session)
-    tools = ("ruff", "pyright[nodejs]", "nox", "numpy", "pytest")
-    session.install("-c", str(constraints), *tools, *house.EXAMPLES)  # typed against what is integrated
+    house.link_torch(session, third_party=True)  # typed against what is integrated
+    _lint(session)
+
+
+def _lint(session: nox.Session) -> None:
+    session.install("ruff", "pyright[nodejs]", "nox")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
@@ -90,20 +120,27 @@ def _prove(
     wheels: dict[str, Path],
     tests: str,
     *tools: str,
+    clean: bool,
 ) -> None:
-    """Install `packages` alone with test `tools`, see that no other sibling came along, and run `tests`."""
+    """Install `packages` alone with test `tools`, see that no other sibling came along, and run `tests`.
+
+    Args:
+        clean: whether the environment has no third-party package that they do not declare, either.
+    """
     path = house.ROOT / tests
     content = [
         *wheels.values(),
         path if path.is_dir() else path.parent,
         house.ROOT / "pyproject.toml",
+        house.ROOT / "conftest.py",
         house.ROOT / house.README,
     ]
     content += [house.ROOT / "packages" / package / "README.md" for package in packages]
     key = house.digest(content)
     if house.shown(check, key) and "--force" not in session.posargs:
         session.skip(f"{check} passed before on this content; -- --force runs it again")
-    house.install_wheels(session, packages, wheels, *house.test_requirements(*packages), *tools)
+    requirements = [*house.test_requirements(*packages), *tools]
+    house.install_wheels(session, packages, wheels, *requirements, clean=clean)
     declared = {
         *packages,
         *(requirement.name for package in packages for requirement in house.siblings(package)),
@@ -111,20 +148,24 @@ def _prove(
     absent = [house.module(name) for name in house.PACKAGES if name not in declared]
     session.run("python", "-c", ABSENT, *absent)
     environment = TEST_ENVIRONMENT | {"PYTHONPATH": ""}
-    options = SPREAD.get(packages[0], ()) if len(packages) == 1 else ()
-    session.run("pytest", tests, *options, env=environment)
+    suite = packages[0] if len(packages) == 1 else Path(tests).stem
+    session.run("python", "-m", "pytest", tests, env=environment | {"CAI_TESTS_BUDGET": suite})
     if len(packages) == 1:
-        session.run("pytest", house.README, "-k", f"packages/{packages[0]}/", env=environment)
+        session.run("python", "-m", "pytest", house.README, "-k", f"packages/{packages[0]}/", env=environment)
     house.record(check, key)
 
 
 @nox.session
 @nox.parametrize("package", house.PACKAGES, ids=house.PACKAGES)
 def alone(session: nox.Session, package: str) -> None:
-    """A built wheel, in a clean environment with only what it declares, runs its own tests and README."""
+    """A built wheel, in an environment with only what it declares, runs its own tests and README.
+
+    cai-apps shares the third-party packages: it declares nearly all of them.
+    """
     needed = {package, *(requirement.name for requirement in house.siblings(package))}
     wheels = {name: house.wheel(session, name) for name in sorted(needed)}
-    _prove(session, f"alone({package})", [package], wheels, house.tests_of(package))
+    clean = package != "cai-apps"
+    _prove(session, f"alone({package})", [package], wheels, house.tests_of(package), clean=clean)
 
 
 @nox.session
@@ -133,7 +174,7 @@ def pairs(session: nox.Session, pair: str) -> None:
     """Two packages, or three, and cai-mesh, and nothing else of ours, in a foreign loop."""
     packages = [PAIRS[word] for word in pair.split("_x_")]
     wheels = {name: house.wheel(session, name) for name in ["cai-mesh", *packages]}
-    _prove(session, f"pairs({pair})", packages, wheels, house.tests_of_pair(pair), "transformers>=5")
+    _prove(session, f"pairs({pair})", packages, wheels, house.tests_of_pair(pair), clean=False)
 
 
 WITH_SIBLINGS = [package for package in house.PACKAGES if house.siblings(package)]
@@ -147,7 +188,7 @@ def compat(session: nox.Session, package: str) -> None:
     wheels |= {
         need.name: house.wheel(session, need.name, house.oldest(need)) for need in house.siblings(package)
     }
-    _prove(session, f"compat({package})", [package], wheels, house.tests_of(package))
+    _prove(session, f"compat({package})", [package], wheels, house.tests_of(package), clean=True)
 
 
 OLDEST_TRITON = "triton==3.6.*"  # as cai-kernels[triton] admits
@@ -156,9 +197,11 @@ OLDEST_TRITON = "triton==3.6.*"  # as cai-kernels[triton] admits
 @nox.session(reuse_venv=True)
 def oldest(session: nox.Session) -> None:
     """Kernels compile for a Hopper GPU with the oldest Triton, too."""
-    house.install_everything(session, *house.test_requirements("cai-kernels"))
+    house.install_everything(session)
     session.install(OLDEST_TRITON)
     session.run(
+        "python",
+        "-m",
         "pytest",
         f"{house.tests_of('cai-kernels')}/test_hopper.py",
         "-m",
@@ -173,19 +216,23 @@ OLDEST_TORCH = "torch==2.11.*"  # as every package admits
 @nox.session(reuse_venv=True)
 def oldest_torch(session: nox.Session) -> None:
     """Ranks start, stop, fail and go on with the oldest torch, too."""
-    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    house.install_everything(session)
     session.install(OLDEST_TORCH)
     session.run(
-        "pytest", "packages/cai-apps/tests/run", "tests/faults", *session.posargs, env=TEST_ENVIRONMENT
+        *("python", "-m", "pytest", "packages/cai-apps/tests/run", "tests/faults"),
+        *session.posargs,
+        env=TEST_ENVIRONMENT,
     )
 
 
 @nox.session(reuse_venv=True)
 def matrix(session: nox.Session) -> None:
     """Whole products of options; resumable, results in docs/proof/matrix.json; `-- --force` repeats."""
-    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    house.install_everything(session)
     # pytest ends with 5 when every case is recorded already.
     session.run(
+        "python",
+        "-m",
         "pytest",
         "tests/matrix",
         "tests/faults",
@@ -204,7 +251,7 @@ def matrix(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def sweep(session: nox.Session) -> None:
     """Every causal LM of transformers against a plain loop; resumable, results in docs/proof/sweep.json."""
-    house.install_everything(session, *house.test_requirements(*house.PACKAGES))
+    house.install_everything(session)
     session.run("python", "tests/sweep/table.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 

@@ -295,10 +295,11 @@ def run_form(options: argparse.Namespace) -> dict:
 
 def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
     """What stays on the device, and the floor of a step under that plan, and where the host stepped all the rest."""
-    from cai_gemini.disk_use import disk_traffic
+    from cai_gemini.engine.disk_use import disk_traffic
+    from cai_gemini.planning.policy import on_device
+    from cai_gemini.planning.simulation import Step as Sized
+    from cai_gemini.planning.simulation import floor, simulate
     from cai_gemini.rates import measure, measure_disk
-    from cai_gemini.simulate import Step as Sized
-    from cai_gemini.simulate import floor, simulate
 
     engine.finish()
     rates, sizes = measure(device, engine.worker), engine.sizes
@@ -307,7 +308,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
         rates = replace(rates, disk_read=read, disk_write=write)
     numel = [chunk.unit.shard.numel() if chunk.trains else 0 for chunk in engine.chunks]
     sized = Sized(numel, disk=disk_traffic(engine.chunks))
-    budget, alone = engine._schedule.budget, replace(engine.plan, streamed=frozenset())
+    budget, alone = engine._schedule.budget, replace(engine.plan, places=on_device(engine.plan.state))
     return {
         "chunks": len(sizes),
         "weights_stay": len(engine.plan.weights),

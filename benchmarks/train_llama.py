@@ -24,7 +24,7 @@ import torch
 
 from cai_apps.compose.models import load_model_config, meta_model
 from cai_apps.planner.flops import token_flops
-from cai_apps.run.metrics import peak_flops
+from cai_apps.run.loop.metrics import peak_flops
 
 HERE = Path(__file__).parent
 WARMUP, STEPS = 5, 14

@@ -152,21 +152,35 @@ def collected() -> list[Path]:
     return [path for path in files if any(fnmatch.fnmatch(path.name, p) for p in settings["python_files"])]
 
 
-def test_every_test_runs_in_one_session():
-    """Of `alone`, `pairs` and `rest`; the last is told only what to leave out, so a new folder is in it."""
-    apart = [*map(house.tests_of, house.PACKAGES), *map(house.tests_of_pair, house.PAIRS)]
-    left_out = [word.removeprefix("--ignore=") for word in house.the_rest() if word.startswith("--ignore=")]
+def runs(suite: str, path: Path) -> bool:
+    """Whether a suite takes tests from a file."""
+    words = [house.tests_of(suite)] if suite in house.PACKAGES else house.suite(suite)
+    left_out = [word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
+    places = [word for word in words if not word.startswith("--")]
+    inside = any(path.is_relative_to(ROOT / place) for place in places)
+    return inside or not (places or any(path.is_relative_to(ROOT / place) for place in left_out))
+
+
+def test_every_test_runs_in_one_suite():
+    """A new folder is in `rest`, which is told only what to leave out."""
     for path in collected():
-        sessions = [place for place in apart if path.is_relative_to(ROOT / place)]
-        sessions += [] if any(path.is_relative_to(ROOT / place) for place in left_out) else ["rest"]
-        assert len(sessions) == 1, f"{path.relative_to(ROOT)} runs in {sessions}"
+        suites = [suite for suite in house.SUITES if runs(suite, path)]
+        assert len(suites) == 1, f"{path.relative_to(ROOT)} runs in {suites}"
+
+
+def test_ci_runs_every_suite():
+    """Of a package in `alone`, where it has nothing else, and every file of pairs in `pairs`."""
+    sessions = [session for some in house.CI.values() for session in some]
+    suites = {f"alone({suite})" if suite in house.PACKAGES else f"rest({suite})" for suite in house.SUITES}
+    assert {*sessions} == suites - {"rest(pairs)"} | {"pairs", "lint", "build", "docs"}
+    assert set(house.SUITES) == {*house.PACKAGES, *house.FURTHER, "pairs"}
 
 
 def test_a_block_of_a_readme_runs_with_its_package_or_with_the_rest():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", house.README]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     blocks = {line for line in listed if "test_block_runs" in line}
-    (left_out,) = [word for word in house.the_rest() if word.startswith("--deselect=")]
+    (left_out,) = [word for word in house.suite("rest") if word.startswith("--deselect=")]
     apart = {line for line in blocks if line.startswith(left_out.removeprefix("--deselect="))}
     assert apart == {line for line in blocks for name in house.PACKAGES if f"packages/{name}/" in line}
     assert blocks - apart == {line for line in blocks if "[README.md" in line} != set()
@@ -177,5 +191,8 @@ def test_the_workflow_has_a_job_for_every_session_of_ci():
     (packages,) = re.findall(r"^ +package: \[(.+)\]$", workflow, re.M)
     (others,) = re.findall(r"^ +session: \[(.+)\]$", workflow, re.M)
     assert packages.split(", ") == list(house.PACKAGES)
-    run = (ROOT / ".ci" / "run").read_text().rpartition("nox -s")[2]
-    assert {"alone", *others.replace(",", "").split()} == {*re.findall(r" ([a-z]+)\b", run), "compat"}
+    assert {"alone", *others.replace(",", "").split()} == {
+        *(session.partition("(")[0] for some in house.CI.values() for session in some),
+        "compat",
+    }
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("nox -s ci")

@@ -2,9 +2,13 @@
 
 One torch. `pip install torch==2.13.0` runs once, first and on its own, into `.nox/torch-python*`, which holds
 torch and torch's own dependencies and nothing else. Every other environment is an ordinary clean virtualenv
-with one extra file, `one-torch.pth`, that appends that site-packages directory to its `sys.path`; pip finds
+with one extra file, `shared.pth`, that appends that site-packages directory to its `sys.path`; pip finds
 torch installed there and a constraints file forbids it any other. Where the interpreter that runs nox already
 has a GPU build of torch, that one is used in the same way and nothing is installed.
+
+One set of third-party packages. `.nox/third-python*` holds all that any package, extra, test or example declares, and
+is appended in the same way. `alone` of every package but cai-apps does without it: its clean environment shows that
+nothing undeclared is needed.
 
 Sessions may run side by side: what they share is made and written under a lock.
 """
@@ -107,10 +111,42 @@ def tests_of_pair(pair: str) -> str:
     return f"tests/pairs/{pair}.py"
 
 
-def the_rest() -> list[str]:
-    """What to tell pytest so that it runs every test that neither `alone` nor `pairs` runs, wherever it stands."""
-    apart = [*map(tests_of, PACKAGES), *map(tests_of_pair, PAIRS)]
+FAULTS = ("tests/faults",)
+"""Runs as processes, some of which wait for a clock."""
+LOOPS = ("tests/loops", "tests/layers", "tests/examples")
+"""Other people's loops and layers, on ranks."""
+FURTHER = ("rest", "loops", "faults")
+"""What neither `alone` nor `pairs` runs."""
+SUITES = ("cai-apps", "cai-kernels", "rest", "cai-gemini", "pairs", "cai-zero", "faults", "loops", "cai-pipeline",
+          "cai-tensor-parallel", "cai-mesh")  # fmt: skip
+"""Every test once, the longest first, so that the last ones to run are short."""
+
+
+def suite(name: str) -> list[str]:
+    """What to tell pytest so that it runs a suite. `rest` is told only what to leave out: a new folder is in it."""
+    if name in ("faults", "loops"):
+        return list(FAULTS if name == "faults" else LOOPS)
+    if name == "pairs":
+        return [*map(tests_of_pair, PAIRS)]
+    apart = [*map(tests_of, PACKAGES), *map(tests_of_pair, PAIRS), *FAULTS, *LOOPS]
     return [*(f"--ignore={path}" for path in apart), f"--deselect={README}::test_block_runs[packages/"]
+
+
+CI = {
+    "alone(cai-apps)": ["alone(cai-apps)"],
+    "alone(cai-kernels)": ["alone(cai-kernels)"],
+    "rest": ["rest(rest)"],
+    "alone(cai-gemini)": ["alone(cai-gemini)"],
+    "pairs": ["pairs"],
+    "alone(cai-zero)": ["alone(cai-zero)"],
+    "faults": ["rest(faults)"],
+    "loops": ["rest(loops)"],
+    "alone(cai-pipeline)": ["alone(cai-pipeline)"],
+    "alone(cai-tensor-parallel)": ["alone(cai-tensor-parallel)"],
+    "alone(cai-mesh)": ["alone(cai-mesh)"],
+    "lint build docs": ["lint", "build", "docs"],
+}
+"""The sessions of `nox -s ci`, the longest first."""
 
 
 # --- one torch -----------------------------------------------------------------------
@@ -140,23 +176,68 @@ def _installed_torch(session: nox.Session) -> list[Path]:
     return sorted(home.glob("lib/python*/site-packages"))
 
 
-def link_torch(session: nox.Session) -> Path:
-    """Let this session's environment see the one torch; returns constraints that keep it the only one."""
+def _append(environment: Path, directories: Iterable[Path]) -> None:
+    """Let an environment see what is installed in these directories, behind its own packages."""
+    for site in environment.glob("lib/python*/site-packages"):
+        (site / "shared.pth").write_text("".join(f"{directory}\n" for directory in directories))
+
+
+def link_torch(session: nox.Session, *, third_party: bool = False) -> Path:
+    """Let this session's environment see the one torch; returns constraints that keep it the only one.
+
+    Args:
+        third_party: whether it sees the shared third-party packages, too.
+    """
     existing = [] if os.environ.get("CAI_TORCH") else _existing_gpu_torch()
     with locked("torch"):
         directories = existing or _installed_torch(session)
-    for site in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
-        (site / "one-torch.pth").write_text("".join(f"{directory}\n" for directory in directories))
     release = next(iter(distributions(name="torch", path=[str(path) for path in directories]))).version
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text(f"torch=={release}\n")
+    if third_party:
+        with locked("third-party"):
+            directories = [*_installed_third_party(session, directories, constraints), *directories]
+    _append(Path(session.virtualenv.location), directories)
     return constraints
 
 
-def install_everything(session: nox.Session, *requirements: str) -> None:
-    """All seven packages, editable, over the one torch."""
-    constraints = link_torch(session)
-    session.install("hatchling", "editables")
+def third_party_requirements() -> list[str]:
+    """All that packages, their extras and their tests, and the examples declare, but for torch and each other."""
+    declared = [*EXAMPLES, "hatchling", "editables"]
+    for package in PACKAGES:
+        parsed = project(package)
+        lists = [
+            parsed["project"]["dependencies"],
+            *parsed["project"].get("optional-dependencies", {}).values(),
+        ]
+        declared += [line for lines in [*lists, parsed["dependency-groups"]["test"]] for line in lines]
+    return sorted({line for line in declared if Requirement(line).name not in {*PACKAGES, "torch"}})
+
+
+def _installed_third_party(session: nox.Session, torch: list[Path], constraints: Path) -> list[Path]:
+    """`.nox/third-python*`, made anew when another package is declared or torch is another."""
+    home = CACHE / f"third-python{sys.version_info.major}.{sys.version_info.minor}"
+    marker, content = (
+        home / "requirements",
+        [*third_party_requirements(), constraints.read_text(), *map(str, torch)],
+    )
+    if not marker.exists() or marker.read_text() != "\n".join(content):
+        session.run_install(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
+        _append(home, torch)
+        install = [str(home / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(constraints)]
+        session.run_install(*install, *third_party_requirements(), external=True)
+        marker.write_text("\n".join(content))
+    return sorted(home.glob("lib/python*/site-packages"))
+
+
+def share(session: nox.Session) -> None:
+    """Make what all sessions share, once and before any of them."""
+    link_torch(session, third_party=True)
+
+
+def install_everything(session: nox.Session, *requirements: str, third_party: bool = True) -> None:
+    """Install all seven packages, editable, over the one torch and, unless told otherwise, the shared packages."""
+    constraints = link_torch(session, third_party=third_party)
     editable = [word for package in PACKAGES for word in ("-e", str(ROOT / "packages" / package))]
     session.install("--no-build-isolation", "-c", str(constraints), *editable, *requirements)
 
@@ -235,14 +316,14 @@ def oldest(requirement: Requirement) -> str | None:
 
 
 def install_wheels(
-    session: nox.Session, packages: Iterable[str], wheels: dict[str, Path], *extra: str
+    session: nox.Session, packages: Iterable[str], wheels: dict[str, Path], *extra: str, clean: bool = True
 ) -> Path:
-    """Install packages into a clean environment, from these wheels, with what they declare and nothing else.
+    """Install packages from these wheels, with what they declare and nothing else of the house.
 
     The wheels go in as constraints: a sibling is installed only when something declares it, and never from
-    an index.
+    an index. A clean environment has no third-party package that was not declared, either.
     """
-    constraints = link_torch(session)
+    constraints = link_torch(session, third_party=not clean)
     pins = "".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items())
     constraints.write_text(constraints.read_text() + pins)
     session.install("-c", str(constraints), *packages, *extra)

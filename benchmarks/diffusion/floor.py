@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train import batches
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.process import process_of
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.model.noise_process import process_of
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_kernels.attention.choice import order
 

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from sampling import PROMPT, write
 from torch import Tensor
 
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.sample import Options, Sampler
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options
 
 FORMS = ("one", "branches", "exact", "stale")
 

@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from cai_apps.applications.diffusion.design import Design, load_design
-from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
-from cai_apps.applications.diffusion.export import index_of
-from cai_apps.applications.diffusion.loading import Memory
-from cai_apps.applications.diffusion.sample import Options, Sampler, make_scheduler
-from cai_apps.applications.diffusion.text import train_tokenizer
+from cai_apps.applications.diffusion.model.captions import train_tokenizer
+from cai_apps.applications.diffusion.model.design import Design, load_design
+from cai_apps.applications.diffusion.model.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.model.export import index_of
+from cai_apps.applications.diffusion.model.loading import Memory
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options, make_scheduler
 
 OURS = {
     "ours": Memory(vae="whole"),

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import COLOURS, KINDS, PLACES, SIZES, Shapes
 from cai_apps.applications.diffusion.data.sources import source_of
-from cai_apps.applications.diffusion.loading import EVERYTHING, Memory
-from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
+from cai_apps.applications.diffusion.model.loading import EVERYTHING, Memory
+from cai_apps.applications.diffusion.sampling.sampler import grid, open_sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options
 
 SIDE, CELL = 64, 22
 HEADS = (len(COLOURS) + 1, len(KINDS) + 1, len(SIZES) + 1)

@@ -30,15 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import T5_LENGTH, Design, load_design
-from cai_apps.applications.diffusion.encoders import load_autoencoder, load_texts
-from cai_apps.applications.diffusion.flops import image_flops
-from cai_apps.applications.diffusion.process import process_of
+from cai_apps.applications.diffusion.model.captions import embed
+from cai_apps.applications.diffusion.model.design import T5_LENGTH, Design, load_design
+from cai_apps.applications.diffusion.model.encoders import load_autoencoder, load_texts
+from cai_apps.applications.diffusion.model.noise_process import process_of
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.text import embed
-from cai_apps.applications.diffusion.workload import workload
+from cai_apps.applications.diffusion.training.flops import image_flops
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.compose.apply import apply
-from cai_apps.run.loop import reading
+from cai_apps.run.loop.training_loop import reading
 from cai_apps.run.train import settle
 
 Step = Callable[[dict[str, Tensor]], Tensor]

@@ -53,7 +53,7 @@ from cai_apps.applications.protein.model.frames import from_points
 from cai_apps.applications.protein.task import PROTEIN
 from cai_apps.applications.protein.workload import piece_of, workload
 from cai_apps.compose.apply import apply
-from cai_apps.run.loop import reading
+from cai_apps.run.loop.training_loop import reading
 from cai_apps.run.train import settle
 
 FORMS = ("ours", "openfold", "openfold-nockpt", "openfold-compiled", "check")

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.job import start_rank
-from cai_apps.run.watchdog import Watchdog
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.health.watchdog import Watchdog
+from cai_apps.run.launch.rank import start_rank
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from runs import CAI, command, ended, output, ranks, started, steps, until
 
 from cai_apps.config.environment import HANG, hang_limit
-from cai_apps.run import blame as of_ranks
-from cai_apps.run.blame import Group, Seen, blame
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.watchdog import FIRST, FLOOR, PAUSE, Watchdog
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.health import late_ranks
+from cai_apps.run.health.late_ranks import Group, RankReport, blame
+from cai_apps.run.health.watchdog import FIRST, FLOOR, PAUSE, Watchdog
 from cai_mesh.errors import ConfigError
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_is_stopped(goes_on, device, tmp_path):
 
 
 def seen(where="sleep", *, waits=False, **groups):
-    return Seen(5, where, waits, {name: Group(*group) for name, group in groups.items()})
+    return RankReport(5, where, waits, {name: Group(*group) for name, group in groups.items()})
 
 
 WORLD, PAIR = (0, 1, 2), (0, 1)
@@ -161,18 +161,18 @@ def test_a_rank_tells_of_its_groups_what_both_recorders_hold(monkeypatch):
             torch._C._distributed_c10d, name, lambda *_, text=text: text.encode(), raising=False
         )
     names = {object(): name for name in ("0", "1", "2")}
-    monkeypatch.setattr(of_ranks.c10d._world.__class__, "pg_names", names)
+    monkeypatch.setattr(late_ranks.c10d._world.__class__, "pg_names", names)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    found = of_ranks.groups()
+    found = late_ranks.groups()
     assert set(found) == {
         "0",
         "1",
     }  # of "2" nothing is held, and NCCL's recorder has forgotten its first ones
-    assert found["0"] == Group((0, 1), 299, ("all_reduce [4]",) * of_ranks.KEPT)
+    assert found["0"] == Group((0, 1), 299, ("all_reduce [4]",) * late_ranks.KEPT)
     assert (found["0"].name(299), found["0"].name(199)) == ("all_reduce [4]", "")
     for wrong in (b"no JSON", b'{"entries": [{"record_id": 1}]}'):
         monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda *_, text=wrong: text)
-        assert of_ranks.look(3, "here").groups == {}  # and the watch goes on
+        assert late_ranks.look(3, "here").groups == {}  # and the watch goes on
 
 
 def test_collectives_may_take_longer_than_what_is_watched(monkeypatch, tmp_path):

@@ -67,7 +67,7 @@ HELPER = """
 import errno
 import os
 import subprocess
-from cai_apps.run.loop import Loop
+from cai_apps.run.loop.training_loop import Loop
 
 step = Loop._step
 

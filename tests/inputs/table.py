@@ -28,8 +28,8 @@ nox -s tests -- tests/inputs
 
 Numbers have their ranges beside the fields of a config (`cai_apps.config.ranges`). Rules that need neither torch nor
 transformers are checked first (`rules.py` of each application): they answer within half a second. What other libraries
-raise is told in one place (`cai_apps.run.failures`); what is nobody's input there ends with exit code 1 and says where
-its traceback is.
+raise is told in one place (`cai_apps.run.health.user_errors`); what is nobody's input there ends with exit code 1 and
+says where its traceback is.
 """
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from cai_gemini import Tuning, offload
-from cai_gemini.simulate import Rates
+from cai_gemini.planning import Rates
 from cai_mesh.errors import CaiError
 from cai_zero import MixedPrecision, full_state_dict, shard_module, shard_optimizer
 

@@ -17,8 +17,8 @@ import torch
 
 from cai_apps import recipes
 from cai_apps.applications.language.task import LANGUAGE
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.job import make_job
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.launch.job import make_job
 from cai_apps.run.worker import do_job
 from cai_mesh.testing import run_ranks
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload_activations
-from cai_gemini.simulate import Rates
+from cai_gemini.planning import Rates
 from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_zero import Gather, no_sync, shard_module
 

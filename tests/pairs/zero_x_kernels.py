@@ -19,7 +19,7 @@ from cai_mesh import BoxedTensor, clip_grad_norm_
 from cai_mesh.gradients import defer, raw_grad, routed
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer
-from cai_zero import halves as zero_halves
+from cai_zero.replicated import halves as zero_halves
 
 
 def step_through(model, optimizer, clip, ids_of):
@@ -237,7 +237,8 @@ def halved(stage: int, as_they_are: bool):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     optimizer = shard_optimizer(inner, mesh, model=model, stage=stage, precision=precision)
     for chunk in optimizer.chunks:
-        chunk.halves.join = partial(_count, joined, chunk.halves.join)
+        halves = chunk.weights.halves
+        halves.join = partial(_count, joined, halves.join)
     for step in range(4):
         x = torch.randn(6, 70, generator=torch.Generator().manual_seed(step)).bfloat16()
         model(x).float().square().mean().backward()

@@ -17,7 +17,7 @@ from cai_mesh.testing import run_ranks
 from cai_pipeline import PipelineRunner, split
 from cai_pipeline.plans.placement import Placement
 from cai_zero import shard_module, shard_optimizer, sharding_of
-from cai_zero.gathering import Gatherer
+from cai_zero.stage3.gathering import Gatherer
 
 MICROBATCHES = 4
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_gemini import Tuning, offload
-from cai_gemini.simulate import Rates
+from cai_gemini.planning import Rates
 from cai_kernels import swap
 from cai_mesh.errors import CaiError
 from cai_mesh.gradients import clip_grad_norm_

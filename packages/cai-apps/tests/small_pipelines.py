@@ -10,7 +10,7 @@ import diffusers
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from cai_apps.applications.diffusion.text import train_tokenizer
+from cai_apps.applications.diffusion.model.captions import train_tokenizer
 
 CAPTIONS = ["a large red circle", "a small blue square", ""]
 LENGTH = 20

@@ -21,7 +21,7 @@ from cai_apps.planner.shown import Shown
 from cai_apps.planner.text import show_plan
 from cai_apps.report.outcome import show_outcome
 from cai_apps.report.training import training_page
-from cai_apps.run.position import Unit
+from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_apps.run.train import train
 from cai_mesh.checkpoint import save_hf

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cai_gemini import Tuning, offload
-from cai_gemini.simulate import Rates
+from cai_gemini.planning import Rates
 
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
 STEPS = 6

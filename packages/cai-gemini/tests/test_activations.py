@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from cai_gemini import Tuning, offload, offload_activations
-from cai_gemini.copies import Copies
-from cai_gemini.host_store import HostStore, is_dense
+from cai_gemini.activations.host_store import HostStore, is_dense
+from cai_gemini.memory.copies import Copies
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import blocks
 

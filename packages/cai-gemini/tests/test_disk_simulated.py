@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,16 +12,19 @@ from offloaded import build, train
 from offloaded_to_disk import MIXES, moved, on_disk
 from traces import RATES, palindrome
 
-from cai_gemini import Tiers, offload, rates
-from cai_gemini.disk_use import disk_traffic
-from cai_gemini.policy import Plan, Sizes
-from cai_gemini.simulate import DiskBytes, Step, best_plan, floor, simulate
+from cai_gemini import Tiers, offload
+from cai_gemini.engine import planner
+from cai_gemini.engine.disk_use import disk_traffic
+from cai_gemini.planning.policy import Plan, Sizes, on_device
+from cai_gemini.planning.simulation import DiskBytes, Step, best_plan, floor, simulate
+from cai_gemini.rates import disk as rates
+from cai_gemini.rates import link
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is no disk but memory")
 
 BLOCKS, BUDGET = 4, 100
 SIZES = [Sizes(10, 10, 60)] * BLOCKS
-NOTHING = Plan(frozenset(), frozenset())
+NOTHING = Plan(frozenset())
 SLOW = replace(RATES, disk_read=4.0, disk_write=2.0)
 
 
@@ -60,7 +62,7 @@ def test_reads_run_ahead_of_host_steps():
 
 def test_state_on_the_device_leaves_the_disk():
     disk = {c: DiskBytes(60, 60) for c in range(BLOCKS)}
-    stays = Plan(frozenset({0}), frozenset({0}))
+    stays = Plan(frozenset({0}), on_device({0}))
     assert run(stays, disk=disk)[1] == pytest.approx(3 * (60 / 4 + 60 / 2))
     assert {chunk for _, _, chunk in run(stays, disk=disk)[0][1].disk} == {1, 2, 3}
     found = best_plan(palindrome(BLOCKS), SIZES, 300, SLOW, Step([1] * BLOCKS, 1, disk))
@@ -89,11 +91,12 @@ def test_rates_of_a_disk_are_measured_within_bounds(tmp_path, monkeypatch):
 
 def test_auto_plans_with_the_disk(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(rates, "_step_rate", lambda device, numel: 1e9)
-    monkeypatch.setattr("cai_gemini.disk_use.measure_disk", lambda place: asked.append(place) or (1e3, 2e3))
+    monkeypatch.setattr(link, "_step_rate", lambda device, numel: 1e9)
+    monkeypatch.setattr(
+        "cai_gemini.engine.disk_use.measure_disk", lambda place: asked.append(place) or (1e3, 2e3)
+    )
     seen = []
-    module = sys.modules["cai_gemini.offload"]
-    monkeypatch.setattr(module, "best_plan", lambda *a: seen.append(a) or best_plan(*a))
+    monkeypatch.setattr(planner, "best_plan", lambda *a: seen.append(a) or best_plan(*a))
     model, ours = offload(*build(), device_memory="80KB", host_memory="70KB", nvme=tmp_path)
     assert on_disk(ours)
     train(model, ours, steps=3)
@@ -113,7 +116,7 @@ def test_what_is_said_of_the_disk_is_what_it_moves(tmp_path, residency):
     before = store.traffic
     train(model, ours, steps=1, micro=1)
     ours.wait()
-    stepped = {i: d for i, d in traffic.items() if chunks[i].touched or chunks[i].step is not None}
+    stepped = {i: d for i, d in traffic.items() if chunks[i].gradients.touched or chunks[i].step is not None}
     written = store.traffic.written_bytes - before.written_bytes
     assert written == sum(d.written for d in stepped.values())
     read = store.traffic.read_bytes - before.read_bytes - sum(d.read for d in stepped.values())

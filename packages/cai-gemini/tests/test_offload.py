@@ -20,8 +20,9 @@ from offloaded import (
 )
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.budget import memory_for, usable
-from cai_gemini.states import State
+from cai_gemini.chunk.states import State
+from cai_gemini.planning.budget import memory_for, usable
+from cai_gemini.planning.policy import StepPlace
 from cai_mesh.errors import PlanError
 
 RESIDENCIES = ["host", "device", "auto", Tiers(0.5, 0.3), Tiers(1.0, 0.0), Tiers(0.5, 0.2, streamed=0.5)]
@@ -304,4 +305,4 @@ def test_sums_of_several_backwards_are_counted_in_their_dtype(residency):
     assert [h.sizes.sums for h in trained if h.name != "layers.2.up.weight"] == [
         4 * h.unit.chunk.numel for h in trained if h.name != "layers.2.up.weight"
     ]
-    assert all(h.on_device == (residency == "device") for h in trained)
+    assert all((h.place is StepPlace.DEVICE) == (residency == "device") for h in trained)

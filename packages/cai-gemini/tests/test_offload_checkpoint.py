@@ -8,7 +8,7 @@ from offloaded import SLOW_HOST, Net, adamw, assert_equal, build, groups, train
 from offloaded_to_disk import OPTIMIZERS, in_memory, moved, on_disk
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.disk_state import DiskState
+from cai_gemini.chunk.disk_state import DiskState
 from cai_mesh import checkpoint
 from cai_mesh.errors import CheckpointError
 

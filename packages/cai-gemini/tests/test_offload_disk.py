@@ -25,11 +25,14 @@ from offloaded import (
 from offloaded_to_disk import MIXES, OPTIMIZERS, in_memory, moved, on_disk
 from torch import nn
 
-from cai_gemini import Tiers, disk_plan, offload, pinned
-from cai_gemini.chunk import OffloadedChunk
-from cai_gemini.disk_plan import ChunkBytes, OnDisk, choose, chunk_bytes, disk_bytes, host_bytes
+from cai_gemini import Tiers, offload
+from cai_gemini.chunk.chunk import OffloadedChunk
+from cai_gemini.chunk.states import State
+from cai_gemini.memory import pinned
 from cai_gemini.nvme import NvmeError, store
-from cai_gemini.states import State
+from cai_gemini.planning import disk_plan
+from cai_gemini.planning.disk_plan import ChunkBytes, OnDisk, choose, chunk_bytes, disk_bytes, host_bytes
+from cai_gemini.planning.policy import StepPlace
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import units
 
@@ -202,7 +205,7 @@ def test_what_is_written_right_before_the_plan_is_seen(tmp_path, residency):
     twin, theirs = build()
     model, ours = moved(*build(), tmp_path, residency)
     assert run(model, ours) == run(twin, theirs)
-    assert ours._engine.chunks[0].on_device
+    assert ours._engine.chunks[0].place is StepPlace.DEVICE
     assert_equal(model, twin)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from cai_gemini import Tiers, offload, pinned
-from cai_gemini.budget import usable
-from cai_gemini.pinned import host_memory
+from cai_gemini import Tiers, offload
+from cai_gemini.memory import pinned
+from cai_gemini.memory.pinned import host_memory
+from cai_gemini.planning.budget import usable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from plain import Failed, Plain, assert_same, fragile, loss_of
 from torch import nn
 
 from cai_gemini import Tiers, Tuning, offload
-from cai_gemini.disk_plan import OnDisk, chunk_bytes, host_bytes
+from cai_gemini.planning.disk_plan import OnDisk, chunk_bytes, host_bytes
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import units
 
@@ -430,7 +430,10 @@ def copied_through(optimizer):
     free = sum(t.nbytes for (_, _, copies), some in pool._free.items() for t in some if copies)
     found = {}
     for chunk in chunks:
-        for tensor in (chunk.host_weights.tensor, chunk.gradient and chunk.gradient.tensor):
+        for tensor in (
+            chunk.host_weights.tensor,
+            chunk.gradients.gradient and chunk.gradients.gradient.tensor,
+        ):
             if tensor is not None:
                 found[tensor.data_ptr()] = tensor.nbytes
     assert set(found) >= {at for at, copies in pool._taken.items() if copies}

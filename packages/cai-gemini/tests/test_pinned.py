@@ -9,8 +9,8 @@ import mmap
 import pytest
 import torch
 
-from cai_gemini import pinned
-from cai_gemini.copies import Copied, Copies, Scalar
+from cai_gemini.memory import pinned
+from cai_gemini.memory.copies import Copied, Copies, Scalar
 
 CUDA = torch.device("cuda", 0)
 

@@ -15,11 +15,11 @@ from stored_shards import BLOCKS, CPU, shards_of, trained
 from torch import nn
 
 from cai_gemini import ChunkResidency, Tiers, Tuning
-from cai_gemini.gradient import counted, sums_of_squares
+from cai_gemini.chunk.gradient import counted, sums_of_squares
+from cai_gemini.chunk.states import State
 from cai_gemini.nvme import NvmeError
-from cai_gemini.policy import Plan, Sizes, decide, fits, room, smallest_budget
-from cai_gemini.states import State
-from cai_gemini.trace import Trace, Use
+from cai_gemini.planning.policy import Plan, Sizes, decide, fits, room, smallest_budget
+from cai_gemini.planning.trace import Trace, Use
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, record_of
 from cai_mesh.protocols import Residency
@@ -235,10 +235,10 @@ def test_chunks_in_use_beside_the_current_one_count():
     sizes = [Sizes(5, 0, 0), Sizes(3, 0, 0), Sizes(2, 0, 0)]
     uses = (Use(0, False), Use(1, False), Use(2, False))
     trace = Trace(uses, (0, 0, 0), (1.0,) * 3, (frozenset(), frozenset({0}), frozenset({0, 1})))
-    nothing = Plan(frozenset(), frozenset())
+    nothing = Plan(frozenset())
     assert smallest_budget(trace, sizes) == 10
     assert fits(trace, sizes, nothing, 10) and not fits(trace, sizes, nothing, 9)
-    kept = Plan(frozenset({0}), frozenset())
+    kept = Plan(frozenset({0}))
     assert fits(trace, sizes, kept, 10) and not fits(trace, sizes, kept, 9), "what stays is not counted twice"
     moves = decide(trace, 2, {0, 1}, sizes, nothing, room(trace, sizes, nothing, 10))
     assert (moves.free, moves.bring) == ((), (2,))

@@ -15,10 +15,10 @@ from stored_shards import shards_of, trained
 from traces import RATES, palindrome, problems
 
 from cai_gemini import ChunkResidency, Tiers, Tuning, offload
-from cai_gemini.chunk_step import AdamBlock
-from cai_gemini.pieces import GRAIN, buffer_bytes, pieces
-from cai_gemini.policy import Plan, Sizes, Streamable, fits, fractions
-from cai_gemini.simulate import Step, best_plan, floor, simulate
+from cai_gemini.chunk.optimizer_step import AdamBlock
+from cai_gemini.planning.policy import Plan, Sizes, Streamable, fits, fractions, on_device
+from cai_gemini.planning.simulation import Step, best_plan, floor, simulate
+from cai_gemini.steps.pieces import GRAIN, buffer_bytes, pieces
 from cai_mesh.errors import PlanError
 
 ALL, MIXED = Tiers(streamed=1.0), Tiers(0.6, 0.2, streamed=0.4)
@@ -26,14 +26,14 @@ FAST_LINK = replace(SLOW_HOST, to_device=1e9, to_host=1e9, both=2e9)
 
 
 def small_pieces(monkeypatch, size):
-    for where in ("pieces", "streamed"):
-        monkeypatch.setattr(f"cai_gemini.{where}.PIECE", size)
+    for where in ("pieces", "streaming"):
+        monkeypatch.setattr(f"cai_gemini.steps.{where}.PIECE", size)
 
 
 @pytest.fixture
 def steady(monkeypatch):
     """Every use of a chunk takes as long, however busy the machine is: what "auto" plans is the same each time."""
-    monkeypatch.setattr("cai_gemini.clock.Clock._between", lambda *_: 1e-4)
+    monkeypatch.setattr("cai_gemini.engine.clock.Clock._between", lambda *_: 1e-4)
 
 
 @pytest.fixture(params=[64, 128, None])
@@ -56,7 +56,7 @@ def test_training_is_that_without_offload_bit_for_bit(residency, micro, clip, pi
     assert train(model, ours, micro=micro, clip=torchs_clip if clip else None) == expected
     assert_equal(model, twin)
     chunks = ours._engine.chunks
-    assert [i for i, chunk in enumerate(chunks) if chunk.streamed] == sorted(ours._engine.plan.streamed)
+    assert [chunk.place for chunk in chunks] == [ours._engine.plan.place(i) for i in range(len(chunks))]
     ours.wait()
     assert not any(chunk.host_weights.is_old for chunk in chunks), "the host weights are those of the step"
     assert ours.placement().state_streamed == (5 if residency == ALL else 2)
@@ -121,7 +121,7 @@ def test_state_loaded_later_stays_where_copies_are_fast(monkeypatch):
         placed.append(tensor.clone())
         return placed[-1]
 
-    monkeypatch.setattr("cai_gemini.streamed.in_host_memory", place)
+    monkeypatch.setattr("cai_gemini.steps.streaming.in_host_memory", place)
     twin, theirs = build()
     model, ours = moved(*build(), ALL)
     train(model, ours, steps=3)
@@ -226,7 +226,7 @@ def test_fractions_spread_what_is_streamed(states, state, share):
     rest = sum(s for i, s in enumerate(states) if i not in plan.state)
     got = sum(states[i] for i in plan.streamed)
     assert abs(got - min(share * sum(states), rest)) <= max(states) / 2 + 1e-6
-    assert plan.resident(sizes) - replace(plan, streamed=frozenset()).resident(sizes) == 7 * bool(
+    assert plan.resident(sizes) - replace(plan, places=on_device(plan.state)).resident(sizes) == 7 * bool(
         plan.streamed
     )
 
@@ -237,16 +237,16 @@ def test_what_is_streamed_is_stepped_beside_the_host():
     rates = replace(RATES, to_device=35.0, to_host=35.0, both=70.0, host_step=100.0)
     whole = frozenset(range(8))
     step = Step([10] * 8, streamable=Streamable(whole, 5))
-    alone, _ = simulate(trace, sizes, Plan(whole, frozenset()), 10**6, rates, step)
-    both = Plan(whole, frozenset(), frozenset({1, 3, 5}), 5)
+    alone, _ = simulate(trace, sizes, Plan(whole), 10**6, rates, step)
+    both = Plan(whole, on_device((), {1, 3, 5}), 5)
     seconds, lanes = simulate(trace, sizes, both, 10**6, rates, step)
     assert alone > 8 * 2.8 and 5 * 2.8 < seconds < 5 * 2.8 + 3
     assert {chunk for *_, chunk in lanes.host} == whole - both.streamed
     slower, _ = simulate(trace, sizes, both, 10**6, replace(rates, host_beside=50.0), step)
     assert slower > seconds + 5
-    for plan, took in ((Plan(whole, frozenset()), alone), (both, seconds)):
+    for plan, took in ((Plan(whole), alone), (both, seconds)):
         assert took >= floor(trace, sizes, plan, rates, step) * (1 - 1e-9)
-    assert floor(trace, sizes, both, rates, step) < floor(trace, sizes, Plan(whole, frozenset()), rates, step)
+    assert floor(trace, sizes, both, rates, step) < floor(trace, sizes, Plan(whole), rates, step)
 
 
 @settings(deadline=None, max_examples=200)

@@ -10,12 +10,12 @@ import torch
 from offloaded import SLOW_HOST, Net, build, moved, train
 
 from cai_gemini import Tiers, Timeline
-from cai_gemini.clock import Clock
-from cai_gemini.policy import Plan, Sizes
-from cai_gemini.simulate import Step, simulate
-from cai_gemini.states import Ledger
-from cai_gemini.timeline import Recorder
-from cai_gemini.trace import Trace, Use
+from cai_gemini.engine.clock import Clock
+from cai_gemini.memory.ledger import Ledger
+from cai_gemini.memory.timeline import Recorder
+from cai_gemini.planning.policy import Plan, Sizes, StepPlace
+from cai_gemini.planning.simulation import Step, simulate
+from cai_gemini.planning.trace import Trace, Use
 from cai_mesh.errors import PlanError
 
 BUDGET = 80_000
@@ -40,7 +40,7 @@ def test_a_recorded_step(residency, tmp_path):
         assert all(0 <= begin <= end for begin, end, _ in spans), lane
         if lane != "to_device":  # which two threads copy to, where there are no streams
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), lane
-    moving = {h.name for h in chunks if not h.on_device and h.step is not None}
+    moving = {h.name for h in chunks if h.place is not StepPlace.DEVICE and h.step is not None}
     assert {name for *_, name in timeline.lanes["host"]} == moving
     assert {name for *_, name in timeline.lanes["to_host"]} == moving
     assert {name for *_, name in timeline.lanes["compute"]} == {h.name for h in chunks}
@@ -64,7 +64,7 @@ def test_recording_changes_nothing_and_ends():
 def test_a_simulated_step_is_one_too():
     trace = Trace((Use(0, False), Use(1, False), Use(1, True), Use(0, True)), (0,) * 4, (1.0,) * 4)
     sizes = [Sizes(10, 10, 30), Sizes(20, 20, 60)]
-    _, lanes = simulate(trace, sizes, Plan(frozenset(), frozenset()), 200, SLOW_HOST, Step([10, 20]))
+    _, lanes = simulate(trace, sizes, Plan(frozenset()), 200, SLOW_HOST, Step([10, 20]))
     timeline = Timeline.simulated(lanes, ["first", "second"])
     assert [name for *_, name in timeline.lanes["compute"]] == ["first", "second", "second", "first"]
     assert timeline.end == pytest.approx(lanes.end) and timeline.memory == {}

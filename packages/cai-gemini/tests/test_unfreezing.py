@@ -7,6 +7,7 @@ import torch
 from offloaded import adamw, assert_equal, build, moved, torchs_clip, train
 
 from cai_gemini import Tiers
+from cai_gemini.planning.policy import StepPlace
 from cai_mesh.errors import PlanError
 
 PLACES = [
@@ -49,7 +50,7 @@ def test_what_is_unfrozen_is_trained(residency, recompute, tmp_path):
     assert unfrozen_in_turns(ours, optimizer, None) == wanted
     assert_equal(ours, model)
     if residency == "device":
-        assert all(chunk.on_device for chunk in optimizer._engine.chunks)
+        assert all(chunk.place is StepPlace.DEVICE for chunk in optimizer._engine.chunks)
 
 
 def head_first(model):

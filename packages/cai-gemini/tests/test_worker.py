@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from cai_gemini.worker import Worker, host_threads, leave_cores
+from cai_gemini.memory.worker import Worker, host_threads, leave_cores
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_process_s_threads_stay_what_they_were():
 def test_a_process_that_ends_waits_for_what_was_submitted():
     program = """
 import torch
-from cai_gemini.worker import Worker
+from cai_gemini.memory.worker import Worker
 
 def job():
     found = torch.zeros(2**20)

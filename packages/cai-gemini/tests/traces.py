@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from cai_gemini.policy import Sizes, Streamable, fractions, smallest_budget
-from cai_gemini.simulate import Rates
-from cai_gemini.trace import Trace, Use
+from cai_gemini.planning.policy import Sizes, Streamable, fractions, smallest_budget
+from cai_gemini.planning.simulation import Rates
+from cai_gemini.planning.trace import Trace, Use
 
 RATES = Rates(to_device=25.0, to_host=15.0, both=18.0, host_step=100.0, device_step=4000.0)
 

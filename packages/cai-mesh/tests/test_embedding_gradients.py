@@ -10,7 +10,7 @@ from buffers import taken
 from torch import nn
 
 from cai_mesh.gradients import GradBuffer, direct_linears
-from cai_mesh.gradients.embedding import Rows
+from cai_mesh.gradients.linear.embedding import Rows
 from cai_mesh.layout import FlatChunk
 
 IDS = torch.tensor([[3, 0, 3, 5], [7, 3, 0, 2]])

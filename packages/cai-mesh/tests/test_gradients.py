@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, accumulate_node, check_no_gradients, direct_linears
-from cai_mesh.gradients.linear import linear
+from cai_mesh.gradients.linear.seam import linear
 from cai_mesh.layout import FlatChunk
 
 VOCAB, WIDTH = 11, 6

@@ -14,7 +14,8 @@ from torch import nn
 from cai_mesh import checkpoint
 from cai_mesh.checkpoint.manifest import Manifest
 from cai_mesh.errors import CheckpointError, DataError
-from cai_mesh.headers import BITS, check_header, check_weights
+from cai_mesh.files import check_header, check_weights
+from cai_mesh.files.headers import BITS
 
 OTHER = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

@@ -25,7 +25,7 @@ from cai_mesh.gradients import (
     route,
     routed,
 )
-from cai_mesh.gradients.linear import linear
+from cai_mesh.gradients.linear.seam import linear
 from cai_mesh.layout import FlatChunk
 
 VOCAB, WIDTH = 24, 16

@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from cai_mesh import paths
 from cai_mesh.errors import CheckpointError, ConfigError, DataError
+from cai_mesh.files import paths
 
 
 @pytest.mark.parametrize(

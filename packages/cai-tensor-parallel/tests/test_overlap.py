@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
-from cai_tensor_parallel import overlap, parallelize
-from cai_tensor_parallel.overlap import gather_matmul, matmul_scatter, start_scatter
+from cai_tensor_parallel import parallelize
+from cai_tensor_parallel.modes import overlap
+from cai_tensor_parallel.modes.overlap import gather_matmul, matmul_scatter, start_scatter
 
 SIZES = [(8, 6, 4), (5, 3, 7), (1, 1, 1), (160, 48, 96), (8, 6, 4)]
 """Rows of a rank, features in, features out; some larger than those before."""

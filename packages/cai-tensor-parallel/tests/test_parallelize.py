@@ -13,14 +13,8 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import clip_grad_norm_, share_in_graphs
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import (
-    Plan,
-    cross_entropy,
-    gather_logits,
-    parallelize,
-    plan_for,
-    vocab_parallel_cross_entropy,
-)
+from cai_tensor_parallel import Plan, gather_logits, parallelize, plan_for, vocab_parallel_cross_entropy
+from cai_tensor_parallel.modes import cross_entropy
 
 
 def batch(step):

@@ -11,10 +11,9 @@ from torch import nn
 
 from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import run_ranks
-from cai_mesh.trial import arguments_of, tensors_of
-from cai_mesh.trial_inputs import small_inputs
+from cai_mesh.trial import arguments_of, small_inputs, tensors_of
 from cai_tensor_parallel import parallelize, plan_for
-from cai_tensor_parallel.plans import PLANS
+from cai_tensor_parallel.plans.model_types import PLANS
 
 VOCABULARY = 50
 WIDE = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY}

@@ -7,12 +7,14 @@ from role_models import build
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import Ready
-from cai_tensor_parallel import Plan, plan_for, verify
-from cai_tensor_parallel.heads import informed, picked_heads, queries_per_pick, shares_heads
+from cai_tensor_parallel import Plan, plan_for
+from cai_tensor_parallel.cut.heads import informed, shares_heads
+from cai_tensor_parallel.cut.transform import Cut
 from cai_tensor_parallel.modes import experts, one_d, tables, whole
-from cai_tensor_parallel.parallelize import Cut
-from cai_tensor_parallel.plan import match
-from cai_tensor_parallel.verify import trial_of, verified
+from cai_tensor_parallel.modes.head_runs import picked_heads, queries_per_pick
+from cai_tensor_parallel.plans import match
+from cai_tensor_parallel.trial import verify
+from cai_tensor_parallel.trial.verify import trial_of, verified
 
 
 def tried(name, plan=None, ranks=2, **options):

@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
 from cai_mesh.trial import shrunk
-from cai_tensor_parallel import Plan, parallelize, plan_for, structure
-from cai_tensor_parallel.pairs import find_pairs, pattern
-from cai_tensor_parallel.structure import plan_from_structure, searched
+from cai_tensor_parallel import Plan, parallelize, plan_for
+from cai_tensor_parallel.finding import structure
+from cai_tensor_parallel.finding.pairs import find_pairs, pattern
+from cai_tensor_parallel.finding.structure import plan_from_structure, searched
 
 BETWEEN = {
     "gelu": nn.functional.gelu,

@@ -15,7 +15,7 @@ from cai_mesh.layout import layout_of
 from cai_mesh.testing import RankError, assert_same_as_one_device, run_ranks
 from cai_mesh.trial import Trial
 from cai_tensor_parallel import Plan, parallelize
-from cai_tensor_parallel.heads import own_heads, picked_heads, queries_per_pick
+from cai_tensor_parallel.modes.head_runs import own_heads, picked_heads, queries_per_pick
 
 STEPS = 3
 KINDS = {

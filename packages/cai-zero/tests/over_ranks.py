@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_mesh.layout import BoxedTensor, FlatChunk
-from cai_zero import halves, optimizer
+from cai_zero.replicated import halves, optimizer
 
 
 def line() -> DeviceMesh:

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from cai_mesh.layout import ReduceSpec, attach
-from cai_zero import MixedPrecision, chunks
-from cai_zero.chunks import build_chunks, reduction_order
-from cai_zero.members import Members
-from cai_zero.ranks import RankTable
+from cai_zero import MixedPrecision
+from cai_zero.reduction.ranks import RankTable
+from cai_zero.replicated import chunks
+from cai_zero.replicated.chunks import build_chunks, reduction_order
+from cai_zero.replicated.members import Members
 
 
 class Net(nn.Module):
@@ -60,9 +61,9 @@ def test_kinds_do_not_share_a_chunk():
     attach(model.layers[0][0].weight, reduce=ReduceSpec(divisor=3.0))
     made, _ = built(model, torch.optim.SGD(model.parameters(), lr=1))
     assert len(made) == 3
-    (wide,) = [c for c in made if c.weights.dtype == torch.float64]
-    assert wide.buffer.tensor.dtype == torch.float64
-    assert {c.buffer.tensor.dtype for c in made if c is not wide} == {torch.float32}
+    (wide,) = [c for c in made if c.weights.unsharded.dtype == torch.float64]
+    assert wide.gradients.buffer.tensor.dtype == torch.float64
+    assert {c.gradients.buffer.tensor.dtype for c in made if c is not wide} == {torch.float32}
 
 
 def test_parameters_become_views():
@@ -73,5 +74,5 @@ def test_parameters_become_views():
     (chunk,) = made
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
-        assert param.untyped_storage().data_ptr() == chunk.weights.untyped_storage().data_ptr()
-    assert not chunk.has_master
+        assert param.untyped_storage().data_ptr() == chunk.weights.unsharded.untyped_storage().data_ptr()
+    assert not chunk.weights.has_master

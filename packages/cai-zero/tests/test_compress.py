@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
-from cai_zero import compress
-from cai_zero.compress import Compression, all_gather_compressed, reduce_scatter_compressed
-from cai_zero.quantize import ERROR
+from cai_zero.reduction import compression as compress
+from cai_zero.reduction.compression import Compression, all_gather_compressed, reduce_scatter_compressed
+from cai_zero.reduction.quantization import ERROR
 
 FORMS = ("int8", "fp8")
 

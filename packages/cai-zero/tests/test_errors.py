@@ -18,7 +18,7 @@ from cai_mesh.errors import LayoutError, MeshError, PlanError
 from cai_mesh.layout import ReduceSpec
 from cai_mesh.testing import run_ranks
 from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
-from cai_zero.ranks import RankTable
+from cai_zero.reduction.ranks import RankTable
 
 
 def adam(model):

@@ -12,7 +12,8 @@ from over_ranks import full_parameters, line
 from torch import nn
 
 from cai_mesh.testing import run_ranks
-from cai_zero import MixedPrecision, chunks, shard_module, shard_optimizer, sharding_of
+from cai_zero import MixedPrecision, shard_module, shard_optimizer, sharding_of
+from cai_zero.replicated import chunks
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ from over_ranks import full_parameters
 from torch import nn
 
 import cai_mesh.comm.collectives
-import cai_zero.compress
-import cai_zero.gathering
+import cai_zero.reduction.compression
+import cai_zero.stage3.gathering
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import record_of
 from cai_mesh.storage import finding
@@ -109,7 +109,7 @@ class Log:
 @contextlib.contextmanager
 def logged(model):
     """Count the gathers of a sharded model, and note when its blocks run."""
-    log, kept = Log(), cai_zero.gathering.gather_weights
+    log, kept = Log(), cai_zero.stage3.gathering.gather_weights
     sharding = sharding_of(model)
     for name, module in model.named_modules():
         held = sharding._units.get(module)
@@ -124,11 +124,11 @@ def logged(model):
         log.events.append(f"gather {log.names[id(unsharded)]}")
         return kept(compression, unsharded, *args, **kwargs)
 
-    cai_zero.gathering.gather_weights = gather
+    cai_zero.stage3.gathering.gather_weights = gather
     try:
         yield log
     finally:
-        cai_zero.gathering.gather_weights = kept
+        cai_zero.stage3.gathering.gather_weights = kept
 
 
 def gathers(events):
@@ -492,7 +492,7 @@ def train_with_overlap_gather(stage, routes):
     for step, rank_routes in enumerate(routes):
         loss_of(model, rank_routes[rank], step, rank).backward()
         optimizer.step()
-        waiting = [chunk.gathering is not None for chunk in optimizer.chunks]
+        waiting = [chunk.weights.gathering is not None for chunk in optimizer.chunks]
         if step == len(routes) - 1:
             seen = {n: v.clone() for n, v in model.state_dict().items()}
         optimizer.zero_grad()

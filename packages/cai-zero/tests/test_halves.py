@@ -20,11 +20,11 @@ from cai_zero import (
     MixedPrecision,
     full_state_dict,
     load_full_state_dict,
-    masters,
     shard_module,
     shard_optimizer,
 )
-from cai_zero.halves import AT_ONCE, join, split
+from cai_zero.replicated import masters
+from cai_zero.replicated.halves import AT_ONCE, join, split
 
 BF16 = torch.bfloat16
 WHOLE = MixedPrecision(compute=BF16)
@@ -45,7 +45,7 @@ def hard_numbers() -> torch.Tensor:
 
 @pytest.mark.parametrize("at_once", [AT_ONCE, 5])
 def test_halves_are_the_number(at_once, monkeypatch):
-    monkeypatch.setattr("cai_zero.halves.AT_ONCE", at_once)
+    monkeypatch.setattr("cai_zero.replicated.halves.AT_ONCE", at_once)
     full = torch.cat([hard_numbers(), torch.randn(103, generator=torch.Generator().manual_seed(0))])
     high, low, back = full.to(BF16), torch.empty(full.shape, dtype=torch.int16), torch.empty_like(full)
     split(full, high, low)
@@ -110,7 +110,7 @@ def advance(model, optimizer, steps):
 
 
 def bytes_of(optimizer):
-    return [chunk.flat.untyped_storage().nbytes() for chunk in optimizer.chunks]
+    return [chunk.weights.flat.untyped_storage().nbytes() for chunk in optimizer.chunks]
 
 
 def trained(kind, stage):

@@ -85,7 +85,7 @@ def held(stage: int, split: bool, width: int = 96, layers: int = 4) -> dict[str,
 
 def masters(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
     """What is kept of those in halves: the numbers, which have no memory now, and the lower halves."""
-    halves = [(chunk.flat, chunk.halves.parts[0][1]) for chunk in optimizer.chunks]
+    halves = [(chunk.weights.flat, chunk.weights.halves.parts[0][1]) for chunk in optimizer.chunks]
     return [tensor for pair in halves for tensor in pair]
 
 

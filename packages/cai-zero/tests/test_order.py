@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cai_zero.order import GatherOrder, complete
+from cai_zero.stage3.order import GatherOrder, complete
 
 
 def test_passes_by_what_lies_before():

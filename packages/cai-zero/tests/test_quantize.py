@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cai_mesh.errors import PlanError
-from cai_zero.quantize import DTYPES, ERROR, LARGEST, dequantize, quantize
+from cai_zero.reduction.quantization import DTYPES, ERROR, LARGEST, dequantize, quantize
 
 FORMS = ("int8", "fp8")
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cai_apps.applications.language.config import Config
     from cai_apps.applications.language.export import export
     from cai_apps.applications.language.plan import plan
-    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.files.directory import RunDirectory
 
 _HOMES = {
     "Config": "applications.language.config",

@@ -14,7 +14,7 @@ from cai_apps import applications, recipes
 from cai_apps.cli import main
 from cai_apps.compose.materialize import materialize
 from cai_apps.data.batches import Batches
-from cai_apps.run.schedule import learning_rate
+from cai_apps.run.loop.learning_rate import learning_rate
 from cai_mesh.errors import ConfigError
 
 STEPS = 8

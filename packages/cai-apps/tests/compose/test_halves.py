@@ -20,7 +20,7 @@ from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import ConfigError
 from cai_mesh.layout import FlatChunk
 from cai_mesh.testing import run_ranks
-from cai_zero import halves, optimizer
+from cai_zero.replicated import halves, optimizer
 
 STEPS, HALF = 6, 3
 LAYOUTS = {
@@ -44,7 +44,7 @@ def model_of(session):
 
 def bytes_of(session):
     """Of master weights as numbers."""
-    return sum(chunk.flat.untyped_storage().nbytes() for chunk in session.weights.optimizer.chunks)
+    return sum(chunk.weights.flat.untyped_storage().nbytes() for chunk in session.weights.optimizer.chunks)
 
 
 @contextlib.contextmanager

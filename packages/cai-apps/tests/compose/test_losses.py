@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from cai_apps.compose.losses import KernelColumns, NextTokenLoss
 from cai_mesh.testing import run_ranks
 from cai_tensor_parallel import ShardedLogits
-from cai_tensor_parallel.cross_entropy import TorchColumns
+from cai_tensor_parallel.modes.cross_entropy import TorchColumns
 
 
 @dataclass

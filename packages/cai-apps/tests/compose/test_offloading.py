@@ -20,7 +20,7 @@ from cai_apps.applications.language.task import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import InitialValues, materialize
 from cai_apps.compose.models import initializer, meta_model
-from cai_gemini.activations import BlockForward
+from cai_gemini.activations.blocks import BlockForward
 from cai_mesh import checkpoint
 from cai_mesh.testing import run_ranks
 

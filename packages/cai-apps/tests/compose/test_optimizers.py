@@ -19,9 +19,9 @@ from cai_apps.compose import optimizers
 from cai_apps.compose.apply import apply
 from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config import file as config_file
-from cai_apps.config.sections import Optimizer, OptimizerGroup
+from cai_apps.config.optimizer import Optimizer, OptimizerGroup
 from cai_apps.config.validation import resolve
-from cai_gemini.chunk_step import has_two_moments
+from cai_gemini.chunk.optimizer_step import has_two_moments
 from cai_kernels import adamw_steps_
 from cai_kernels.adamw import optimizer as fused
 from cai_mesh import checkpoint

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 from transformers import AutoConfig
@@ -12,7 +13,10 @@ from cai_apps.compose.causality import check_reads_forwards
 from cai_apps.compose.models import check_causal, load_model_config, meta_model
 from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
+from cai_apps.config.optimizer import RULES, Kind
+from cai_apps.config.sections import Pipeline
 from cai_mesh.errors import CaiError, ConfigError, MeshError, PlanError
+from cai_pipeline.plans import SCHEDULES, limits_of
 
 
 def changed(config: Config, **values) -> Config:
@@ -35,6 +39,18 @@ def tiny():
 
 def resolved(config, ranks=8):
     return resolve(config, load_model_config(config.model.name), ranks)
+
+
+def test_every_optimizer_has_a_row():
+    assert get_args(Kind) == tuple(RULES)
+
+
+def test_every_schedule_has_limits():
+    names = get_args(get_type_hints(Pipeline)["schedule"])
+    assert names == (*SCHEDULES, "auto")
+    assert [limits_of(name).stages for name in names if limits_of(name).microbatches] == ["two"]
+    with pytest.raises(PlanError, match="unknown schedule"):
+        limits_of("2f2b")
 
 
 def test_fills_in_what_is_open(tiny):
@@ -60,7 +76,7 @@ def test_fills_in_what_is_open(tiny):
         ({"parallel__pipeline__balance": (1, 2)}, ConfigError, ["does not divide the model's layers", "expected: 4"]),
         ({"parallel__tensor__size": 1, "parallel__pipeline__size": 4, "parallel__pipeline__chunks": 2,
           "parallel__pipeline__schedule": "dualpipe-v", "parallel__zero": 1, "model__name": "llama-1b"}, ConfigError,
-         ["two microbatches or more for each pipeline rank", "at least 8"]),
+         ["2 microbatches or more for each pipeline rank", "at least 8"]),
         ({"parallel__pipeline__microbatches": 4}, ConfigError, ["batch sizes disagree", "global_batch to 32"]),
         ({"data__sequence_length": 1024}, ConfigError, ["sequence_length", "at most 512"]),
         ({"model__weights": "pretrained"}, ConfigError, ["needs the tokenizer", "data.tokenizer"]),

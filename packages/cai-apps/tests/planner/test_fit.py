@@ -13,7 +13,7 @@ from cai_apps.applications.language.task import LANGUAGE
 from cai_apps.cli import main
 from cai_apps.config.precision import splits_master
 from cai_apps.planner.fit import OVERHEAD, Planner, is_open, needed, settled
-from cai_apps.run import launch
+from cai_apps.run.launch import devices
 from cai_apps.run.train import agree, settle
 from cai_mesh.errors import PlanError
 from cai_mesh.testing import run_ranks
@@ -142,7 +142,7 @@ def test_a_cpu_has_no_limit_to_choose_by():
 
 def test_ranks_settle_by_the_memory_of_their_gpus(monkeypatch, capsys):
     config = LANGUAGE.resolve(recipes.load("llama-8b", {"train.device": "cuda"}), 2)
-    monkeypatch.setattr(launch, "device_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(devices, "device_memory", lambda: 100 * GIB)
     assert settle(LANGUAGE, config, 2, "cuda").memory.recompute == "selective"
     assert capsys.readouterr().out.startswith("recompute selective, ZeRO-3: its planned peak of 90.")
 
@@ -248,7 +248,7 @@ def test_what_is_open_is_said_with_what_it_became(monkeypatch, capsys):
     stages = STAGES | ZERO3
     assert main(["plan", "llama-8b", *(f"--{key}={value}" for key, value in stages.items())]) == 0
     assert "recompute none, 1f1b, weights gathered once a step, on cuda" in capsys.readouterr().out
-    monkeypatch.setattr(launch, "device_memory", lambda: 141 * GIB)
+    monkeypatch.setattr(devices, "device_memory", lambda: 141 * GIB)
     settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", stages), 2), 2, "cuda")
     assert capsys.readouterr().out.startswith("recompute none, unshard step: its planned peak of 8")
     settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", STAGES), 2), 2, "cuda")

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from cai_apps.report import page, plots
-from cai_apps.report.embed import POLICY, picture
-from cai_apps.run.directory import RunDirectory
+from cai_apps.report.inline_images import POLICY, picture
+from cai_apps.run.files.directory import RunDirectory
 
 SCRIPT = "<script>alert(1)</script>"
 BREAK = '"><img src=x onerror=alert(1)><svg/onload=alert(2)>' + SCRIPT

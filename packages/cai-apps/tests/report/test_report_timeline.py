@@ -8,7 +8,7 @@ import pytest
 
 from cai_apps.report import page
 from cai_apps.report.timeline import draw_timeline
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files.directory import RunDirectory
 from cai_gemini import Timeline
 
 GB = 10**9

@@ -11,8 +11,8 @@ import pytest
 
 from cai_apps import applications, recipes
 from cai_apps.config import file as config_file
-from cai_apps.run import changes
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files import changes
+from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import CheckpointError, ConfigError
 
 SMALL = {
@@ -142,7 +142,7 @@ def test_keys_that_an_older_version_did_not_write_count_as_their_defaults(tmp_pa
 
 
 def test_two_runs_in_one_directory(tmp_path):
-    holder = "from cai_apps.run.directory import RunDirectory; import sys; from pathlib import Path\n"
+    holder = "from cai_apps.run.files.directory import RunDirectory; import sys; from pathlib import Path\n"
     holder += "with RunDirectory(Path(sys.argv[1])).held(): print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", holder, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

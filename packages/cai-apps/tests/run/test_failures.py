@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from cai_apps.run import failures, loop
+from cai_apps.run.health import user_errors
+from cai_apps.run.loop import training_loop
 from cai_mesh.errors import ConfigError, DataError
 
 
@@ -31,7 +32,7 @@ def by(module: str, error: Exception):
 
 def test_own_errors_stay():
     error = DataError("it is empty", fix="write something")
-    assert failures.told(error) is error
+    assert user_errors.user_error(error) is error
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,16 @@ def test_own_errors_stay():
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_an_input(error, words):
-    found = failures.told(error)
+    found = user_errors.user_error(error)
     assert found is not None
     assert re.search(f"(?s){words}", str(found))
 
 
 def test_the_package_that_refuses_is_named():
-    assert "safetensors" in str(failures.told(raised(load, b"nothing")))
-    assert "transformers refuses" in str(failures.told(by("transformers.x", ValueError("no such model"))))
+    assert "safetensors" in str(user_errors.user_error(raised(load, b"nothing")))
+    assert "transformers refuses" in str(
+        user_errors.user_error(by("transformers.x", ValueError("no such model")))
+    )
 
 
 def test_a_fault_is_no_input(capsys):
@@ -70,23 +73,22 @@ def test_a_fault_is_no_input(capsys):
         by("transformers.x", RuntimeError("shapes differ")),
         ValueError("a"),
     ):
-        assert failures.told(error) is None
+        assert user_errors.user_error(error) is None
     error = raised(lambda: 1 / 0)
     error.add_note("it is in /run/crash/rank-0.txt")
-    failures.show(error)
+    user_errors.show(error)
     told = capsys.readouterr().err
     assert "should not have happened" in told and "ZeroDivisionError" in told and "crash/rank-0.txt" in told
 
 
 def test_what_a_model_raises_in_training_is_no_input():
-    assert loop.__name__ == failures.TRAINING
-    space = {"__name__": loop.__name__, "by": by}
+    space = {user_errors.TRAINING: getattr(training_loop, user_errors.TRAINING), "by": by}
     exec("def step():\n    raise by('transformers.x', ValueError('shapes differ'))", space)
-    assert failures.told(raised(space["step"])) is None
+    assert user_errors.user_error(raised(space["step"])) is None
 
 
 def test_machines_read_errors(capsys):
-    failures.show(ConfigError("no such thing", got=3, fix="another"), machine=True)
+    user_errors.show(ConfigError("no such thing", got=3, fix="another"), machine=True)
     assert json.loads(capsys.readouterr().err)["error"] == {
         "what": "no such thing", "got": "3", "expected": "", "cause": "", "fix": "another",
     }  # fmt: skip
@@ -96,7 +98,7 @@ def test_a_rank_that_lost_another_is_no_fault(capsys):
     lost = RuntimeError(
         "[pair.cc:537] Read error [127.0.0.1]:12437: Connection reset by peer. This is typically"
     )
-    assert failures.told(lost) is None, "exit code 1"
-    failures.show(lost)
+    assert user_errors.user_error(lost) is None, "exit code 1"
+    user_errors.show(lost)
     told = capsys.readouterr().err
     assert "this rank has lost another one" in told and "should not" not in told

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from layouts import Case, session_of, train_steps
 
-from cai_apps.run import checkpoint
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.position import Position
+from cai_apps.run.files import checkpoint
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.files.position import Position
 from cai_mesh import checkpoint as files
 from cai_mesh.errors import CheckpointError, DataError
 from cai_mesh.testing import run_ranks

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from cai_apps.run import launch
+from cai_apps.run.launch import devices
 from cai_mesh.errors import MeshError
 
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from cai_apps.run.launch import RankFailure, launch
+from cai_apps.run.launch.agent import RankFailure, launch
 from cai_mesh.errors import CaiError, DataError
 
 
@@ -93,10 +93,10 @@ def test_run_refuses_an_unknown_option():
 
 def test_device_follows_the_gpus_there_are(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert launch.choose_device("auto", 4) == ("cuda", 4)
-    assert launch.choose_device("auto", 2) == ("cuda", 2)
-    assert launch.choose_device("auto", None) == ("cuda", 4)
-    assert launch.choose_device("auto", 8) == ("cpu", 8)
-    assert launch.choose_device("cpu", None) == ("cpu", 1)
+    assert devices.choose_device("auto", 4) == ("cuda", 4)
+    assert devices.choose_device("auto", 2) == ("cuda", 2)
+    assert devices.choose_device("auto", None) == ("cuda", 4)
+    assert devices.choose_device("auto", 8) == ("cpu", 8)
+    assert devices.choose_device("cpu", None) == ("cpu", 1)
     with pytest.raises(MeshError, match="more GPUs than this machine has"):
-        launch.choose_device("cuda", 8)
+        devices.choose_device("cuda", 8)

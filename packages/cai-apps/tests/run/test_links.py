@@ -10,9 +10,9 @@ import pytest
 from cai_apps import applications, recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.report.plots import draw_loss
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.loop import Loop
-from cai_apps.run.metrics import MetricsFile
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.loop.metrics import MetricsFile
+from cai_apps.run.loop.training_loop import Loop
 from cai_mesh.errors import ConfigError
 
 

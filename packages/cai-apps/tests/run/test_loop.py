@@ -15,8 +15,8 @@ from cai_apps.applications.language.config import Config
 from cai_apps.data.batches import Batches
 from cai_apps.data.packed import count_targets, split
 from cai_apps.data.prepare import Prepared
-from cai_apps.run.loop import Loop
-from cai_apps.run.position import Position, Unit
+from cai_apps.run.files.position import Position, Unit
+from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, MeshSpec, all_reduce, build_mesh, degree, group, index
 from cai_mesh.errors import DataError

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cai_apps.cli.run import parse, recorded
-from cai_apps.run import loopback
+from cai_apps.run.launch import loopback
 from cai_mesh.errors import MeshError
 
 WORK = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from cai_apps.run.job import start_rank
+from cai_apps.run.launch.rank import start_rank
 
 
 def family():
@@ -74,7 +74,7 @@ LAUNCHED = """
 import os
 os.environ.setdefault("ROOT_PID", str(os.getpid()))  # ranks import this file too
 from work import work
-from cai_apps.run.launch import launch
+from cai_apps.run.launch.agent import launch
 if __name__ == "__main__":
     launch(work, ranks=2, device="DEVICE")
 """

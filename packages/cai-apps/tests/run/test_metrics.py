@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cai_apps.run import metrics
-from cai_apps.run.metrics import Metrics, MetricsFile
+from cai_apps.run.loop import metrics
+from cai_apps.run.loop.metrics import Metrics, MetricsFile
 from cai_mesh.errors import DataError
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cai_apps.run.metrics import Metrics
-from cai_apps.run.progress import LiveProgress, PlainProgress, describe, open_progress
+from cai_apps.run.loop.metrics import Metrics
+from cai_apps.run.loop.progress import LiveProgress, PlainProgress, describe, open_progress
 
 
 def metrics(step, **more):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cai_apps.config.sections import LrSchedule
-from cai_apps.run.schedule import learning_rate
+from cai_apps.run.loop.learning_rate import learning_rate
 
 SCHEDULE = LrSchedule(warmup_steps=4, decay_steps=12, floor=0.1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cai_gemini.chunk import OffloadedChunk
+from cai_gemini.chunk.chunk import OffloadedChunk
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout import BoxedTensor
 

@@ -13,9 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from cai_gemini.allocator import let_go
-from cai_gemini.copies import Copied, Copies
-from cai_gemini.pinned import host_memory
+from cai_gemini.memory.allocator import let_go
+from cai_gemini.memory.copies import Copied, Copies
+from cai_gemini.memory.pinned import host_memory
 from cai_mesh.errors import PlanError
 
 ALIGNED = 256

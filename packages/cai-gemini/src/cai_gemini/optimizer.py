@@ -20,10 +20,10 @@ from cai_gemini.checkpointing import (
     state_to_load,
     state_to_save,
 )
-from cai_gemini.chunk_step import has_two_moments
-from cai_gemini.engine import Engine
-from cai_gemini.placement import Placement
-from cai_gemini.timeline import Timeline
+from cai_gemini.chunk.optimizer_step import has_two_moments
+from cai_gemini.chunk.placement import Placement
+from cai_gemini.engine.engine import Engine
+from cai_gemini.memory.timeline import Timeline
 from cai_mesh import checkpoint
 from cai_mesh.comm import AnyMesh
 from cai_mesh.errors import PlanError
@@ -64,7 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         are stepped with. `torch.nn.utils.clip_grad_norm_` (for shards `cai_mesh.clip_grad_norm_`) works too, but reads
         and writes every gradient on the host.
         """
-        squares = (square for chunk in self._engine.chunks for square in chunk.squares().items())
+        squares = (square for chunk in self._engine.chunks for square in chunk.gradients.squares().items())
         norm = norm_of_squares(squares, self._mesh, self._device)
         self._scale = clip_factor(norm, max_norm)
         return norm

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cai_gemini.budget import device_budget
-from cai_gemini.chunk import OffloadedChunk
-from cai_gemini.disk_plan import choose
-from cai_gemini.disk_use import disk_user, open_store
-from cai_gemini.engine import Schedule
-from cai_gemini.offload import Tiers, Tuning, measured, schedule, take_over, tiers_of
+from cai_gemini.chunk.chunk import OffloadedChunk
+from cai_gemini.engine.engine import Schedule
+from cai_gemini.engine.planner import Tuning
+from cai_gemini.engine.shards import Arriving, ShardEngine, ShardUnit, check_device, shard_bytes
+from cai_gemini.factory import Factory, take_over
 from cai_gemini.optimizer import OffloadedOptimizer
-from cai_gemini.policy import Plan
-from cai_gemini.shards import Arriving, ShardEngine, ShardUnit, check_device, shard_bytes
-from cai_gemini.streamed import check_streamed
+from cai_gemini.planning.policy import Plan
+from cai_gemini.planning.tiers import Tiers, tiers_of
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle
 from cai_mesh.storage import StoredShard
@@ -68,12 +66,12 @@ class ChunkResidency:
         nvme: str | os.PathLike[str] | None = None,
         tuning: Tuning = Tuning(),  # noqa: B008 (frozen)
     ):
-        self._tiers, self._nvme = tiers_of(residency), nvme
-        if self._tiers is not None and (self._tiers.disk or self._tiers.disk_weights) and nvme is None:
+        self._factory = Factory(tiers_of(residency), device_memory, host_memory, nvme, tuning)
+        tiers = self._factory.tiers
+        if (tiers.disk or tiers.disk_weights) and nvme is None:
             raise PlanError(
                 "no directory for state on the disk", got=repr(residency), fix="pass nvme='/path/on/a/disk'"
             )
-        self._device_memory, self._host_memory, self._tuning = device_memory, host_memory, tuning
         self._stored: list[StoredShard] = []
         self._index: dict[int, int] = {}
         self._optimizer: OffloadedOptimizer | None = None
@@ -91,14 +89,14 @@ class ChunkResidency:
                 "this residency already has a model's shards", fix="make a ChunkResidency for every model"
             )
         device = stored[0].device
-        self._budget = device_budget(self._device_memory, device, needed=self._tiers is None)
-        check_device(stored, self._budget, self._device_memory)
-        self._stored, self._mesh, self._device = list(stored), mesh, device
-        self._index = {id(each): i for i, each in enumerate(stored)}
+        self._budget = self._factory.budget(device)
+        check_device(stored, self._budget, self._factory.device_memory)
+        self._stored, self._mesh = list(stored), mesh
+        self._index = {id(shard): i for i, shard in enumerate(stored)}
         self._engine = ShardEngine(device)
-        chunks = [OffloadedChunk(ShardUnit(each), each.gradients, self._engine) for each in stored]
-        nothing = Schedule(self._budget, lambda *_: Plan(frozenset(), frozenset()))
-        self._engine.start(chunks, nothing, self._tuning.observe)
+        chunks = [OffloadedChunk(ShardUnit(shard), shard.gradients, self._engine) for shard in stored]
+        nothing = Schedule(self._budget, lambda *_: Plan(frozenset()))
+        self._engine.start(chunks, nothing, self._factory.tuning.observe)
         self._engine.recording = False  # until there is an optimizer whose steps part the traces
 
     def train(self, stored: StoredShard) -> None:
@@ -131,8 +129,8 @@ class ChunkResidency:
         """Take a shard's gradient, [n], written by the current stream; it stays, or leaves for the host."""
         index = self._index[id(stored)]
         chunk = self._engine.chunks[index]
-        chunk.expect_gradient()
-        self._engine.sent(chunk, chunk.receive(shard, range(len(chunk.unit.kept))))
+        chunk.gradients.expect()
+        self._engine.sent(chunk, chunk.gradients.receive(shard, range(len(chunk.unit.kept))))
         self._engine.had_backward(index)
 
     # -- the optimizer -------------------------------------------------------------------------------------------
@@ -152,12 +150,6 @@ class ChunkResidency:
             raise PlanError("there are no shards to step yet", fix="pass the residency to shard_module first")
         if self._optimizer is not None:
             raise PlanError("these shards already have an optimizer", fix="give it all parameters, in groups")
-        kept = {id(p): p for each in self._stored for p in each.unit.kept}
-        if any(id(p) not in kept for group in optimizer.param_groups for p in group["params"]):
-            raise PlanError(
-                "the optimizer holds parameters the model does not have",
-                fix="build it on model.parameters() after shard_module",
-            )
         if getattr(optimizer, "mesh", None) is not None:
             raise PlanError(
                 "an optimizer that communicates cannot step chunk by chunk",
@@ -165,28 +157,16 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
-        check_streamed((self._tiers or Tiers()).streamed, optimizer)
-        self._use_disk(optimizer)
-        take_over(optimizer, self._engine.chunks, kept)
-        tuning = measured(self._tuning, self._engine) if self._tiers is None else self._tuning
-        self._engine.reschedule(
-            schedule(self._tiers, self._engine.chunks, self._budget, self._device, tuning)
-        )
-        self._engine.recording = True
-        self._engine.begin()
-        self._optimizer = OffloadedOptimizer(
-            optimizer, self._engine, self._tuning.overlap, self._device, self._mesh
-        )
-        return self._optimizer
-
-    def _use_disk(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put shards on the disk that are asked there, or that host memory has no room for."""
-        engine, asked = self._engine, self._tiers or Tiers()
+        factory, engine = self._factory, self._engine
+        params = [param for shard in self._stored for param in shard.unit.kept]
+        factory.check(optimizer, params, "build it on model.parameters() after shard_module")
         sizes = shard_bytes(self._stored, optimizer)
-        on_disk = choose(
-            sizes, asked.disk, asked.disk_weights, self._host_memory, disk=self._nvme is not None
-        )
-        engine.store = open_store(self._nvme, sizes, on_disk)
-        use = disk_user(engine, sizes, on_disk)
+        use_disk = factory.disk_user(engine, sizes, factory.on_disk(sizes))
         for i, chunk in enumerate(engine.chunks):
-            use(i, chunk)
+            use_disk(i, chunk)
+        take_over(optimizer, engine.chunks, {id(param): param for param in params})
+        engine.reschedule(factory.schedule(engine, engine.chunks, self._budget))
+        engine.recording = True
+        engine.begin()
+        self._optimizer = factory.optimizer(optimizer, engine, self._mesh)
+        return self._optimizer

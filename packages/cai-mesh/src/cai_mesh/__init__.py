@@ -1,6 +1,7 @@
 """Mesh, layouts and contracts that the other cai packages share. Names load their file on first use.
 
-Rooms: `comm`, `layout`, `gradients`, `storage`, `checkpoint`. What a room advertises stands in its `__all__`.
+Rooms: `comm`, `layout`, `gradients`, `storage`, `checkpoint`, `trial`, `files`. What a room advertises stands in its
+`__all__`.
 """
 
 from __future__ import annotations

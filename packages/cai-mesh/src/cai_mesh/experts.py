@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["visited_share"]
+
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 VISITED = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 """What configs of transformers call the number of a layer's experts, and of those that a token visits."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["operator"]
+
 _KEPT: list[torch.library.Library] = []
 """A definition goes away with its library."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from cai_mesh.comm.handles import CommHandle as CommHandle  # published here, beside the others
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -12,14 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from cai_mesh.comm.groups import AnyMesh
-
-
-@runtime_checkable
-class CommHandle(Protocol):
-    """A communication or copy under way."""
-
-    def wait(self) -> None:
-        """Return once the result may be used by the caller's stream."""
 
 
 @runtime_checkable

@@ -6,6 +6,8 @@ import re
 
 from cai_mesh.errors import PlanError
 
+__all__ = ["parse_bytes"]
+
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of 10, "10GB" (10^9) or "10GiB" (2^30). Raises `PlanError` for anything else."""

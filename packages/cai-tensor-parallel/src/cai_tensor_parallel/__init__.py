@@ -1,16 +1,17 @@
 """Tensor parallelism from a plan of roles: `parallelize` an ordinary or Hugging Face model over a mesh axis."""
 
 from cai_mesh.comm import sub_axes
-from cai_tensor_parallel.cross_entropy import ColumnMaths, vocab_parallel_cross_entropy
-from cai_tensor_parallel.loss import sharded_logits
-from cai_tensor_parallel.parallelize import parallelize
-from cai_tensor_parallel.plan import ROLES, Plan, plan_for
-from cai_tensor_parallel.vocab import (
+from cai_tensor_parallel.cut.loss import sharded_logits
+from cai_tensor_parallel.finding.default_plan import plan_for
+from cai_tensor_parallel.modes.cross_entropy import ColumnMaths, vocab_parallel_cross_entropy
+from cai_tensor_parallel.modes.vocab import (
     ShardedLogits,
     gather_logits,
     vocab_parallel_embedding,
     vocab_start,
 )
+from cai_tensor_parallel.parallelization import parallelize
+from cai_tensor_parallel.plans.plan import ROLES, Plan
 
 __version__ = "0.1.0"
 

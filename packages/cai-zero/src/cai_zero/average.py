@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.layout import BoxedTensor, canonical_name
-from cai_zero.chunks import Chunk
-from cai_zero.masters import opened
-from cai_zero.optimizer import ShardedOptimizer
+from cai_zero.replicated.chunks import Chunk
+from cai_zero.replicated.masters import opened
+from cai_zero.replicated.optimizer import ShardedOptimizer
 
 
 class Ema:
@@ -56,13 +56,13 @@ class Ema:
             if average is not None:
                 average._join()
 
-        register_optimizer_step_pre_hook(before_step)  # for good, as in `cai_zero.module`
+        register_optimizer_step_pre_hook(before_step)  # for good, as in `cai_zero.stage3.sharding`
 
     def _trained(self) -> list[torch.Tensor]:
         if self._sharded is not None:
             self._sharded.admit()
-            self._chunks = {id(chunk.flat): chunk for chunk in self._sharded.chunks}
-            return [chunk.flat for chunk in self._sharded.chunks]
+            self._chunks = {id(chunk.weights.flat): chunk for chunk in self._sharded.chunks}
+            return [chunk.weights.flat for chunk in self._sharded.chunks]
         return [param for _, param in self._named if param.requires_grad]
 
     def _join(self) -> None:
@@ -113,7 +113,7 @@ class Ema:
         self._join()
         held = {id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)}
         if self._sharded is not None:
-            boxes = (chunk.boxed(held[id(chunk.flat)]) for chunk in self._sharded.chunks)
+            boxes = (chunk.boxed(held[id(chunk.weights.flat)]) for chunk in self._sharded.chunks)
             return {name: boxed for some in boxes for name, boxed in some.items()}
         named = [(canonical_name(n, p), p) for n, p in self._named if id(p) in held]
         return {name: BoxedTensor.like(param, held[id(param)]) for name, param in named}

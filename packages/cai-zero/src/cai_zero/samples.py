@@ -14,8 +14,8 @@ import torch
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer
-from cai_zero.module import ModuleSharding
-from cai_zero.optimizer import ShardedOptimizer
+from cai_zero.replicated.optimizer import ShardedOptimizer
+from cai_zero.stage3.sharding import ModuleSharding
 
 
 class SampleClip:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +10,6 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import local_gradient, plain
 from cai_mesh.layout import BoxedTensor, canonical_name
-
-if TYPE_CHECKING:
-    from cai_zero.chunks import Chunk
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
@@ -134,17 +130,4 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
             same = value.shape == param.shape
             boxed = BoxedTensor.like(param, value) if same else BoxedTensor.from_param(value)
             found[f"{canonical_name(name, param)}.{slot}"] = boxed
-    return found
-
-
-def state_of_pieces(optimizer: torch.optim.Optimizer, chunks: Iterable[Chunk]) -> dict[str, BoxedTensor]:
-    """State (`NAME.SLOT`) of an optimizer over the pieces of chunks (stages 0 to 2), as views."""
-    found: dict[str, BoxedTensor] = {}
-    for chunk in chunks:
-        for name, piece, (start, _) in zip(chunk.chunk.names, chunk.pieces, chunk.ranges, strict=True):
-            own = own_boxes(optimizer, piece)
-            if own is None:
-                slots = state_slots(optimizer, piece)
-                own = {f"{name}.{s}": chunk.boxed_slot(t, piece, start, name) for s, t in slots.items()}
-            found.update({key: value for key, value in own.items() if value is not None})
     return found

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import cai_apps
 from cai_apps import applications
-from cai_apps.run import failures
-from cai_apps.run.launch import FAILURE, USER_ERROR, RankFailure
+from cai_apps.run.exit_codes import FAILURE, USER_ERROR
+from cai_apps.run.health import user_errors
+from cai_apps.run.launch.agent import RankFailure
 from cai_mesh.errors import ConfigError, did_you_mean
 
 COMMANDS = {
@@ -54,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        failures.show(error, machine="--json" in arguments)
-        return USER_ERROR if failures.told(error) else FAILURE
+        user_errors.show(error, machine="--json" in arguments)
+        return USER_ERROR if user_errors.user_error(error) else FAILURE
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from cai_apps import applications, recipes
 from cai_apps.cli.flags import changes_of
 from cai_apps.config import file as config_file
-from cai_apps.run.alike import said_by_first_rank
+from cai_apps.run.launch.shared_errors import said_by_first_rank
 from cai_mesh.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from cai_apps.cli.arguments import parse
+from cai_apps.config.arguments import parse
 from cai_mesh.errors import ConfigError
 
 

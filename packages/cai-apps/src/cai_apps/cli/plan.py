@@ -58,7 +58,7 @@ def _ranks(value: str | None) -> int | None:
 
 def _memory(value: str | None) -> int | None:
     from cai_apps.config.memory import check_size
-    from cai_apps.run.launch import device_memory
+    from cai_apps.run.launch.devices import device_memory
     from cai_mesh.sizes import parse_bytes
 
     if value is None:

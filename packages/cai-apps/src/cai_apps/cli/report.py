@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from cai_apps import applications, recipes
-from cai_apps.cli.arguments import parse
-from cai_apps.run.directory import RunDirectory
+from cai_apps.config.arguments import parse
+from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from cai_apps.cli import config_arguments
 from cai_apps.config import ranges
-from cai_apps.run import launch
+from cai_apps.run.launch.agent import run_launcher
 from cai_mesh.errors import ConfigError
 
 USAGE = """usage: cai run [LAUNCHER OPTIONS] train RECIPE|FILE.toml [--section.key value]
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
     options = parse(arguments)
     _check(options)
     try:
-        launch.run_launcher(recorded(options))
+        run_launcher(recorded(options))
     except (ValueError, TypeError, AssertionError, OverflowError, RuntimeError) as error:
         raise ConfigError(
             "torch's launcher does not take these options, or cannot use them",
@@ -54,14 +54,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def recorded(options: argparse.Namespace) -> argparse.Namespace:
-    """The same, with the script run through `cai_apps.run.recorded`."""
+    """The same, with the script run through `cai_apps.run.launch.script`."""
     if options.training_script == "train" and not Path("train").exists():
         options.module, options.training_script_args = True, ["train", *options.training_script_args]
         options.training_script = "cai_apps"
     if not options.no_python:
         flag = ["-m"] if options.module else []
         options.training_script_args = [*flag, options.training_script, *options.training_script_args]
-        options.training_script, options.module = "cai_apps.run.recorded", True
+        options.training_script, options.module = "cai_apps.run.launch.script", True
     return options
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from cai_apps.cli.arguments import parse
+from cai_apps.config.arguments import parse
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from cai_mesh.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = "CAI_LAUNCHER"
+"""In a rank that `cai train` started: the process that started it."""
 HANG = "CAI_HANG_SECONDS"
 """Seconds without a step after which a run is ended, in place of what is measured; 0: never."""
 
@@ -79,3 +81,10 @@ def hang_limit(environment: Mapping[str, str] = os.environ) -> float | None:
             expected="0 (never) or more",
         )
     return seconds
+
+
+def launcher_pid(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The process that started this rank and without which it should end; None: there is none."""
+    if LAUNCHER in environment:
+        return int(environment[LAUNCHER])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None

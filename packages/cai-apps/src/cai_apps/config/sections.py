@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, RATE, SEED, SHARE, Range
+from cai_apps.config.optimizer import Optimizer
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, SEED, SHARE, Range
 
 DEGREE = Annotated[int, COUNT]
 
@@ -110,49 +111,6 @@ class Precision:
     linear: Literal["compute", "fp8"] = "compute"
     """fp8: linear layers, but for the output layer, multiply in FP8, forward and backward, with a current scale a
     row. Needs a GPU of compute capability 8.9 (Ada, Hopper); on a CPU it is emulated, slowly."""
-
-
-@dataclass(frozen=True)
-class OptimizerGroup:
-    """Parameters with options of their own: a table [optimizer.groups.NAME]. What is None is the optimizer's."""
-
-    match: Annotated[str, FILLED] = "*"
-    """Names of parameters, as shell patterns divided by commas: "*norm*, *.bias". The first group that fits wins."""
-    lr: Annotated[float | None, RATE] = None
-    """Peak learning rate."""
-    weight_decay: Annotated[float | None, NATURAL] = None
-    adamw: bool = False
-    """muon: step these by AdamW, as embeddings, the output layer and what is no matrix always are."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    kind: Literal["adamw", "muon", "lamb", "lars", "adafactor", "came"] = "adamw"
-    """Update rule. muon steps the matrices of blocks, and adamw what is left."""
-    lr: Annotated[float, RATE] = 3e-4
-    """Peak learning rate."""
-    adamw_lr: Annotated[float | None, RATE] = None
-    """muon: peak learning rate of what adamw steps; None: lr."""
-    beta1: Annotated[float, PART] = 0.9
-    """adamw, muon (what adamw steps), lamb, came."""
-    beta2: Annotated[float, PART] = 0.95
-    """As beta1."""
-    eps: Annotated[float, POSITIVE] = 1e-8
-    """adamw, muon (what adamw steps), lamb."""
-    momentum: Annotated[float, PART] = 0.95
-    """muon, lars."""
-    weight_decay: Annotated[float, NATURAL] = 0.1
-    state: Literal["fp32", "bf16", "int8"] = "fp32"
-    """adamw: how its moments are kept; fewer bits are rounded stochastically. With precision.compute = "fp64" fp32
-    means fp64."""
-    clip: Annotated[float, Range(above=0, infinite=True)] = 1.0
-    """Largest global gradient norm; inf: no gradient is clipped."""
-    clip_samples: Annotated[float | None, POSITIVE] = None
-    """Largest gradient norm of each sample by itself, before they are summed; None: samples are not clipped. With
-    train.microbatch_size = 1."""
-    ema_decay: Annotated[float | None, PART] = None
-    """Of a moving average of the weights, kept and saved beside them, usually 0.9999; None: there is none."""
-    groups: dict[str, OptimizerGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,16 @@ from typing import TypeVar
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
+from cai_apps.config.optimizer import check_optimizer
 from cai_apps.config.precision import check_master
-from cai_apps.config.sections import LrSchedule, Optimizer, Parallel, Pipeline, RunConfig
+from cai_apps.config.sections import LrSchedule, Parallel, Pipeline, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
+from cai_pipeline.plans import limits_of
 
 R = TypeVar("R", bound=RunConfig)
 WARMUP = 10
 """Steps of a warm-up unless a config says how many."""
-TAKES = {
-    "adamw": ("beta1", "beta2", "eps", "state"),
-    "muon": ("adamw_lr", "momentum", "beta1", "beta2", "eps"),
-    "lamb": ("beta1", "beta2", "eps"),
-    "lars": ("momentum",),
-    "adafactor": (),
-    "came": ("beta1", "beta2"),
-}
-"""The options of each kind of optimizer, beside its rate and decay."""
 
 
 def mesh_spec(config: RunConfig) -> MeshSpec:
@@ -100,24 +93,6 @@ def check_tensor(config: RunConfig) -> None:
         )
 
 
-def check_optimizer(options: Optimizer) -> None:
-    """Raises ConfigError for options that the kind of optimizer has no use for: none is silently left out."""
-    usual, takes = Optimizer(), TAKES[options.kind]
-    for name in ("adamw_lr", "beta1", "beta2", "eps", "momentum", "state"):
-        if name not in takes and getattr(options, name) != getattr(usual, name):
-            raise ConfigError(
-                f'optimizer.{name} does nothing with optimizer.kind = "{options.kind}"',
-                got=getattr(options, name),
-                expected=f"options of {options.kind}: lr, weight_decay, {', '.join(takes)}".rstrip(", "),
-            )
-    for group, own in options.groups.items():
-        if own.adamw and options.kind != "muon":
-            raise ConfigError(
-                f'optimizer.groups.{group}.adamw does nothing with optimizer.kind = "{options.kind}"',
-                expected='optimizer.kind = "muon"',
-            )
-
-
 def check_samples(config: RunConfig) -> None:
     """Raises ConfigError where a sample's gradient is not by itself, or not all of it on one rank."""
     if config.optimizer.clip_samples is None:
@@ -141,12 +116,6 @@ def check_samples(config: RunConfig) -> None:
         )
 
 
-IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules of two stages a rank."""
-CHUNKED, SPLIT = ("interleaved", "bfs", "auto", *IN_A_V), ("zb-h1", "auto", *IN_A_V)
-"""Schedules that take several stages a rank, and whose backwards are split."""
-
-
 def _shards_stages(config: RunConfig) -> bool:
     """Whether the parameters of stages are sharded, and stay on the device."""
     parallel = config.parallel
@@ -158,7 +127,7 @@ def _with_unshard(config: R) -> R:
     pipeline = config.parallel.pipeline
     if pipeline.unshard != "auto":
         return config
-    if _shards_stages(config) and pipeline.schedule not in SPLIT:
+    if _shards_stages(config) and not limits_of(pipeline.schedule).split:
         return config
     pipeline = replace(pipeline, unshard="step" if _shards_stages(config) else "pass")
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
@@ -167,6 +136,7 @@ def _with_unshard(config: R) -> R:
 def check_pipeline(config: RunConfig) -> None:
     """Raises ConfigError for chunks that no rank can have, or not this schedule, and for parameters nobody shards."""
     pipeline = config.parallel.pipeline
+    limits = limits_of(pipeline.schedule)
     if pipeline.unshard == "step" and not _shards_stages(config):
         raise ConfigError(
             'parallel.pipeline.unshard = "step" is for stages whose parameters are sharded, and stay on the device',
@@ -182,11 +152,7 @@ def check_pipeline(config: RunConfig) -> None:
             fix="leave it out",
         )
     waits = config.parallel.zero in (0, 1) or pipeline.unshard == "step"
-    if (
-        pipeline.schedule in SPLIT
-        and pipeline.size > 1
-        and not (waits and config.memory.residency == "device")
-    ):
+    if limits.split and pipeline.size > 1 and not (waits and config.memory.residency == "device"):
         raise ConfigError(
             f'the schedule "{pipeline.schedule}" has weight gradients wait, but they would be reduced after every '
             "backward",
@@ -195,7 +161,7 @@ def check_pipeline(config: RunConfig) -> None:
             expected='zero 0 or 1, or 3 with unshard = "step"; residency = "device"',
             fix='set one of these, or parallel.pipeline.schedule to "1f1b"',
         )
-    if pipeline.schedule in IN_A_V and pipeline.chunks != 2:
+    if limits.stages == "two" and pipeline.chunks != 2:
         raise ConfigError(
             f'the schedule "{pipeline.schedule}" has two stages on each rank',
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
@@ -216,7 +182,7 @@ def check_pipeline(config: RunConfig) -> None:
             got=f"parallel.pipeline.size = 1, chunks = {pipeline.chunks}",
             fix="leave parallel.pipeline.chunks out, or raise the size",
         )
-    if pipeline.schedule not in CHUNKED:
+    if limits.stages == "one":
         raise ConfigError(
             f'the schedule "{pipeline.schedule}" is for one stage on each rank',
             got=f"parallel.pipeline.chunks = {pipeline.chunks}",
@@ -303,11 +269,12 @@ def _with_open_stage(config: R, world_size: int) -> R:
 
 def _check_enough(pipeline: Pipeline) -> None:
     """Raises ConfigError where a schedule has too few microbatches."""
-    if pipeline.schedule == "dualpipe-v" and (pipeline.microbatches or 0) < 2 * pipeline.size:
+    fewest = limits_of(pipeline.schedule).microbatches
+    if (pipeline.microbatches or 0) < fewest * pipeline.size:
         raise ConfigError(
-            'the schedule "dualpipe-v" has two microbatches or more for each pipeline rank',
+            f'the schedule "{pipeline.schedule}" has {fewest} microbatches or more for each pipeline rank',
             got=f"{pipeline.microbatches} microbatches, parallel.pipeline.size = {pipeline.size}",
-            expected=f"at least {2 * pipeline.size}",
+            expected=f"at least {fewest * pipeline.size}",
             fix='raise train.global_batch, or set parallel.pipeline.schedule to "zb-v"',
         )
 

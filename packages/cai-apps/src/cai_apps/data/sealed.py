@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cai_mesh.errors import DataError
-from cai_mesh.paths import inside, private_folder, write_text
+from cai_mesh.files import inside, private_folder, write_text
 
 FILES = "files.json"
 WHOLE = 8 * 2**30

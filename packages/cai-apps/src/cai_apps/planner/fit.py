@@ -9,6 +9,7 @@ from typing import Any
 
 from cai_apps.compose.workload import Workload
 from cai_apps.config.file import change
+from cai_apps.config.optimizer import RULES
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import STAGES
 from cai_apps.planner.activations import Saved, saved_bytes
@@ -243,7 +244,7 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
     if parallel.zero == 3 and parallel.shard == 1 and parallel.pipeline.size > 1:
         # nobody to share shards with, and unsharded for a whole step
         yield {"parallel.zero": "auto", "parallel.pipeline.unshard": "auto"}
-    if config.optimizer.kind == "adamw" and config.optimizer.state == "fp32":
+    if "state" in RULES[config.optimizer.kind].options and config.optimizer.state == "fp32":
         yield {"optimizer.state": "int8"}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cai_apps.compose.optimizers import parameter_groups
+from cai_apps.config.optimizer import RULES
 from cai_apps.config.precision import splits_master, steps_halves
 from cai_apps.config.sections import RunConfig
 from cai_pipeline import Action, Kind
@@ -15,9 +16,7 @@ from cai_pipeline import Action, Kind
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 MASTER_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 STATE_BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}
-"""Of a moment of AdamW in fewer bits than the master weights: an eight-bit code has a scale for 256 elements."""
-SLOTS = {"adamw": 2, "lamb": 2, "lars": 1, "came": 1, "adafactor": 0}
-"""Values of an element that an optimizer keeps; rows and columns of factored moments count nothing."""
+"""Bytes of a value of `optimizer.state` with fewer bits than master weights: an eight-bit code has a scale for 256."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,14 @@ def moment_bytes(config: RunConfig, model: nn.Module) -> float:
     Args:
         model: the stage's tensor shard, on the meta device.
     """
-    options, master = config.optimizer, MASTER_BYTES[config.precision.compute]
-    if options.kind == "adamw":
-        return SLOTS["adamw"] * STATE_BYTES.get(options.state, master)
-    if options.kind != "muon":
-        return SLOTS[options.kind] * master
-    sizes = {True: 0, False: 0}
+    options, rule = config.optimizer, RULES[config.optimizer.kind]
+    value = STATE_BYTES.get(options.state, MASTER_BYTES[config.precision.compute])
+    if rule.rest is None:
+        return rule.slots * value
+    slots, sizes = {True: rule.slots, False: RULES[rule.rest].slots}, {True: 0, False: 0}
     for group in parameter_groups(options, model):
         sizes[group["use_muon"]] += sum(param.numel() for param in group["params"])
-    return master * (sizes[True] + 2 * sizes[False]) / max(1, sum(sizes.values()))
+    return value * sum(slots[own] * sizes[own] for own in sizes) / max(1, sum(sizes.values()))
 
 
 def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int = 0) -> ModelState:

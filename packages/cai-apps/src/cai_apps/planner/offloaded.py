@@ -27,7 +27,7 @@ class OffloadNeeds:
 
 
 def offload_needs(config: RunConfig, model: nn.Module, activations: int) -> OffloadNeeds:
-    """Of a resolved config.
+    """The needs of a resolved config.
 
     Args:
         model: unsharded, on the meta device; its parameters change their dtype.
@@ -38,9 +38,16 @@ def offload_needs(config: RunConfig, model: nn.Module, activations: int) -> Offl
     """
     import torch
 
-    from cai_gemini.budget import check_device, least_device
-    from cai_gemini.disk_plan import choose, chunk_bytes, disk_bytes, host_bytes
-    from cai_gemini.offload import RESIDENCIES, Tiers
+    from cai_gemini.planning import (
+        RESIDENCIES,
+        Tiers,
+        check_device,
+        choose,
+        chunk_bytes,
+        disk_bytes,
+        host_bytes,
+        least_device,
+    )
     from cai_mesh.sizes import parse_bytes
     from cai_mesh.storage import units
 

@@ -1,11 +1,11 @@
-"""What every run of the shared loop prints at its end."""
+"""Outcome of a run of the shared loop, printed at its end."""
 
 from __future__ import annotations
 
 from cai_apps.config.sections import RunConfig
-from cai_apps.report.chart import draw_pipeline
+from cai_apps.report.pipeline_chart import draw_pipeline
 from cai_apps.report.plots import draw_loss
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.checkpoint import latest
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from cai_apps.report.embed import POLICY, picture
+from cai_apps.report.inline_images import POLICY, picture
 from cai_apps.report.plots import Curve, curve_svg
 from cai_apps.report.timeline import timeline_svg
-from cai_apps.run import metrics
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.loop import metrics
 from cai_gemini import Timeline
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8">

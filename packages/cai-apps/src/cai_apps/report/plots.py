@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cai_apps.report.embed import svg_of
-from cai_apps.run import metrics
-from cai_apps.run.directory import RunDirectory
-from cai_mesh.paths import replaced
+from cai_apps.report.inline_images import svg_of
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.loop import metrics
+from cai_mesh.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cai_apps.report.embed import svg_of
+from cai_apps.report.inline_images import svg_of
 from cai_gemini import Timeline
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""What every run of the shared loop shows."""
+"""Page of every run of the shared loop."""
 
 from __future__ import annotations
 
 from cai_apps.report.page import Page
 from cai_apps.report.plots import LOSS, Curve
-from cai_apps.run.metrics import need
+from cai_apps.run.loop.metrics import need
 
 
 def training_page(unit: str) -> Page:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.position import Unit
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.files.position import Unit
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session

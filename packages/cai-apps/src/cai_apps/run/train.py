@@ -15,12 +15,14 @@ from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.fit import RECOMPUTE, UNSHARD, Planner, chosen, is_open, settled
-from cai_apps.run import launch
-from cai_apps.run.alike import said_by_first_rank
-from cai_apps.run.checkpoint import AUTO
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.guard import Guard
-from cai_apps.run.job import join_job, make_job, start_rank
+from cai_apps.run.files.checkpoint import AUTO
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.health.termination import Guard
+from cai_apps.run.launch import devices
+from cai_apps.run.launch.agent import launch
+from cai_apps.run.launch.job import join_job, make_job
+from cai_apps.run.launch.rank import start_rank
+from cai_apps.run.launch.shared_errors import said_by_first_rank
 from cai_apps.run.task import Job, Task
 from cai_apps.run.worker import do_job, run_rank
 from cai_mesh import checkpoint
@@ -28,27 +30,36 @@ from cai_mesh.errors import ConfigError
 
 
 def train(
-    task: Task, config: Any, *, label: str = "run", meant: Collection[str] | None = None
+    task: Task,
+    config: Any,
+    *,
+    label: str = "run",
+    meant: Collection[str] | None = None,
+    preload: Collection[str] = (),
 ) -> RunDirectory:
     """Trains as `config` says and returns the run's directory.
 
     Args:
         meant: keys that were given for this very start, as on a command line. Where the run directory has checkpoints
             to go on from, another key that changes what is learned must be as it was. None: all of `config` is meant.
+        preload: modules that take long to import; ranks that are started here share them.
 
     Under a launcher (RANK is set) this process is one of its ranks; otherwise the ranks are started here.
 
     Raises:
         CaiError: anything the user can fix; before any rank starts where it can be known by then.
     """
-    train_it = _train_as_rank if launched() else _train_here
-    return train_it(task, config, label, meant)
+    if launched():
+        return _train_as_rank(task, config, label, meant)
+    return _train_here(task, config, label, meant, preload)
 
 
-def _train_here(task: Task, config: Any, label: str, meant: Collection[str] | None) -> RunDirectory:
+def _train_here(
+    task: Task, config: Any, label: str, meant: Collection[str] | None, preload: Collection[str]
+) -> RunDirectory:
     ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
-    device, ranks = launch.choose_device(config.train.device, ranks)
-    if device == "cpu" and (found := launch.gpus(config.train.device)):
+    device, ranks = devices.choose_device(config.train.device, ranks)
+    if device == "cpu" and (found := devices.gpus(config.train.device)):
         print(
             f"{found} GPU{'s' * (found > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
         )
@@ -59,7 +70,7 @@ def _train_here(task: Task, config: Any, label: str, meant: Collection[str] | No
     with run.held():
         job = make_job(task, config, run, device, meant)
         _announce(job, ranks)
-        launch.launch(run_rank, job, ranks=ranks, device=device)
+        launch(run_rank, job, ranks=ranks, device=device, preload=(run_rank.__module__, *preload))
         job.task.finish(job)
     return run
 
@@ -68,7 +79,7 @@ def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] |
     """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
     with said_by_first_rank():
         config = restarted(config)
-        device, _ = launch.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        device, _ = devices.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         ranks = int(os.environ["WORLD_SIZE"])
         config = task.resolve(config, ranks)
         check_machine(config, device)
@@ -100,7 +111,7 @@ def settle(task: Task, config: Any, ranks: int, device: str) -> Any:
     """The resolved config with what it leaves to the plan, said on the first rank. torch.distributed is not up yet."""
     if not is_open(config):
         return config
-    memory = None if device == "cpu" else launch.device_memory()
+    memory = None if device == "cpu" else devices.device_memory()
     choice = Planner(task.resolve, task.workload).choose(config, ranks=ranks, memory=memory)
     if device != "cpu" and os.environ.get("RANK", "0") == "0":
         print(f"{chosen(config, choice.config)}: {choice.reason}", flush=True)

@@ -1,4 +1,4 @@
-"""What one rank does from its start to the export."""
+"""The life of one rank from its start to the export."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
-from cai_apps.run import checkpoint, failures
-from cai_apps.run.chart import draw_steps
-from cai_apps.run.guard import Guard
-from cai_apps.run.job import start_rank
-from cai_apps.run.launch import STOPPED
-from cai_apps.run.loop import Loop
-from cai_apps.run.metrics import Metrics, MetricsFile
-from cai_apps.run.position import Position
-from cai_apps.run.progress import open_progress
+from cai_apps.run.exit_codes import STOPPED
+from cai_apps.run.files import checkpoint
+from cai_apps.run.files.pipeline_chart import draw_steps
+from cai_apps.run.files.position import Position
+from cai_apps.run.health.last_activity import LastActivity
+from cai_apps.run.health.termination import Guard
+from cai_apps.run.health.user_errors import user_error
+from cai_apps.run.health.watchdog import Watchdog
+from cai_apps.run.launch.rank import start_rank
+from cai_apps.run.loop.metrics import Metrics, MetricsFile
+from cai_apps.run.loop.placement import PlacementWatch
+from cai_apps.run.loop.progress import open_progress
+from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Job, Work
-from cai_apps.run.watch import Watch
-from cai_apps.run.watchdog import Watchdog
-from cai_apps.run.words import LastWords
 from cai_mesh.comm import DATA_AXES, degree, index
-from cai_mesh.paths import remove
+from cai_mesh.files import remove
 
 STORE_SECONDS = 1.0
 """For a store that does not answer: in this time the guard finds that the launcher, whose it is, has ended, says so and
@@ -64,7 +65,7 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
         if isinstance(error, dist.DistNetworkError):
             time.sleep(STORE_SECONDS)
         job.run.record_crash(dist.get_rank(), error)
-        if guard.asked and (failures.told(error) is None or isinstance(error, ConnectionError)):
+        if guard.asked and (user_error(error) is None or isinstance(error, ConnectionError)):
             leave_unfinished(job, error, guard)
         raise
     finally:
@@ -79,21 +80,23 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     position = checkpoint.resume(session, job.run)
     if dist.get_rank() == 0:
         job.run.record(job.config)
-    words = LastWords(job.run)
-    words.say(f"step {position.step + 1}")
-    guard.watch_ranks(lambda: words.doing, words.at_file)
-    session.runner.observers.on_action = lambda action: words.say_at("" if action is None else action.phrase)
+    activity = LastActivity(job.run)
+    activity.record(f"step {position.step + 1}")
+    guard.watch_ranks(lambda: activity.doing, activity.at_file)
+    session.runner.observers.on_action = lambda action: activity.record_at(
+        "" if action is None else action.phrase
+    )
     session.runner.observers.on_recorded = lambda ran, simulated: (
         draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
     )
     saver = checkpoint.Saver(session, job.run)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
-    watch = Watch(session.weights.offloaded, job.run)
-    watchdog = Watchdog(job.run, position.step, at=lambda: words.at)
+    placement = PlacementWatch(session.weights.offloaded, job.run)
+    watchdog = Watchdog(job.run, position.step, at=lambda: activity.at)
 
     def on_step(metrics: Metrics, position: Position) -> None:
         watchdog.after_step(position.step, metrics.step_seconds)
-        metrics = watch.after_step(metrics)
+        metrics = placement.after_step(metrics)
         if recorder:
             recorder.record(metrics)
         with watchdog.paused():
@@ -102,7 +105,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
             if work.after_step is not None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
-        words.say(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
+        activity.record(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
 
     loop = Loop(session, work, training, validation, device, on_step, lambda: guard.asked)
     guard.take_signals()
@@ -119,7 +122,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
             guard.leave_signals()
     if loop.stopped:
         leave(job, position, loop.stopped, guard)
-    words.say("the export")
+    activity.record("the export")
     if dist.get_rank() == 0:
         remove(job.run.export)  # of a shorter run in the same directory
     dist.barrier()

@@ -19,10 +19,10 @@ from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.ratios import nearest, shapes_of
 from cai_apps.applications.diffusion.data.samples import Images, draw
 from cai_apps.applications.diffusion.data.sources import Folder
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.model import build, initializer
+from cai_apps.applications.diffusion.model.denoiser import build, initializer
+from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.workload import workload
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import materialize
 from cai_apps.data.batches import Batches

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from cai_apps.applications.diffusion.channels import keep_channels_last
+from cai_apps.applications.diffusion.model.channels_last import keep_channels_last
 
 LAYERS = {
     "resnet": lambda: ResnetBlock2D(in_channels=8, out_channels=16, temb_channels=12, groups=4),

@@ -16,9 +16,9 @@ from cai_apps.applications.diffusion.data.cache import Prepared
 from cai_apps.applications.diffusion.data.samples import Images
 from cai_apps.applications.diffusion.data.shapes import COLOURS, PLACES, Shapes
 from cai_apps.applications.diffusion.data.sources import Crops, Digits, Folder
-from cai_apps.applications.diffusion.design import load_design
+from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.workload import workload
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_mesh.errors import DataError
 
 RED = (220, 30, 30)

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 
 from cai_apps import applications, recipes
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.model import build
-from cai_apps.applications.diffusion.sample import Options, Sampler
+from cai_apps.applications.diffusion.model.denoiser import build
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.workload import workload
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.report.page import write_report
 from cai_apps.run.train import train
 from cai_mesh.errors import ConfigError, DataError

@@ -10,7 +10,7 @@ import pytest
 
 from cai_apps import applications, recipes
 from cai_apps.applications import diffusion
-from cai_apps.applications.diffusion.design import load_design
+from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.cli import main
 from cai_apps.config.validation import ranks_of

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.flops import image_flops
-from cai_apps.applications.diffusion.model import build
+from cai_apps.applications.diffusion.model.denoiser import build
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.training.flops import image_flops
 
 
 def counted(recipe: str) -> float:

@@ -16,12 +16,13 @@ from torch import nn
 
 from cai_apps import recipes
 from cai_apps.applications.diffusion.data.samples import Images
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.flops import image_flops
-from cai_apps.applications.diffusion.model import check_shared
-from cai_apps.applications.diffusion.sample import Options, Sampler
+from cai_apps.applications.diffusion.model.denoiser import check_shared
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.workload import workload
+from cai_apps.applications.diffusion.training.flops import image_flops
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.lora import FILE
 from cai_apps.compose.materialize import materialize

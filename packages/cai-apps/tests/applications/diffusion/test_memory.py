@@ -16,13 +16,15 @@ from safetensors.torch import save_file
 from small_pipelines import CAPTIONS, PIPELINES, autoencoder, save
 from torch import nn
 
-from cai_apps.applications.diffusion import loading, quantized, sample
-from cai_apps.applications.diffusion.design import LABELS, load_design
-from cai_apps.applications.diffusion.encoders import Autoencoder
-from cai_apps.applications.diffusion.loading import Memory, decoding_of, load_denoiser, variant_of
-from cai_apps.applications.diffusion.quantized import KINDS, dequantize, quantize, quantize_layers
-from cai_apps.applications.diffusion.sample import Options, Sampler, make_scheduler
-from cai_apps.applications.diffusion.sizes import parse_size
+from cai_apps.applications.diffusion.model import loading, quantization
+from cai_apps.applications.diffusion.model.design import LABELS, load_design
+from cai_apps.applications.diffusion.model.encoders import Autoencoder
+from cai_apps.applications.diffusion.model.loading import Memory, decoding_of, load_denoiser, variant_of
+from cai_apps.applications.diffusion.model.quantization import KINDS, dequantize, quantize, quantize_layers
+from cai_apps.applications.diffusion.sampling import sampler as sampler_module
+from cai_apps.applications.diffusion.sampling.picture_sizes import parse_size
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options, make_scheduler
 from cai_apps.cli import main
 from cai_gemini import HostModel
 from cai_mesh.errors import ConfigError
@@ -143,7 +145,7 @@ def test_a_device_quantizes_one_weight_at_a_time(monkeypatch, kind):
         seen.append(weight)
         return [Away(found) for found in quantize(weights[len(seen) - 1], kind)]
 
-    monkeypatch.setattr(quantized, "quantize", there)
+    monkeypatch.setattr(quantization, "quantize", there)
     loading.settled(model, [*model.named_children()], "meta", Memory(kind))
     assert [(w.device.type, w.shape, w.dtype) for w in seen] == [
         ("meta", w.shape, torch.bfloat16) for w in weights
@@ -263,9 +265,9 @@ def test_files_are_read_once(pipelines, tmp_path, monkeypatch, name, how):
     prompts = ["cat", "700", "999"] if name == "dit" else CAPTIONS
     (directory / LABELS).write_text("dog\ncat\n", encoding="utf-8")
     for reader in ("load_text", "load_tokenizers", "label_names", "load_denoiser", "load_autoencoder"):
-        original = getattr(sample, reader)
+        original = getattr(sampler_module, reader)
         counted = lambda *a, o=original, r=reader, **k: (read.append(r), o(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(sample, reader, counted)
+        monkeypatch.setattr(sampler_module, reader, counted)
     quantizing = loading.quantize_layers
     monkeypatch.setattr(loading, "quantize_layers", lambda *a: kept.append(quantizing(*a)))
     sampler = sampler_of(directory, **how)
@@ -311,8 +313,8 @@ def test_recorded_steps_draw_the_same_pictures(pipelines, monkeypatch, name, sch
         return
     options = Options(steps=5, seed=1, guidance=guidance, scheduler=scheduler)
     prompts, drawn = [*PROMPTS[name], *PROMPTS[name]][:5], []
-    for graphed in (lambda forward: forward, sample.Graphed):
-        monkeypatch.setattr(sample, "Graphed", graphed)
+    for graphed in (lambda forward: forward, sampler_module.Graphed):
+        monkeypatch.setattr(sampler_module, "Graphed", graphed)
         sampler = Sampler(pipelines[name], device="cuda", dtype=torch.bfloat16)
         drawn += [sampler.in_batches(prompts, options, batch=2) for _ in range(2)]
     for again in drawn[1:]:
@@ -323,7 +325,7 @@ def test_recorded_steps_draw_the_same_pictures(pipelines, monkeypatch, name, sch
 def test_norms_run_kernels_where_steps_are_recorded(pipelines, monkeypatch, name):
     """On a CPU the kernels are their plain torch forms, and nothing is recorded."""
     expected = sampler_of(pipelines[name]).pictures(PROMPTS[name], OPTIONS)
-    monkeypatch.setattr(sample, "Graphed", lambda forward: forward)
+    monkeypatch.setattr(sampler_module, "Graphed", lambda forward: forward)
     sampler = sampler_of(pipelines[name])
     sampler._graphs = True
     for _ in range(2):
@@ -384,7 +386,7 @@ def test_pictures_are_decoded_and_encoded_one_by_one(pipelines, monkeypatch):
     count = found.model.encoder.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
     pixels = torch.randint(256, (3, 3, 20, 28), dtype=torch.uint8)
     expected = found.moments(pixels)
-    monkeypatch.setattr("cai_apps.applications.diffusion.encoders.free_bytes", lambda device: 1)
+    monkeypatch.setattr("cai_apps.applications.diffusion.model.encoders.free_bytes", lambda device: 1)
     for name, value in found.moments(pixels).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
     assert calls == [3, 1, 1, 1]
@@ -425,7 +427,7 @@ def test_all_ways_to_decode_through_a_sampler(pipelines, monkeypatch):
     assert np.abs(found["whole"] - found["sliced"]).max() <= 1
     np.testing.assert_array_equal(found["whole"], found["auto"])
     assert np.abs(found["whole"] - found["tiled"]).max() > 1
-    monkeypatch.setattr("cai_apps.applications.diffusion.encoders.free_bytes", lambda device: 1)
+    monkeypatch.setattr("cai_apps.applications.diffusion.model.encoders.free_bytes", lambda device: 1)
     np.testing.assert_array_equal(sampler_of(pipelines["sd"]).pictures(CAPTIONS, options), found["tiled"])
 
 
@@ -525,7 +527,7 @@ def test_what_cannot_be_drawn_is_refused_before_weights_are_read(
         raise AssertionError("weights were read")
 
     for reader in ("load_denoiser", "load_text", "load_autoencoder"):
-        monkeypatch.setattr(sample, reader, never)
+        monkeypatch.setattr(sampler_module, reader, never)
     directory = tmp_path / name
     shutil.copytree(pipelines.get(name, pipelines["sd"]), directory)
     if name == "pixels":

@@ -10,19 +10,20 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import nn
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.patches import split_denoiser
-from cai_apps.applications.diffusion.patches.branches import open_branches
-from cai_apps.applications.diffusion.patches.exchange import Clock, Exchange
-from cai_apps.applications.diffusion.patches.layers import teach
-from cai_apps.applications.diffusion.patches.strips import (
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.sampling.patches.branches import open_branches
+from cai_apps.applications.diffusion.sampling.patches.denoiser import split_denoiser
+from cai_apps.applications.diffusion.sampling.patches.exchange import Clock, Exchange
+from cai_apps.applications.diffusion.sampling.patches.layers import teach
+from cai_apps.applications.diffusion.sampling.patches.strips import (
     Strips,
     halo_rows,
     moments,
     normalize,
     whole_moments,
 )
-from cai_apps.applications.diffusion.sample import Options, Sampler, denoise, make_scheduler
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options, denoise, make_scheduler
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.run.train import train
 from cai_mesh.errors import ConfigError, PlanError

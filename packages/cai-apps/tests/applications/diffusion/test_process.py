@@ -9,8 +9,8 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 from cai_apps.applications.diffusion.data.samples import draw
-from cai_apps.applications.diffusion.process import Diffusing, Flowing, process_of, squared_error
-from cai_apps.applications.diffusion.variance import StepBounds
+from cai_apps.applications.diffusion.model.noise_process import Diffusing, Flowing, process_of, squared_error
+from cai_apps.applications.diffusion.training.variance import StepBounds
 from cai_mesh.errors import ConfigError
 
 DDPM = {

@@ -18,8 +18,9 @@ from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.sample import Options, Sampler, grid, make_scheduler
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.sampling.sampler import Sampler, grid
+from cai_apps.applications.diffusion.sampling.scheduler import Options, make_scheduler
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.cli import main
 from cai_apps.run.train import train

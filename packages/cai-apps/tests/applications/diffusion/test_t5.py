@@ -13,9 +13,10 @@ import small_pipelines
 import torch
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.loading import Memory
-from cai_apps.applications.diffusion.sample import Options, Sampler, make_scheduler
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.model.loading import Memory
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options, make_scheduler
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.run.train import train
 from cai_mesh.errors import ConfigError

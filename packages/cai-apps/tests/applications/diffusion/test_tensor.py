@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_apps import recipes
-from cai_apps.applications.diffusion.design import Design, load_design
-from cai_apps.applications.diffusion.model import build, layers
+from cai_apps.applications.diffusion.model.denoiser import build, layers
+from cai_apps.applications.diffusion.model.design import Design, load_design
+from cai_apps.applications.diffusion.model.tensor_parallel import Share, share_of, trial_of
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.tensor import Share, share_of, trial_of
 from cai_apps.compose.blocks import compile_layers
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import share_in_graphs
@@ -27,7 +27,7 @@ from cai_mesh.layout import BoxedTensor
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_mesh.trial import Trial
 from cai_tensor_parallel import Plan, parallelize, plan_for
-from cai_tensor_parallel.parts import survey
+from cai_tensor_parallel.finding import survey
 
 LEVELS = {
     "block_out_channels": [56, 16, 16],

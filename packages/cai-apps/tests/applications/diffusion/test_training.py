@@ -22,12 +22,13 @@ from torch.distributions import Normal, kl_divergence
 
 from cai_apps import recipes
 from cai_apps.applications.diffusion.data.samples import Images, split
-from cai_apps.applications.diffusion.design import load_design
-from cai_apps.applications.diffusion.encoders import load_autoencoder
-from cai_apps.applications.diffusion.model import build, initializer
-from cai_apps.applications.diffusion.sample import Options, Sampler
+from cai_apps.applications.diffusion.model.denoiser import build, initializer
+from cai_apps.applications.diffusion.model.design import load_design
+from cai_apps.applications.diffusion.model.encoders import load_autoencoder
+from cai_apps.applications.diffusion.sampling.sampler import Sampler
+from cai_apps.applications.diffusion.sampling.scheduler import Options
 from cai_apps.applications.diffusion.task import DIFFUSION
-from cai_apps.applications.diffusion.workload import workload
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import materialize
 from cai_apps.data.batches import Batches

@@ -6,7 +6,7 @@ After Fang et al., "A Frequency-aware Software Cache for Large Recommendation Sy
 """
 
 from cai_gemini.embedding.cached import CachedEmbedding, CacheStats
-from cai_gemini.embedding.lookahead import lookahead
+from cai_gemini.embedding.prefetch import lookahead
 from cai_gemini.embedding.rowwise import RowwiseAdagrad
 from cai_gemini.embedding.sharded import ShardedEmbedding
 

@@ -7,7 +7,7 @@ import mmap
 
 import torch
 
-from cai_gemini.pinned import host_memory
+from cai_gemini.memory.pinned import host_memory
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:

@@ -13,7 +13,7 @@ from cai_mesh.checkpoint import lock as locks
 from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import MANIFEST, STEP, Manifest, fsync, problems, save_of
 from cai_mesh.errors import CheckpointError
-from cai_mesh.paths import remove
+from cai_mesh.files.paths import remove
 
 LOCK = "save.lock"
 BESIDE = 2**20

@@ -28,7 +28,7 @@ from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import fsync
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
-from cai_mesh.headers import check_header, weight_map
+from cai_mesh.files.headers import check_header, weight_map
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
 from cai_mesh.layout.record import canonical_name

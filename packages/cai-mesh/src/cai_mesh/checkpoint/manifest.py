@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cai_mesh.errors import CheckpointError
-from cai_mesh.paths import inside
+from cai_mesh.files.paths import inside
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"

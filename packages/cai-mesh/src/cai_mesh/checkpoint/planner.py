@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from cai_mesh.checkpoint.manifest import MANIFEST, METADATA, Manifest
 from cai_mesh.errors import CheckpointError
+from cai_mesh.files.paths import inside
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
-from cai_mesh.paths import inside
 
 Boxes = Mapping[str, BoxedTensor]
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cai_mesh.comm._exit import pause_at_exit, ran_on
-from cai_mesh.comm.handles import Done
-from cai_mesh.protocols import CommHandle
+from cai_mesh.comm.handles import CommHandle, Done
 
 Op = Literal["sum", "max", "min", "avg"]
 _OPS = {

@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, check_no_gradients, defer
-from cai_mesh.gradients.flat import LOOKS, check_flat_use
-from cai_mesh.gradients.linear import (
-    LOCAL,
-    Local,
-    Ready,
-    add_weight_gradient,
-    direct_linears,
-    own_products,
-    register,
-    route,
-    routed,
-)
-from cai_mesh.gradients.norm import clip_factor, clip_grad_norm_, grad_norm, norm_of_squares
-from cai_mesh.gradients.place import Place
-from cai_mesh.gradients.products import PLAIN, TRANSPOSED, PlainProducts
-from cai_mesh.gradients.readers import Readers, Reading, share_in_graphs
-from cai_mesh.gradients.shard import ShardGradient, shown
-from cai_mesh.gradients.shown import (
+from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
+from cai_mesh.gradients.gradient_views.parameters import (
     GradientKeeper,
     ShardParameter,
     ShownParameter,
@@ -33,6 +17,22 @@ from cai_mesh.gradients.shown import (
     set_raw_grad,
     show,
 )
+from cai_mesh.gradients.gradient_views.place import Place
+from cai_mesh.gradients.gradient_views.shard_gradient import ShardGradient, shown
+from cai_mesh.gradients.linear.products import PLAIN, TRANSPOSED, PlainProducts
+from cai_mesh.gradients.linear.readers import Readers, Reading, share_in_graphs
+from cai_mesh.gradients.linear.seam import (
+    LOCAL,
+    Local,
+    Ready,
+    add_weight_gradient,
+    direct_linears,
+    own_products,
+    register,
+    route,
+    routed,
+)
+from cai_mesh.gradients.norm import clip_factor, clip_grad_norm_, grad_norm, norm_of_squares
 
 __all__ = [
     "LOCAL",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients.shown import raw_grad, set_raw_grad
+from cai_mesh.gradients.gradient_views.parameters import raw_grad, set_raw_grad
 from cai_mesh.layout.chunk import FlatChunk
 from cai_mesh.protocols import LinearRule
 

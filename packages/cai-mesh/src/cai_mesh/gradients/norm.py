@@ -14,8 +14,8 @@ from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.comm.groups import AnyMesh
 from cai_mesh.comm.mesh import ParallelMesh, axis_names
 from cai_mesh.errors import CaiError, MeshError
-from cai_mesh.gradients.place import largest
-from cai_mesh.gradients.shown import ShownParameter, local_gradient
+from cai_mesh.gradients.gradient_views.parameters import ShownParameter, local_gradient
+from cai_mesh.gradients.gradient_views.place import largest
 from cai_mesh.layout.record import NOTHING, layout_of, parts_by_axes, record_of, reduce_of, refresh
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cai_mesh.errors import CheckpointError, PlanError
-from cai_mesh.gradients.flat import MovedParameter
-from cai_mesh.gradients.shown import ShardParameter, ShownParameter, is_kept
+from cai_mesh.gradients.gradient_views.flat_use import MovedParameter
+from cai_mesh.gradients.gradient_views.parameters import ShardParameter, ShownParameter, is_kept
 
 
 def check_arguments(model: Any, optimizer: Any = None, *, what: str, whole: bool = True) -> None:

@@ -9,7 +9,7 @@ from cai_pipeline.plans.csv_text import from_csv, to_csv
 from cai_pipeline.plans.lowering import lower
 from cai_pipeline.plans.placement import place
 from cai_pipeline.plans.scheduler import Costs, search
-from cai_pipeline.plans.schedules import SCHEDULES, begin_with, placement_of, program
+from cai_pipeline.plans.schedules import SCHEDULES, begin_with, limits_of, placement_of, program
 from cai_pipeline.plans.simulation import Timeline, simulate
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check",
     "draw",
     "from_csv",
+    "limits_of",
     "lower",
     "place",
     "placement_of",

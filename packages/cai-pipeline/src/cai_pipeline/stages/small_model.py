@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.trial import SmallModel, shrunk
-from cai_mesh.trial_inputs import MAKERS, parts_of
+from cai_mesh.trial import MAKERS, SmallModel, parts_of, shrunk
 from cai_pipeline.stages.stage import SHIFT
 
 

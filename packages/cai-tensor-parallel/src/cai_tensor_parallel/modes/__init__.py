@@ -12,7 +12,7 @@ from cai_mesh.errors import MeshError, PlanError, did_you_mean
 from cai_tensor_parallel.modes import grid, one_d
 from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.modes.forms import GRIDS
-from cai_tensor_parallel.plan import Role
+from cai_tensor_parallel.plans.plan import Role
 
 MODES: dict[str, Callable[[nn.Module, Role, ModeContext], None]] = {
     "1d": one_d.apply,

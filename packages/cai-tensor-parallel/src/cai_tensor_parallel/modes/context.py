@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import collections.abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from cai_mesh.comm import Members
 from cai_mesh.gradients import Readers
+from cai_tensor_parallel.modes.cutter import Cutter
 from cai_tensor_parallel.modes.forms import GRIDS, Axes, Grid
-from cai_tensor_parallel.shard import Cutter
-
-if TYPE_CHECKING:
-    from cai_tensor_parallel.modes.sequence import Sequence
+from cai_tensor_parallel.modes.sequence import Sequence
 
 
 class Ranks(Protocol):

@@ -18,16 +18,16 @@ from cai_mesh.gradients import PLAIN, TRANSPOSED, Local, own_products, route
 from cai_mesh.layout import Shard
 from cai_mesh.protocols import LinearProducts
 from cai_tensor_parallel.modes.context import ModeContext, Ranks
+from cai_tensor_parallel.modes.cutter import Cuts
 from cai_tensor_parallel.modes.forms import Form
+from cai_tensor_parallel.modes.norms import apply_norm, recognise
 from cai_tensor_parallel.modes.one_d import cannot_be_cut, sections_of
 from cai_tensor_parallel.modes.shared import sum_gradients
 from cai_tensor_parallel.modes.tables import check_embedding
 from cai_tensor_parallel.modes.three_d import Cube
 from cai_tensor_parallel.modes.two_d import Summa
-from cai_tensor_parallel.norms import apply_norm, recognise
-from cai_tensor_parallel.plan import Role
-from cai_tensor_parallel.shard import Cuts
-from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
+from cai_tensor_parallel.modes.vocab import vocab_parallel_embedding, vocab_start
+from cai_tensor_parallel.plans.plan import Role
 
 
 def apply(module: nn.Module, role: Role, context: ModeContext) -> None:

@@ -18,9 +18,9 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import PLAIN, TRANSPOSED, Local, Readers, Ready, own_products, route
 from cai_mesh.layout import Replicate, Shard
 from cai_mesh.protocols import TensorHandle
-from cai_tensor_parallel.heads import own_heads, picked_heads
 from cai_tensor_parallel.modes.context import ModeContext
 from cai_tensor_parallel.modes.experts import count_once, sum_parts
+from cai_tensor_parallel.modes.head_runs import own_heads, picked_heads
 from cai_tensor_parallel.modes.parameters import cut_parameter
 from cai_tensor_parallel.modes.reading import readers_of
 from cai_tensor_parallel.modes.sequence import Sequence
@@ -34,7 +34,7 @@ from cai_tensor_parallel.modes.tokens import (
     start_scatter_tokens,
 )
 from cai_tensor_parallel.modes.whole import Picked, Tail
-from cai_tensor_parallel.plan import STREAM_ROLES, Role
+from cai_tensor_parallel.plans.plan import STREAM_ROLES, Role
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -52,7 +52,7 @@ class Column(Local):
             stay cut.
         readers: layers of the same module, which may read the same x.
         leads: its product may be made while x is put together.
-        overlap: a sum that is scattered travels by copy engines (`cai_tensor_parallel.overlap`).
+        overlap: a sum that is scattered travels by copy engines (`cai_tensor_parallel.modes.overlap`).
     """
 
     ranks: Members
@@ -121,7 +121,7 @@ class Row(Local):
         ranks: that share the layer.
         split: x comes whole, and each rank takes its part of it.
         sequence: where it is on, the sum is scattered along the sequence.
-        overlap: products and what travels along the sequence run beside each other (`cai_tensor_parallel.overlap`).
+        overlap: products run beside what travels along the sequence (`cai_tensor_parallel.modes.overlap`).
     """
 
     ranks: Members

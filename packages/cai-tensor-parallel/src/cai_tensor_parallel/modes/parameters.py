@@ -8,7 +8,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import own_products
 from cai_mesh.layout import Shard
 from cai_tensor_parallel.modes.context import ModeContext
-from cai_tensor_parallel.plan import Role
+from cai_tensor_parallel.plans.plan import Role
 
 
 def cut_parameter(module: nn.Module, role: Role, context: ModeContext) -> None:

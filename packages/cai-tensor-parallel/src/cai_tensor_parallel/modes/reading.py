@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from cai_mesh.gradients import Readers
-from cai_tensor_parallel.plan import Role
+from cai_tensor_parallel.plans.plan import Role
 
 COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output", "classifier", "vocab_head")
 

@@ -24,7 +24,7 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import TRANSPOSED, Readers, own_products
 from cai_tensor_parallel.modes.shared import sum_gradients
 from cai_tensor_parallel.modes.tokens import DIM, all_tokens, all_tokens_leading, own_tokens
-from cai_tensor_parallel.plan import STREAM_ROLES, Role
+from cai_tensor_parallel.plans.plan import STREAM_ROLES, Role
 
 PARTS = ("moe_tp_experts", "all_reduce")
 """Roles of modules that sum what they return over the ranks, for the whole sequence."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import copy_to
-from cai_tensor_parallel.shard import Cutter
+from cai_tensor_parallel.modes.cutter import Cutter
 
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | None, cutter: Cutter | None = None) -> None:

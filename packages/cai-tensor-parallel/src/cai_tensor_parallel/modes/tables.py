@@ -12,8 +12,7 @@ from cai_mesh.comm import gather_from
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import Shard
 from cai_tensor_parallel.modes.context import ModeContext
-from cai_tensor_parallel.plan import is_lookup
-from cai_tensor_parallel.vocab import vocab_parallel_embedding, vocab_start
+from cai_tensor_parallel.modes.vocab import vocab_parallel_embedding, vocab_start
 
 
 def cut_rows(module: nn.Module, context: ModeContext) -> None:
@@ -92,3 +91,8 @@ def check_embedding(module: nn.Module, context: ModeContext) -> None:
             expected="a plain Embedding",
             fix="pass a plan that gives it the role replicated",
         )
+
+
+def is_lookup(embedding: nn.Module) -> bool:
+    """Whether an embedding is a lookup, alone or times its `embed_scale`."""
+    return type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")

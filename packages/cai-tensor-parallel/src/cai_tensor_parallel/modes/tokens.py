@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from cai_mesh.comm import Members, gather_from, gathered, scatter_to, start_scatter_sum
 from cai_mesh.protocols import TensorHandle
-from cai_tensor_parallel.overlap import (
+from cai_tensor_parallel.modes.overlap import (
     Scattering,
     gather_matmul,
     matmul_scatter,

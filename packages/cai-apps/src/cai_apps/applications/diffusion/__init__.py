@@ -14,7 +14,7 @@ from cai_mesh.errors import ConfigError
 if TYPE_CHECKING:
     from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.files.directory import RunDirectory
 
 
 def need_diffusers() -> None:
@@ -55,9 +55,9 @@ def _train(config: Config, label: str, given: Collection[str] | None) -> RunDire
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
     _need(config)
-    from cai_apps.applications.diffusion.design import load_design
+    from cai_apps.applications.diffusion.model.design import load_design
+    from cai_apps.applications.diffusion.model.tensor_parallel import share_of
     from cai_apps.applications.diffusion.task import DIFFUSION
-    from cai_apps.applications.diffusion.tensor import share_of
     from cai_apps.config.validation import ranks_of
     from cai_apps.planner.fit import Planner
     from cai_apps.planner.text import show_plan
@@ -80,7 +80,7 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
 
 
 def _report() -> Page:
-    from cai_apps.applications.diffusion.gallery import show
+    from cai_apps.applications.diffusion.sampling.gallery import show
     from cai_apps.report.training import training_page
 
     return replace(training_page("images"), more=show)

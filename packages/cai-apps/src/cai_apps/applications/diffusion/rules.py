@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cai_apps.applications.diffusion.config import DRAWN, Config
-from cai_apps.applications.diffusion.design import Design, is_t5, load_design
+from cai_apps.applications.diffusion.model.design import Design, is_t5, load_design
 from cai_apps.config import validation
 from cai_apps.config.sections import LoRA
 from cai_mesh.errors import ConfigError

@@ -12,20 +12,25 @@ from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
-from cai_apps.applications.diffusion.design import LABELS, load_design
-from cai_apps.applications.diffusion.export import export
-from cai_apps.applications.diffusion.flops import image_flops
-from cai_apps.applications.diffusion.gallery import PICTURES, draw_at_the_end, draw_before, draw_on_the_way
-from cai_apps.applications.diffusion.labels import label_numbers
-from cai_apps.applications.diffusion.tensor import share_of
+from cai_apps.applications.diffusion.model.design import LABELS, load_design
+from cai_apps.applications.diffusion.model.export import export
+from cai_apps.applications.diffusion.model.tensor_parallel import share_of
+from cai_apps.applications.diffusion.sampling.gallery import (
+    PICTURES,
+    draw_at_the_end,
+    draw_before,
+    draw_on_the_way,
+)
+from cai_apps.applications.diffusion.sampling.labels import label_numbers
+from cai_apps.applications.diffusion.training.flops import image_flops
+from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.applications.diffusion.validation import resolve
-from cai_apps.applications.diffusion.workload import workload
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
 from cai_apps.report.outcome import show_outcome
-from cai_apps.run.position import Unit
+from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.design import Design
-from cai_apps.applications.diffusion.model import build, targets
-from cai_apps.applications.diffusion.process import process_of
+from cai_apps.applications.diffusion.model.denoiser import build, targets
+from cai_apps.applications.diffusion.model.design import Design
+from cai_apps.applications.diffusion.model.noise_process import process_of
+from cai_apps.applications.diffusion.model.tensor_parallel import share_of, trains_text
 from cai_apps.applications.diffusion.rules import check_design
-from cai_apps.applications.diffusion.sample import make_scheduler, options
-from cai_apps.applications.diffusion.tensor import share_of, trains_text
+from cai_apps.applications.diffusion.sampling.scheduler import make_scheduler, options
 from cai_apps.compose.lora import check_targets, need_peft
 from cai_apps.config import validation
 from cai_mesh.errors import ConfigError

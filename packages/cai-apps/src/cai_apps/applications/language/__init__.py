@@ -11,7 +11,11 @@ from cai_apps.applications.language.config import Config
 if TYPE_CHECKING:
     from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.files.directory import RunDirectory
+
+
+PRELOAD = ("transformers", "cai_apps.applications.language.task", "transformers.models.llama.modeling_llama")
+"""Modules that the ranks of a run on one machine share."""
 
 
 def _check(config: Config) -> None:
@@ -24,7 +28,7 @@ def _train(config: Config, label: str, given: Collection[str] | None) -> RunDire
     from cai_apps.applications.language.task import LANGUAGE
     from cai_apps.run.train import train
 
-    return train(LANGUAGE, config, label=label, meant=given)
+    return train(LANGUAGE, config, label=label, meant=given, preload=PRELOAD)
 
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:

@@ -14,8 +14,8 @@ from cai_apps.compose.models import model_config_for
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Memory, Parallel
 from cai_apps.data.tokenizer import load_tokenizer
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.job import start_rank
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.launch.rank import start_rank
 from cai_mesh import checkpoint
 from cai_mesh.errors import CheckpointError
 

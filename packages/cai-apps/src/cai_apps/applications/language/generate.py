@@ -7,7 +7,7 @@ from typing import Any
 
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_mesh.errors import CheckpointError, ConfigError
-from cai_mesh.headers import check_weights
+from cai_mesh.files import check_weights
 
 COLDEST = 1e-3
 """Logits are divided by a temperature; by less they would leave the range of their dtype."""

@@ -32,7 +32,7 @@ from cai_apps.data.prepare import Prepared, prepare
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_apps.planner.flops import token_flops
 from cai_apps.report.outcome import show_outcome
-from cai_apps.run.position import Unit
+from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import load_hf, save_hf
 from cai_mesh.errors import DataError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from cai_apps.compose.session import Session
-    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.files.directory import RunDirectory
     from cai_apps.run.task import Job
 
 

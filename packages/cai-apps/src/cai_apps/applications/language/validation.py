@@ -8,7 +8,7 @@ from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.rules import check_model, check_settings
 from cai_apps.compose.models import check_causal, pretrained_directory
 from cai_apps.config import validation
-from cai_mesh.headers import check_weights
+from cai_mesh.files import check_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,7 +14,7 @@ from cai_mesh.errors import ConfigError
 if TYPE_CHECKING:
     from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.files.directory import RunDirectory
 
 
 def need_gemmi() -> None:

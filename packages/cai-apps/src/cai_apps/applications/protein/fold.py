@@ -21,7 +21,7 @@ from cai_apps.applications.protein.loss.points import lddt
 from cai_apps.applications.protein.model.alphafold import ALPHA, AlphaFold, Features
 from cai_apps.compose.broken import watched
 from cai_mesh.errors import DataError
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 
 @dataclass(frozen=True)

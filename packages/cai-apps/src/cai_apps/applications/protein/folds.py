@@ -21,7 +21,7 @@ from cai_apps.applications.protein.data.structures import write_chain
 from cai_apps.applications.protein.export import export, load_export
 from cai_apps.applications.protein.fold import Options, fold, likeness
 from cai_apps.compose.sharding import DTYPES
-from cai_mesh.paths import own_folder, remove, write_text
+from cai_mesh.files import own_folder, remove, write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session

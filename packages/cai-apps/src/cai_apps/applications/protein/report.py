@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cai_apps.applications.protein.folds import FOLDS, SCORES, TRUTH
-from cai_apps.report.embed import svg_of
-from cai_apps.run.directory import RunDirectory
+from cai_apps.report.inline_images import svg_of
+from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import DataError
-from cai_mesh.paths import inside
+from cai_mesh.files import inside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

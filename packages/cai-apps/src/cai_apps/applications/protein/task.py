@@ -15,7 +15,7 @@ from cai_apps.applications.protein.validation import resolve
 from cai_apps.applications.protein.workload import piece_of, workload
 from cai_apps.compose.workload import Workload
 from cai_apps.report.outcome import show_outcome
-from cai_apps.run.position import Unit
+from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 
 if TYPE_CHECKING:

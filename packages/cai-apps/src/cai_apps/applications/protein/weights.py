@@ -17,7 +17,7 @@ from cai_apps.applications.protein import names
 from cai_apps.applications.protein.arrays import places, read
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_mesh.errors import DataError
-from cai_mesh.headers import check_header
+from cai_mesh.files import check_header
 
 PREFIXES = ("module.", "model.")
 """What names begin with in files of training runs."""

@@ -11,7 +11,7 @@ from cai_apps.applications.recsys.config import RecsysConfig
 if TYPE_CHECKING:
     from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.directory import RunDirectory
+    from cai_apps.run.files.directory import RunDirectory
 
 
 def _check(config: RecsysConfig) -> None:

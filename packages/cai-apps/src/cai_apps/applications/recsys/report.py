@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cai_apps.report.page import Page
 from cai_apps.report.plots import Curve
-from cai_apps.run.metrics import need
+from cai_apps.run.loop.metrics import need
 
 
 def _summary(records: list[dict]) -> list[tuple[str, str]]:

@@ -14,11 +14,11 @@ from cai_apps.applications.recsys.clicks import Batch, ClickData, auc
 from cai_apps.applications.recsys.config import RecsysConfig
 from cai_apps.applications.recsys.dlrm import DLRM
 from cai_apps.applications.recsys.rules import check, widths
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files.directory import RunDirectory
 from cai_gemini import CachedEmbedding, RowwiseAdagrad, lookahead
 from cai_mesh import checkpoint
 from cai_mesh.errors import ConfigError
-from cai_mesh.paths import appended, write_text
+from cai_mesh.files import appended, write_text
 
 
 def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:

@@ -9,32 +9,42 @@ from cai_pipeline.plans.actions import Action, Kind, Program
 from cai_pipeline.plans.placement import Held, Placement, stages_of
 from cai_pipeline.plans.schedules.breadth_first import breadth_first, gpipe
 from cai_pipeline.plans.schedules.controllable import v_half, v_min
-from cai_pipeline.plans.schedules.dualpipe import dualpipe_v
+from cai_pipeline.plans.schedules.dualpipe import FEWEST, dualpipe_v
 from cai_pipeline.plans.schedules.interleaved import interleaved
+from cai_pipeline.plans.schedules.limits import Limits
 from cai_pipeline.plans.schedules.one_f_one_b import one_f_one_b
 from cai_pipeline.plans.schedules.zero_bubble import zb_h1, zb_v
 
 ScheduleFn = Callable[[Held, int, int], list[Action]]
 
-SCHEDULES: dict[str, ScheduleFn] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "bfs": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe-v": dualpipe_v,
+_ROWS: dict[str, tuple[ScheduleFn, Limits]] = {
+    "gpipe": (gpipe, Limits()),
+    "1f1b": (one_f_one_b, Limits()),
+    "interleaved": (interleaved, Limits("any")),
+    "bfs": (breadth_first, Limits("any")),
+    "zb-h1": (zb_h1, Limits(split=True)),
+    "zb-v": (zb_v, Limits("two", split=True)),
+    "v-half": (v_half, Limits("two", split=True)),
+    "v-min": (v_min, Limits("two", split=True)),
+    "dualpipe-v": (dualpipe_v, Limits("two", split=True, microbatches=FEWEST)),
 }
-IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules whose stages lie in a V; those of others lie in a loop."""
+SCHEDULES: dict[str, ScheduleFn] = {name: function for name, (function, _) in _ROWS.items()}
+LIMITS = {name: limits for name, (_, limits) in _ROWS.items()} | {"auto": Limits("any", split=True)}
+"""Limits of the schedules, and of "auto", which is one of them first and ordered anew then."""
+
+
+def limits_of(schedule: str) -> Limits:
+    """The limits of a schedule of SCHEDULES, or of "auto". Raises `PlanError` for an unknown name."""
+    if schedule not in LIMITS:
+        raise PlanError(f"unknown schedule {schedule!r}", got=schedule, fix=did_you_mean(schedule, LIMITS))
+    return LIMITS[schedule]
 
 
 def placement_of(schedule: str, chunks: int = 1) -> Placement:
     """How the stages of a schedule of SCHEDULES, or of "auto", are placed: those of two chunks that it may order freely
     in a V, where the first rank has the last stage too and begins its backwards at once."""
-    return "v" if schedule in IN_A_V or (schedule == "auto" and chunks == 2) else "loop"
+    two = schedule in LIMITS and LIMITS[schedule].stages == "two"
+    return "v" if two or (schedule == "auto" and chunks == 2) else "loop"
 
 
 def program(schedule: str, held: Held, microbatches: int) -> Program:

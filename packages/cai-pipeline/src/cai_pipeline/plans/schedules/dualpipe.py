@@ -16,6 +16,9 @@ from cai_pipeline.plans.actions import Action, Kind
 from cai_pipeline.plans.placement import Held
 from cai_pipeline.plans.schedules._arguments import check_arguments, check_v
 
+FEWEST = 2
+"""Microbatches of each rank."""
+
 
 def dualpipe_v(held: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank.
@@ -31,11 +34,11 @@ def dualpipe_v(held: Held, microbatches: int, rank: int) -> list[Action]:
     check_arguments("dualpipe-v", held, microbatches, rank)
     check_v("dualpipe-v", held)
     ranks = len(held) // 2
-    if microbatches < 2 * ranks:
+    if microbatches < FEWEST * ranks:
         raise PlanError(
             'the schedule "dualpipe-v" has two microbatches or more for each rank',
             got=f"{microbatches} microbatches, {ranks} ranks",
-            expected=f"at least {2 * ranks}",
+            expected=f"at least {FEWEST * ranks}",
             fix='take more microbatches, or the schedule "zb-v", which takes any number',
         )
     after, upto = ranks - rank - 1, rank + 1

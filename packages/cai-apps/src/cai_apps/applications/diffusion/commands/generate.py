@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from cai_apps.applications.diffusion import need_diffusers
-from cai_apps.applications.diffusion.sizes import parse_size
-from cai_apps.cli.arguments import parse
+from cai_apps.applications.diffusion.sampling.picture_sizes import parse_size
+from cai_apps.config.arguments import parse
 from cai_apps.config.environment import launched
 from cai_apps.config.ranges import COUNT, NATURAL, SEED, Range
-from cai_apps.run.directory import RunDirectory
-from cai_apps.run.progress import counted
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.loop.progress import counted
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from cai_apps.applications.diffusion.sample import Sampler
+    from cai_apps.applications.diffusion.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def _ranks(options: Arguments) -> Iterator[torch.device | None]:
         return
     import torch.distributed as dist
 
-    from cai_apps.run.job import start_rank
-    from cai_apps.run.launch import gpus
+    from cai_apps.run.launch.devices import gpus
+    from cai_apps.run.launch.rank import start_rank
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
@@ -123,8 +123,9 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
     import torch.distributed as dist
     from PIL import Image
 
-    from cai_apps.applications.diffusion.loading import Memory
-    from cai_apps.applications.diffusion.sample import Options, grid, open_sampler
+    from cai_apps.applications.diffusion.model.loading import Memory
+    from cai_apps.applications.diffusion.sampling.sampler import grid, open_sampler
+    from cai_apps.applications.diffusion.sampling.scheduler import Options
 
     memory = Memory(options.weights, options.residency, options.vae)
     sampler = open_sampler(directory, raw=options.raw, device=device, memory=memory)

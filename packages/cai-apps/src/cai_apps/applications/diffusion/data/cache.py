@@ -29,18 +29,18 @@ from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.prior import with_class
 from cai_apps.applications.diffusion.data.ratios import nearest, shapes_of
 from cai_apps.applications.diffusion.data.sources import Folder, Source, source_of
-from cai_apps.applications.diffusion.design import Design, load_design
-from cai_apps.applications.diffusion.encoders import (
+from cai_apps.applications.diffusion.model.captions import embed, load_tokenizers, tokenize, train_tokenizer
+from cai_apps.applications.diffusion.model.design import Design, load_design
+from cai_apps.applications.diffusion.model.encoders import (
     Autoencoder,
     encoder_directory,
     load_autoencoder,
     load_texts,
 )
-from cai_apps.applications.diffusion.text import embed, load_tokenizers, tokenize, train_tokenizer
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.data.sealed import open_or_make
 from cai_mesh.errors import DataError
-from cai_mesh.paths import inside
+from cai_mesh.files import inside
 
 FORMAT = 4
 AT_ONCE = 16

@@ -17,10 +17,11 @@ import torch
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.sources import Folder, Source, source_of
-from cai_apps.applications.diffusion.design import Design
-from cai_apps.applications.diffusion.sample import open_sampler, options
+from cai_apps.applications.diffusion.model.design import Design
+from cai_apps.applications.diffusion.sampling.sampler import open_sampler
+from cai_apps.applications.diffusion.sampling.scheduler import options
 from cai_mesh.errors import DataError
-from cai_mesh.paths import private_folder, replaced
+from cai_mesh.files import private_folder, replaced
 
 AT_ONCE = 8
 """Pictures that are drawn together."""

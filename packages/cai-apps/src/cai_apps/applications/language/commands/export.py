@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from cai_apps.cli.arguments import parse
+from cai_apps.config.arguments import parse
 from cai_mesh.errors import ConfigError
 
 

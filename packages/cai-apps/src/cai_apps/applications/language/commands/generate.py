@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from cai_apps.cli.arguments import parse
+from cai_apps.config.arguments import parse
 from cai_apps.config.ranges import COUNT, NATURAL, SEED
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files.directory import RunDirectory
 
 
 @dataclass(frozen=True)

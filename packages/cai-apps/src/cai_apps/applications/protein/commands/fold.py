@@ -11,9 +11,9 @@ import numpy as np
 import tyro
 
 from cai_apps.applications.protein import need_gemmi
-from cai_apps.cli.arguments import parse
+from cai_apps.config.arguments import parse
 from cai_apps.config.ranges import COUNT, SEED
-from cai_apps.run.directory import RunDirectory
+from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _fold(
     import torch
 
     from cai_apps.applications.protein.fold import Options, fold
-    from cai_apps.run.launch import choose_device
+    from cai_apps.run.launch.devices import choose_device
 
     device, _ = choose_device(options.device, 1)
     bf16 = options.dtype == "bf16" or (

@@ -25,7 +25,7 @@ from cai_apps.applications.protein.data.sequences import Alignment, read_a3m, re
 from cai_apps.applications.protein.data.structures import Chain, read_chain
 from cai_apps.applications.protein.data.templates import Template
 from cai_mesh.errors import ConfigError, DataError, did_you_mean
-from cai_mesh.paths import private_folder, replaced
+from cai_mesh.files import private_folder, replaced
 
 FORMAT = 2
 """Of what is kept; another one makes all of it anew."""

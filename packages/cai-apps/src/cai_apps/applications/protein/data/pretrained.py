@@ -13,7 +13,7 @@ from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_apps.applications.protein.weights import openfold_names, read_weights
 from cai_apps.data.sealed import open_or_make
-from cai_mesh.paths import private_folder
+from cai_mesh.files import private_folder
 
 FILE = "model.safetensors"
 

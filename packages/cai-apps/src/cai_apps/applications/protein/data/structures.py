@@ -10,7 +10,7 @@ import numpy as np
 
 from cai_apps.applications.protein.chemistry import LETTERS, PLACES, UNKNOWN, residues
 from cai_mesh.errors import ConfigError, DataError
-from cai_mesh.paths import write_text
+from cai_mesh.files import write_text
 
 SAME = {"MSE": "MET"}
 """Residues that are another with an atom exchanged: selenium is the sulfur's place."""

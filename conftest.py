@@ -1,0 +1,121 @@
+"""What all suites share: a lock around tests that fill the machine, and budgets of what a suite starts.
+
+`CAI_TESTS_LOCK` names a file. Suites that run side by side hold it while they run four ranks or more, or a launcher.
+`CAI_TESTS_BUDGET` names a suite: at its end, what it started is held against its row of `tests/budgets.toml`. Counts of
+processes and of groups of ranks tell that a suite has become slower where a clock, on a shared machine, cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+MANY = 4
+"""Ranks that fill two cores."""
+LAUNCHERS = ("tests/faults", "tests/examples", "packages/cai-apps/tests/run")
+"""Folders whose tests start programs that start ranks."""
+
+started: Counter[str] = Counter()
+"""`processes` and `groups` (of ranks) that this process has started."""
+
+
+def _count_commands(event: str, _: tuple) -> None:
+    if event == "subprocess.Popen":
+        started["processes"] += 1
+
+
+def _count_processes() -> None:
+    start = BaseProcess.start
+
+    @functools.wraps(start)
+    def counted(self: BaseProcess) -> None:
+        started["processes"] += 1
+        start(self)
+
+    BaseProcess.start = counted  # type: ignore[method-assign]
+
+
+sys.addaudithook(_count_commands)
+_count_processes()
+
+
+@contextlib.contextmanager
+def machine() -> Iterator[None]:
+    """Hold the machine against the tests of other sessions that fill it, where `CAI_TESTS_LOCK` is set."""
+    path = os.environ.get("CAI_TESTS_LOCK")
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _watch_ranks() -> None:
+    """Count groups of ranks, and hold the machine while there are many ranks."""
+    pool = getattr(sys.modules.get("cai_mesh.testing"), "RankPool", None)
+    if pool is None or hasattr(pool.run, "__wrapped__"):
+        return
+    run = pool.run
+
+    @functools.wraps(run)
+    def watched(self, n: int, *arguments, **keywords):
+        started["groups"] += 1
+        with machine() if n >= MANY and not _holds else contextlib.nullcontext():
+            return run(self, n, *arguments, **keywords)
+
+    pool.run = watched
+
+
+_holds: list[str] = []
+"""The test that holds the machine as a whole."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _watch_ranks()
+    if not item.path.is_relative_to(ROOT) or not str(item.path.relative_to(ROOT)).startswith(LAUNCHERS):
+        return (yield)
+    with machine():
+        _holds.append(item.nodeid)
+        try:
+            return (yield)
+        finally:
+            _holds.clear()
+
+
+def over_budget(suite: str, counts: Counter[str], budgets: dict[str, dict[str, int]]) -> list[str]:
+    """What a suite started more of than its row allows, a line each."""
+    allowed = budgets.get(suite, {"processes": 0, "groups": 0})
+    return [
+        f"{suite} started {counts[kind]} {kind}, its budget is {limit}: tests/budgets.toml"
+        for kind, limit in allowed.items()
+        if counts[kind] > limit
+    ]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    suite = os.environ.get("CAI_TESTS_BUDGET")
+    if not suite or session.config.option.collectonly:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.write_line(
+        f"{suite}: started {started['processes']} processes, {started['groups']} groups of ranks"
+    )
+    budgets = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text())
+    wrong = over_budget(suite, started, budgets)
+    for line in wrong:
+        reporter.write_line(line, red=True)
+    if wrong:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,1 @@
+"""Builds the parts of a diffusion model, loads and exports them."""

@@ -1,0 +1,1 @@
+"""Trains a denoiser: its workload, its losses and what a step computes."""

@@ -1,0 +1,202 @@
+"""Checkpoints of a run: the session's state and the run's position, saved by any layout and resumed on any other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from cai_apps.compose.average import AVERAGE
+from cai_apps.config.sections import RunConfig
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.files.finite import not_finite
+from cai_apps.run.files.position import Position
+from cai_mesh import checkpoint
+from cai_mesh.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from cai_apps.compose.session import Session
+
+AUTO, NEVER = "auto", "never"
+POSITION = "train"
+SHOWN = 4
+"""Names in an error."""
+
+
+def check(config: RunConfig, run: RunDirectory) -> None:
+    """What can be known before ranks start.
+
+    Raises:
+        CheckpointError: there is nothing to resume from at `checkpoint.resume`, or a run that does not resume from
+            its own directory would write over the checkpoints there.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == AUTO:
+        return
+    if wanted != NEVER and not Path(wanted).expanduser().is_dir():
+        raise CheckpointError(
+            f"no checkpoint at checkpoint.resume = {wanted!r}",
+            expected="auto, never, or the directory of a checkpoint or of checkpoints",
+        )
+    if wanted != NEVER:
+        _check_source(Path(wanted).expanduser())
+    held = checkpoint.steps(run.checkpoints)
+    if held:
+        raise CheckpointError(
+            f"{run.checkpoints} already has checkpoints",
+            got=", ".join(path.name for path in held),
+            cause=f"with checkpoint.resume = {wanted!r} this run would write its own among them",
+            fix='choose another log.directory, delete them, or set checkpoint.resume to "auto"',
+        )
+
+
+def _check_source(source: Path) -> None:
+    """Raises CheckpointError for a directory that neither is a checkpoint nor holds one."""
+    if not (source / "manifest.json").is_file() and not checkpoint.steps(source):
+        raise CheckpointError(
+            f"there is no checkpoint in {source}",
+            expected="a directory step-N with a manifest.json, or one that holds such",
+            fix="name RUN_DIR/checkpoints, or one of the checkpoints there",
+        )
+
+
+def goes_on(config: RunConfig, run: RunDirectory) -> bool:
+    """Whether a run will look for checkpoints of its own directory, and there are some."""
+    return config.checkpoint.resume == AUTO and bool(checkpoint.steps(run.checkpoints))
+
+
+class Saver:
+    """Writes checkpoints/step-N of a run; with `checkpoint.background` while training goes on.
+
+    There is one write at a time: the next save waits for it, and with it for the host copy it reads from.
+    """
+
+    def __init__(self, session: Session, run: RunDirectory):
+        self._session, self._run = session, run
+        self._options = session.config.checkpoint
+        apart = self._options.background and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if apart else None
+        self._last: checkpoint.Saving | None = None
+
+    def save(self, position: Position) -> None:
+        """Save the session and the position it has reached. Collective.
+
+        Raises:
+            DataError: a weight, a moment or an average is not finite. Nothing is written then, for a run could not go
+                on from it.
+        """
+        self.wait()
+        state = self._session.state()
+        if broken := not_finite(state):
+            raise DataError(
+                f"what step {position.step} has left is not finite, and is not saved",
+                got=_some(broken),
+                cause="often a learning rate that is too high",
+                fix="lower optimizer.lr or lengthen lr_schedule.warmup_steps, and go on from the checkpoint before",
+            )
+        self._last = checkpoint.save(
+            self._run.checkpoints,
+            {**state, POSITION: asdict(position)},
+            step=position.step,
+            keep_last=self._options.keep_last,
+            async_=self._options.background,
+            group=self._group,
+        )
+
+    def wait(self) -> None:
+        """Return once the last save is committed; raises what kept it from that."""
+        if self._last is not None:
+            self._last.wait()
+
+
+def is_due(config: RunConfig, position: Position) -> bool:
+    """Whether a step is followed by a checkpoint."""
+    every, last = config.checkpoint.every, position.step == config.train.steps
+    return (last and config.checkpoint.final) or bool(every and position.step % every == 0)
+
+
+def resume(session: Session, run: RunDirectory) -> Position:
+    """Loads what `checkpoint.resume` names into the session; the position to go on from. Collective.
+
+    With "auto" the newest checkpoint is taken whose files verify and whose values are finite.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, not finite or of another model, or is further than the run
+            goes; or there are some, and none of them is whole and finite.
+    """
+    wanted = session.config.checkpoint.resume
+    if wanted == NEVER:
+        return Position()
+    if wanted != AUTO:
+        source = Path(wanted).expanduser()
+        position, broken = _load(session, source)
+        if broken:
+            raise CheckpointError(
+                f"{source} is not finite", got=_some(broken), fix="resume from an older one"
+            )
+        return _resumed(position, source)
+    return _newest(session, run)
+
+
+def _newest(session: Session, run: RunDirectory) -> Position:
+    passed: list[str] = []
+    source, damaged = checkpoint.newest_good(run.checkpoints)
+    while source is not None:
+        passed += damaged
+        position, broken = _load(session, source)
+        if not broken:
+            _say_passed(passed)
+            return _resumed(position, source)
+        passed.append(f"{source}: not finite: {_some(broken)}")
+        source, damaged = checkpoint.newest_good(run.checkpoints, before=source)
+    passed += damaged
+    if passed:
+        raise CheckpointError(
+            f"no checkpoint in {run.checkpoints} can be gone on from",
+            got="\n             ".join(passed),
+            fix="name a good one with checkpoint.resume, or start anew with another log.directory",
+        )
+    return Position()
+
+
+def _say_passed(passed: list[str]) -> None:
+    if passed and dist.get_rank() == 0:
+        print("passing over damaged checkpoints:", *passed, sep="\n  ", flush=True)
+
+
+def _resumed(position: Position, source: Path) -> Position:
+    if dist.get_rank() == 0:
+        print(f"resumed from {source}", flush=True)
+    return position
+
+
+def _load(session: Session, source: Path) -> tuple[Position, list[str]]:
+    """Fills the session; the position it has then, and what is not finite. An average that the checkpoint lacks begins
+    with its weights."""
+    state = session.state()
+    averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
+    lacks = session.average is not None and not averaged
+    asked = {name: value for name, value in state.items() if not (lacks and name.startswith(AVERAGE))}
+    values = checkpoint.load(source, asked)
+    position = Position(**values[POSITION])
+    if position.step > session.config.train.steps:
+        raise CheckpointError(
+            f"the checkpoint {source} is past the end of the run",
+            got=f"step {position.step}",
+            expected=f"at most train.steps = {session.config.train.steps}",
+            fix='raise train.steps or set checkpoint.resume to "never"',
+        )
+    if lacks:
+        assert session.average is not None
+        session.average.restart()
+    broken = not_finite(state)
+    if not broken:
+        session.loaded(values, position.step)
+    return position, broken
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,228 @@
+"""The ranks that the others wait for: what each rank reports of itself, and what follows from all of it.
+
+No communication.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+WAITING = ("torch/distributed/", "cai_mesh/comm/", "torch/cuda/streams.py", "torch/cuda/__init__.py")
+"""Parts of paths whose functions wait for other ranks, or for a device that may be waiting for them."""
+KEPT = 32
+"""Collectives of a group that a rank tells by name: the last ones."""
+OWN = "cai "
+"""What names of threads begin with that wait for no rank."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """How far a rank is in a group of ranks.
+
+    Args:
+        ranks: of the group.
+        calls: collectives that this rank has called there. With NCCL the host runs ahead of its device: what it has
+            called need not have begun.
+        recent: the last of them in their order, as "all_reduce [4]"; "" for one that is not known.
+    """
+
+    ranks: tuple[int, ...]
+    calls: int
+    recent: tuple[str, ...] = ()
+
+    def name(self, number: int) -> str:
+        """The collective of this number, from 1; "" where it is not known."""
+        place = number - 1 - self.calls + len(self.recent)
+        return self.recent[place] if 0 <= place < len(self.recent) else ""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Report of a rank on itself.
+
+    Args:
+        step: steps it has done.
+        where: the call that it is in, as "sleep at train.py:12".
+        waits: whether that is one that waits for other ranks.
+        groups: by name, those that it is in.
+        at: what it is at within a step, such as "the forward of microbatch 0 on stage 1 (1F0)".
+    """
+
+    step: int
+    where: str
+    waits: bool
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    at: str = ""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str | bytes) -> RankReport:
+        table = json.loads(text)
+        groups = {
+            name: Group(tuple(g["ranks"]), g["calls"], tuple(g["recent"]))
+            for name, g in table["groups"].items()
+        }
+        return RankReport(table["step"], table["where"], table["waits"], groups, table["at"])
+
+
+def blame(reports: Sequence[RankReport | None]) -> str:
+    """Who did not arrive, and where; a line for each rank that others wait for.
+
+    Args:
+        reports: of all ranks in their order; None: it gave none.
+    """
+    silent = [rank for rank, seen in enumerate(reports) if seen is None]
+    if silent:
+        who = f"rank{'s' * (len(silent) > 1)} {_listed(silent)}"
+        return f"{who}: no sign of life; stopped, or the machine is gone"
+    seen = [each for each in reports if each is not None]
+    if differ := _different(seen):
+        return differ
+    late, ahead = _late(seen), _ahead(seen)
+    missing = [rank for rank in late if not seen[rank].waits and rank not in ahead]
+    missing = missing or [rank for rank in late if not seen[rank].waits] or list(late)
+    if missing:
+        return "\n".join(
+            f"rank {rank} has not arrived at {late[rank]}: {_state(seen[rank])}" for rank in missing
+        )
+    busy = [rank for rank, each in enumerate(seen) if not each.waits]
+    who = busy if 0 < len(busy) < len(seen) else range(len(seen))
+    return "\n".join(f"rank {rank}: {_state(seen[rank])}" for rank in who)
+
+
+def _groups(seen: Sequence[RankReport]) -> Iterator[dict[int, Group]]:
+    """Each group, as its ranks tell of it."""
+    found: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
+    for rank, each in enumerate(seen):
+        for name, group in each.groups.items():  # a name may be that of several groups
+            found.setdefault((name, group.ranks), {})[rank] = group
+    for key in sorted(found):
+        yield found[key]
+
+
+def _late(seen: Sequence[RankReport]) -> dict[int, str]:
+    """By rank: the first collective that others of a group have called and it has not."""
+    found: dict[int, str] = {}
+    for members in _groups(seen):
+        first = max(members, key=lambda rank: members[rank].calls)
+        ahead = members[first]
+        for rank, group in members.items():
+            if group.calls < ahead.calls:
+                number = group.calls + 1 if ahead.name(group.calls + 1) else ahead.calls
+                which = (
+                    f"{ahead.name(number) or 'a collective'}, number {number} of ranks {_listed(ahead.ranks)}"
+                )
+                found.setdefault(rank, f"{which}, where rank {first} waits")
+    return found
+
+
+def _ahead(seen: Sequence[RankReport]) -> set[int]:
+    """Ranks that have called what another of a group has not: they, or their devices, wait for that one."""
+    found: set[int] = set()
+    for members in _groups(seen):
+        least = min(group.calls for group in members.values())
+        found |= {rank for rank, group in members.items() if group.calls > least}
+    return found
+
+
+def _different(seen: Sequence[RankReport]) -> str:
+    """The first collective of a group that its ranks have called, and not as the same operation."""
+    for members in _groups(seen):
+        reached = min(group.calls for group in members.values())
+        for number in range(max(1, reached - KEPT + 1), reached + 1):
+            names = {rank: group.name(number) for rank, group in members.items()}
+            if len({name.partition(" ")[0] for name in names.values() if name}) > 1:
+                called = ", ".join(f"rank {rank} {name}" for rank, name in names.items() if name)
+                ranks = _listed(next(iter(members.values())).ranks)
+                return f"the ranks have called different collectives: {called}, as number {number} of ranks {ranks}"
+    return ""
+
+
+def _state(seen: RankReport) -> str:
+    at = f"at {seen.at}, " if seen.at else ""
+    return f"after step {seen.step} it is {at}in {seen.where}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def look(step: int, at: str) -> RankReport:
+    """What this rank is doing, after so many steps, at this within the next."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    stacks = {
+        ident: traceback.extract_stack(frame)
+        for ident, frame in sys._current_frames().items()
+        if not threads.get(ident, "").startswith(OWN)
+    }
+    waiting = next((stack for stack in stacks.values() if _waits(stack)), None)
+    stack = waiting or stacks.get(main or 0) or []
+    return RankReport(step, _place(stack), waiting is not None, _groups_if_told(), at)
+
+
+def _groups_if_told() -> dict[str, Group]:
+    """Nothing where the recorder fails, or is of another form than here: what else is known is told all the same."""
+    try:
+        return groups()
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def _waits(stack: Sequence[traceback.FrameSummary]) -> bool:
+    return any(part in frame.filename.replace("\\", "/") for frame in stack[-3:] for part in WAITING)
+
+
+def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost call, and the line that is there."""
+    if not stack:
+        return "a place that is not known"
+    frame = stack[-1]
+    line = f": {frame.line}" if frame.line else ""
+    return f"{frame.name} at {frame.filename}:{frame.lineno}{line}"
+
+
+def groups() -> dict[str, Group]:
+    """This rank's groups, and how far it is in each, by torch's flight recorder; without those it has forgotten."""
+    called: dict[str, dict[int, str]] = {}
+    entries, forgets = _recorded()
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            what = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+            sizes = " ".join(map(str, entry.get("input_sizes", ())))
+            called.setdefault(entry["process_group"][0], {})[entry["collective_seq_id"]] = (
+                f"{what} {sizes}".strip()
+            )
+    members = {
+        str(name): tuple(dist.get_process_group_ranks(g)) for g, name in c10d._world.pg_names.items() if g
+    }
+    found = {name: Group(ranks, 0) for name, ranks in members.items() if not forgets}
+    for name in called.keys() & members.keys():
+        calls = max(called[name])
+        numbers = range(max(min(called[name]), calls - KEPT + 1), calls + 1)
+        found[name] = Group(members[name], calls, tuple(called[name].get(n, "") for n in numbers))
+    return found
+
+
+def _recorded() -> tuple[list[dict[str, Any]], bool]:
+    """What the flight recorders of gloo and NCCL hold, oldest first, and whether one has forgotten something."""
+    import torch._C._distributed_c10d as native
+
+    held: list[list[dict[str, Any]]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(native, name, None)
+        held.append(json.loads(dump(True, False)).get("entries", []) if dump is not None else [])
+    entries = [entry for each in held for entry in each]
+    return entries, not entries or any(each[0]["record_id"] > 0 for each in held if each)

@@ -1,0 +1,66 @@
+"""Makes the job of a run, in one process or by agreement of ranks that a launcher has started."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from cai_apps.run.files import changes, checkpoint
+from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.launch.rank import local_rank
+from cai_apps.run.task import Job, Task
+
+PREPARE_TIMEOUT = timedelta(hours=12)
+"""How long ranks wait for one of them to prepare data."""
+
+
+def make_job(
+    task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None = None
+) -> Job:
+    """Prepares the data and makes what the run directory lacks; it is held meanwhile.
+
+    Args:
+        meant: as for `cai_apps.run.files.changes.check`, whose errors it has, too.
+    """
+    _check(config, run, meant)
+    job = Job(task, config, run.path, task.prepare(config), device)
+    _make_directory(job)
+    return job
+
+
+def join_job(
+    task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None = None
+) -> Job:
+    """What every rank of a launcher does instead of `make_job`. Collective; torch.distributed is initialized.
+
+    The first rank of each machine prepares the data while the others wait; rank 0 makes the run directory.
+    """
+    patient = dist.new_group(backend="gloo", timeout=PREPARE_TIMEOUT)
+    if dist.get_rank() == 0:
+        _check(config, run, meant)
+    if local_rank() == 0:
+        prepared = task.prepare(config)
+        if dist.get_rank() == 0:
+            _make_directory(Job(task, config, run.path, prepared, device))
+    dist.barrier(patient)
+    dist.destroy_process_group(patient)
+    return Job(task, config, run.path, task.prepare(config), device)
+
+
+def _check(config: Any, run: RunDirectory, meant: Collection[str] | None) -> None:
+    """Refuse checkpoints that would be mixed, and changes of a run that goes on, unless they are meant."""
+    run.check_kind(config.application)
+    checkpoint.check(config, run)
+    if checkpoint.goes_on(config, run) and run.config_file.is_file():
+        found = changes.changes(run.config_file, config)
+        changes.check(found, run.path, meant)
+        if found:
+            print("the run goes on, changed:", *changes.lines(found), sep="\n  ", flush=True)
+
+
+def _make_directory(job: Job) -> None:
+    job.run.create(job.config)
+    job.task.fill(job)

@@ -1,0 +1,1 @@
+"""Trains step by step, measures each step and shows it."""

@@ -1,0 +1,109 @@
+"""How a run shows itself while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Protocol
+
+from cai_apps.run.loop.metrics import Metrics
+
+RECENT = 10
+"""Steps whose mean time gives the ETA."""
+
+
+class Progress(Protocol):
+    def update(self, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_progress(total: int, *, start: int, every: int) -> Progress:
+    """A display for a terminal or, elsewhere, a printed line every `every` steps."""
+    return LiveProgress(total, start) if sys.stdout.isatty() else PlainProgress(total, start, every)
+
+
+class PlainProgress:
+    def __init__(self, total: int, start: int, every: int):
+        self._total, self._start, self._every = total, start, every
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+
+    def update(self, metrics: Metrics) -> None:
+        self._seconds.append(metrics.step_seconds)
+        first = metrics.step == self._start + 1
+        if not first and metrics.step % self._every and metrics.step != self._total:
+            return
+        left = fmean(self._seconds) * (self._total - metrics.step)
+        print(f"step {metrics.step}/{self._total}  {describe(metrics)}  ETA {_clock(left)}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveProgress:
+    def __init__(self, total: int, start: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        eta = TimeRemainingColumn(elapsed_when_finished=True)
+        self._bar = Bar(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[line]}"), eta
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("step", total=total, completed=start, line="")
+
+    def update(self, metrics: Metrics) -> None:
+        self._bar.update(self._task, completed=metrics.step, line=describe(metrics))
+        if metrics.validation_loss is not None:
+            self._bar.console.print(f"step {metrics.step}  validation loss {metrics.validation_loss:.4f}")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+@contextmanager
+def counted(total: int, what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """How many of `total` things are done, as the function it gives is told: a live bar on a terminal, else lines."""
+    if not shown:
+        yield lambda done: None
+        return
+    if sys.stdout.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        with Bar(TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    started = time.monotonic()
+
+    def told(done: int) -> None:
+        left = (time.monotonic() - started) / done * (total - done)
+        print(f"{what} {done}/{total}  ETA {_clock(left)}", flush=True)
+
+    yield told
+
+
+def describe(metrics: Metrics) -> str:
+    """The numbers of a step on one line."""
+    parts = [
+        f"loss {metrics.loss:.4f}",
+        f"grad norm {metrics.grad_norm:.3f}",
+        f"{metrics.units_per_second:,.0f} {metrics.unit}/s",
+        f"memory {metrics.memory_bytes / 2**30:.2f} GiB",
+    ]
+    share = next(iter(metrics.shares.values()), None)
+    if share is not None:
+        parts.append(f"MFU {share:.1%}")
+    if metrics.validation_loss is not None:
+        parts.append(f"validation loss {metrics.validation_loss:.4f}")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,1 @@
+"""Holds device and host memory, and moves bytes between them in the background."""

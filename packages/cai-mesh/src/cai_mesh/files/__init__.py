@@ -1,0 +1,33 @@
+"""Files that others have named or may have laid links to, and the headers of files of weights."""
+
+from __future__ import annotations
+
+from cai_mesh.files.headers import check_header, check_weights, weight_map
+from cai_mesh.files.paths import (
+    DIRECTORY,
+    appended,
+    folder,
+    inside,
+    own_folder,
+    private_folder,
+    refuse_links,
+    remove,
+    replaced,
+    write_text,
+)
+
+__all__ = [
+    "DIRECTORY",
+    "appended",
+    "check_header",
+    "check_weights",
+    "folder",
+    "inside",
+    "own_folder",
+    "private_folder",
+    "refuse_links",
+    "remove",
+    "replaced",
+    "weight_map",
+    "write_text",
+]

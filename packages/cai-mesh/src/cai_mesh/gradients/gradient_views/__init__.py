@@ -1,0 +1,1 @@
+"""Parameters whose `.grad` shows a gradient that lies elsewhere, in parts over ranks or in a chunk."""

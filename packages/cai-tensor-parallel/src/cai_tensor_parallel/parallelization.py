@@ -1,0 +1,184 @@
+"""`parallelize`: a plan, a mode and a mesh applied to a model, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from cai_mesh.comm import AnyMesh, ParallelMesh
+from cai_mesh.errors import PlanError
+from cai_mesh.layout import refresh
+from cai_mesh.trial import SmallModel, Trial
+from cai_tensor_parallel.cut.between import mark_parts, refusal, watch
+from cai_tensor_parallel.cut.gradients import show_gradients
+from cai_tensor_parallel.cut.heads import (
+    check_uneven,
+    informed,
+    shared_heads_of,
+    shares_heads,
+    uneven_attentions,
+)
+from cai_tensor_parallel.cut.loss import is_next_token_loss
+from cai_tensor_parallel.cut.saving import guard_saving
+from cai_tensor_parallel.cut.transform import Cut
+from cai_tensor_parallel.cut.vocabulary import vocabulary_ends
+from cai_tensor_parallel.cut.wrapping import guard_wrapping
+from cai_tensor_parallel.finding.default_plan import plan_for
+from cai_tensor_parallel.finding.parts import plan_of_parts
+from cai_tensor_parallel.modes import check_axes
+from cai_tensor_parallel.modes.cutter import Cutter
+from cai_tensor_parallel.modes.forms import GRIDS
+from cai_tensor_parallel.modes.overlap import check_partners
+from cai_tensor_parallel.plans.matching import match
+from cai_tensor_parallel.plans.plan import Plan, Role
+from cai_tensor_parallel.trial.verify import RANKS, on_first_rank, trial_of, verified
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: AnyMesh,
+    plan: Plan | None = None,
+    *,
+    mode: str = "1d",
+    sequence: bool = False,
+    overlap: bool = False,
+    logits: Literal["whole", "sharded"] = "whole",
+    trial: Trial | None = None,
+) -> nn.Module:
+    """Cut the parameters of a model over the `tp` axis of a mesh and let its modules compute with the parts.
+
+    Names of parameters are kept; each cut one carries a `Layout`. Meta-device models are fine. All ranks of the axis
+    must have the same input batch and random seed.
+
+    Experts are cut by hidden features: every rank has a part of each. Where there are fewer key/value heads than ranks,
+    or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need. Query heads
+    that do not divide are cut in runs of one length, the last rank has fewer.
+
+    First a small model of the same kind is cut over virtual ranks and compared with the whole one, all gradients too. A
+    model that is not of transformers is tried where it brings a `trial`.
+
+    Args:
+        mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
+        plan: None reads the one the model carries or the built-in one, see `plan_for`; one rank needs none.
+        mode: "1d": features between a column cut and a row cut are cut, Megatron's way. "2d" (axes `tp_row`,
+            `tp_col`), "2.5d" (`tp_depth` too) and "3d" (`tp_i`, `tp_j`, `tp_k`): samples and features stay cut from
+            the embedding to the head, and no rank ever holds a whole hidden state; see `sub_axes`.
+        sequence: in mode 1d, what is not cut by features is cut along the sequence: norms, dropout, residuals.
+        overlap: with `sequence`, multiply some tokens while others travel between one host's GPUs; not FP8 layers.
+        logits: of a vocabulary-cut head. "whole": [..., V] on every rank, as the model's loss, `generate()` and a
+            loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
+            and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
+        trial: a small model of the same kind; None: made of the model's transformers config.
+
+    Returns the model. Raises `PlanError` for what cannot be cut, a glob of `plan` that matches nothing, or a small
+    model that computes something else; `MeshError` for a mesh without such axes.
+    """
+    cut = Cut(mode, logits, sequence, overlap)
+    mesh = ParallelMesh.of(mesh, alone="tp")
+    mesh.require("tp", "parallelize")
+    degree = mesh.degree("tp")
+    if degree == 1 and plan is None:
+        return model
+    resolved = plan or plan_for(model, degree)
+    roles = match(resolved, model)
+    if logits == "sharded" and plan is None:
+        _check_head(model, roles)
+    if degree == 1:
+        return model
+    _check_ranks(cut, mesh)
+    refresh(model)
+    small = trial or _trial_of(model, roles, cut, mesh)
+    cut(model, _proved(model, mesh, resolved, cut, small, plan), mesh, Cutter.along(mesh, "tp"))
+    _guard(model, mesh, mode)
+    show_gradients(model, mesh)
+    return model
+
+
+def _check_ranks(cut: Cut, mesh: ParallelMesh) -> None:
+    """Raise where the mesh has not the axes of the mode, or its GPUs cannot do what is asked."""
+    check_axes(cut.mode, mesh)
+    group = mesh.group("tp")
+    if cut.overlap and group is not None:
+        check_partners(group)
+
+
+def _trial_of(model: nn.Module, roles: dict[str, Role], cut: Cut, mesh: ParallelMesh) -> SmallModel | None:
+    """The small model of a model of transformers, with heads that do not divide where its own do not."""
+    uneven = bool(uneven_attentions(model, roles, cut.degree(mesh)))
+    return trial_of(model, labelled=not cut.sharded or is_next_token_loss(model), uneven=uneven)
+
+
+def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
+    """Let what would go wrong in silence be refused: parts between cuts, in files, taken for copies by wrappers."""
+    if mode == "1d":
+        watch(model, _refuse(model))
+        mark_parts(model)
+    guard_saving(model)
+    guard_wrapping(model, mesh)
+
+
+def _proved(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    plan: Plan,
+    cut: Cut,
+    small: Trial | SmallModel | None,
+    passed: Plan | None,
+) -> Plan:
+    """The plan, with the roles of parameters that its trial shows to be shared.
+
+    Args:
+        small: the small model that it is tried on, by the plan that was `passed`; without one, or with one that has no
+            roles, by the one of the small model.
+    """
+    if small is None and cut.mode in GRIDS:
+        raise PlanError(
+            f"mode {cut.mode} tries itself on a small model first, and there is none",
+            got=type(model).__name__,
+            fix="pass trial=Trial(...) with a small model of the same modules",
+        )
+    degree = cut.degree(mesh)
+    uneven = uneven_attentions(model, match(plan, model), degree)
+    if uneven:
+        built = None if small is None else small.build()
+        tried = plan if built is None else passed or plan_of_parts(built, RANKS) or plan
+        check_uneven(uneven, cut.mode, degree, built, tried)
+    if small is None:
+        return plan
+    shared = shared_heads_of(model) % degree != 0
+    if shared and cut.mode in GRIDS:
+        raise PlanError(
+            "the key/value heads do not divide over the ranks that share features",
+            got=f"{shared_heads_of(model)} key/value heads over {degree} ranks",
+            fix='choose a degree that divides them, or mode="1d"',
+        )
+    shared = not uneven and (shared or shares_heads(informed(model, match(plan, model), degree)))
+    group = mesh.group("tp")
+    assert group is not None  # more than one rank
+    planned = passed if passed and passed.roles else plan_for
+    added = on_first_rank(group, lambda: verified(small, planned, cut, 4 if shared else RANKS))
+    return replace(plan, roles={**plan.roles, **added})
+
+
+def _refuse(model: nn.Module) -> Callable[[str, list[torch.Tensor]], None]:
+    def refuse(name: str, leaves: list[torch.Tensor]) -> None:
+        raise refusal(model, name, leaves)
+
+    return refuse
+
+
+def _check_head(model: nn.Module, roles: dict[str, Role]) -> None:
+    for getter, end in vocabulary_ends(model):
+        if next(end.parameters(), None) is None:  # it stands for one of another pipeline stage
+            continue
+        cut = any(model.get_submodule(name) is end for name, role in roles.items() if not role.parameter)
+        if getter == "get_output_embeddings" and not cut:
+            raise PlanError(
+                f"the logits of {type(model).__name__} cannot stay cut: its output layer is whole in its plan",
+                got=f"{type(end).__name__}, tied to what is not cut, or not proved to give the same when it is cut",
+                fix='parallelize(..., logits="whole"), or pass a plan that gives it the role vocab_head',
+            )

@@ -1,0 +1,1 @@
+"""Try a plan: a small model, cut over ranks that are threads, is compared with itself whole."""

@@ -1,0 +1,1 @@
+"""Stages 0 to 2: every rank keeps the parameters, and steps shards of their master weights."""

@@ -1,0 +1,375 @@
+"""Stages 0, 1 and 2: an ordinary optimizer over flat shards of the parameters.
+
+Stage 0 reduces gradients and steps everywhere. Stage 1 gives every rank the optimizer state, master weights and
+step of its shards; stage 2 also keeps only the gradients of its shards (ZeRO, Rajbhandari et al., arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cai_mesh.comm import AnyMesh, ParallelMesh, PeerGather, PeerReduce, Peers, SideStream, check_device
+from cai_mesh.errors import PlanError
+from cai_mesh.gradients import (
+    GradBuffer,
+    ShownParameter,
+    clip_grad_norm_,
+    direct_linears,
+    grad_norm,
+    plain,
+)
+from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
+from cai_mesh.storage import LifecycleListener, ModuleLifecycle
+from cai_zero.precision import MixedPrecision
+from cai_zero.reduction.compression import Compression, check_ranks, gather_weights
+from cai_zero.reduction.ranks import RankTable
+from cai_zero.replicated import masters
+from cai_zero.replicated.chunks import Chunk, Units, build_chunks
+from cai_zero.replicated.keepers import ChunkKeeper, show_others
+from cai_zero.replicated.max_norm import check_alike, renormed
+from cai_zero.replicated.members import Members
+from cai_zero.replicated.piece_state import state_of_pieces
+from cai_zero.replicated.pieces import PieceKeeper, PieceParameter
+from cai_zero.replicated.step_gradients import StepGradients
+from cai_zero.state import restore_groups, saved_groups
+
+
+class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
+    """What `shard_optimizer` returns: steps flat shards, then gives every rank the unsharded parameters again.
+
+    It is a `GradSync`: backwards under `defer()` only accumulate. Learning-rate schedulers, `param_groups` and
+    `zero_grad` work as on the optimizer it was made from; its groups hold this rank's part of each parameter.
+    Gradients live in the chunks. `param.grad` shows them: reading one reduces what is still to be reduced, so all
+    ranks must read alike; writing, replacing and clearing one counts for the coming step.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        mesh: AnyMesh | None,
+        model: nn.Module | None,
+        stage: int,
+        precision: MixedPrecision,
+        overlap_gather: bool = False,
+        compression: Compression | None = None,
+        copy_engines: bool = False,
+    ):
+        self.inner, self.stage, self._overlap = inner, stage, overlap_gather
+        self._compression = compression or Compression()
+        self.defaults = inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+        self._members, self._model, self._precision = Members(inner, model), model, precision
+        device = next(p for p in self._members.params if p.requires_grad).device
+        check_device(device, wanted=copy_engines)
+        specs = {reduce_of(p) for p in self._members.params}
+        self._ranks = RankTable(mesh, specs, sharded=stage > 0)
+        check_ranks(compression, self._ranks.of(), stage, copy_engines=copy_engines)
+        self._gathers, self._renormed = SideStream(device), renormed(model)
+        self._gradients = StepGradients(self._ranks, device, self._compression, listens=model is not None)
+        self._device, self._copy_engines = device, copy_engines
+        self._takes_writes = self._compression.weights is None
+        self._chunks: list[Chunk] = []
+        self._lifecycle: ModuleLifecycle | None = None
+        if model is not None:
+            self._lifecycle = ModuleLifecycle({model: []})  # its forward is a pass
+            self._lifecycle.listen(self._gradients)
+            self._lifecycle.listen(self)
+            model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
+            model.register_load_state_dict_pre_hook(lambda *_: masters.join(self._chunks))
+        self.admit()
+        show_others(self, self._members.waiting, self._model, self._ranks)
+
+    def admit(self) -> None:
+        """Take into chunks what is to be trained and lies in none: unfrozen parameters, those of added groups.
+
+        Collective where there is any; all ranks unfreeze alike.
+        """
+        units = self._members.units()
+        if not units:
+            return
+        fresh = build_chunks(
+            self._members.groups,
+            units,
+            self._ranks,
+            self._precision,
+            self._gradients.make_room,
+            apart=not self._takes_writes,
+        )
+        self._chunks += fresh
+        self._members.take(fresh)
+        self._show(fresh)
+        self._peers = self._use_copy_engines(self._device, wanted=self._copy_engines)
+        self._gradients.take(self._chunks, fresh, self._members.order, self._model)
+        for chunk in fresh:
+            chunk.weights.gathered()
+        if not self._takes_writes:
+            self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
+        self._watch(fresh, units)
+
+    def _watch(self, fresh: Sequence[Chunk], units: Units) -> None:
+        """Follow the uses of what has just been taken, and where the model keeps it."""
+        names = {p: name for c in self._chunks for p, name in zip(c.params, c.chunk.names, strict=True)}
+        found = sites(self._model) if self._model is not None else ()
+        self._sites = [(m._parameters, key, p, names[p]) for m, key, p in found if p in names]
+        if self._model is not None and self._lifecycle is not None:
+            self._lifecycle.watch({unit: [p for _, p in params] for unit, params in units.items()})
+            direct_linears(self._model, (p for c in fresh for p in c.params))
+
+    def _use_copy_engines(self, device: torch.device, *, wanted: bool) -> Peers[PeerGather]:
+        def shard_bytes(chunk: Chunk, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
+            return chunk.ranks.shard, chunk.chunk.shard_numel * like.element_size()
+
+        reduced = (shard_bytes(c, c.gradients.buffer.tensor) for c in self._chunks)
+        reduces = Peers(PeerReduce, reduced, device, wanted=wanted and self._compression.gradients is None)
+        for chunk in self._chunks:
+            chunk.gradients.reducible.peer = reduces.of(chunk.ranks.shard)
+        gathered = (shard_bytes(c, c.weights.unsharded) for c in self._chunks)
+        return Peers(PeerGather, gathered, device, wanted=wanted)
+
+    def _show(self, fresh: Sequence[Chunk]) -> None:
+        """Let parameters and pieces show the gradients of their chunks."""
+        for chunk in fresh:
+            for i, (param, piece) in enumerate(zip(chunk.params, chunk.weights.pieces, strict=True)):
+                ShownParameter.adopt(param, ChunkKeeper(self, chunk), i)
+                PieceParameter.adopt(piece, PieceKeeper(self, chunk), i)
+
+    # -- while backward runs -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        """Backwards inside accumulate; the next one outside reduces. Stage 2 reduces all the same, into its shards."""
+        with self.no_sync() if self.stage < 2 else contextlib.nullcontext():
+            yield
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate unsharded gradients and communicate none, in every stage."""
+        return self._gradients.no_sync()
+
+    def _check_parameters(self) -> None:
+        """Raise `LayoutError` where a parameter has been moved out of its chunk, or replaced in the model."""
+        for params, key, param, name in self._sites:
+            if params.get(key) is not param:
+                raise moved(name)
+        for chunk in self._chunks:
+            chunk.chunk.check_views(chunk.weights.unsharded, chunk.params)
+
+    def before_use(self, unit: nn.Module, *, backward: bool) -> None:
+        """Have the parameters once the gather after the last step has arrived, and in chunks what is to be trained."""
+        if unit is self._model and not backward:
+            self.admit()
+            masters.rest(self._chunks)
+        for chunk in self._gradients.chunks_of(unit):
+            chunk.weights.wait_gathered()
+
+    def before_copy(self) -> None:
+        """Have the parameters' values, which are being gathered perhaps."""
+        self.wait_gathered()
+
+    def finish(self) -> None:
+        """Reduce what is pending (a last backward under `defer`, tied parameters, a loop without a model) and wait."""
+        self._gradients.finish()
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over the whole model on the whole mesh; returns it. Waits for pending reductions."""
+        self.ensure_gradients()
+        return clip_grad_norm_([chunk.weights.flat for chunk in self._chunks], max_norm, self._ranks.mesh)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of `clip_grad_norm_`, with the gradients left as they are."""
+        self.ensure_gradients()
+        return grad_norm([chunk.weights.flat for chunk in self._chunks], self._ranks.mesh)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the coming step. Waits for pending reductions."""
+        self.ensure_gradients()
+        torch._foreach_mul_([chunk.weights.flat.grad for chunk in self._chunks], factor)
+
+    def ensure_gradients(self) -> None:
+        """Return with the gradients of the coming step complete. Collective, unless they are already."""
+        self.admit()
+        self._gradients.settle()
+
+    def has_gradients(self) -> bool:
+        """Whether anything has arrived since the gradients were last dropped, as far as this rank knows."""
+        return self._gradients.has_gradients()
+
+    def reopen(self) -> None:
+        """Reduce again: a gradient of this rank has been put where autograd accumulates."""
+        self._gradients.reopen()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step this rank's shards, then gather the new parameters. Frees the gradients."""
+        if closure is not None:
+            raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
+        self._check_parameters()
+        check_alike(self._renormed, self._ranks.of())
+        self.ensure_gradients()
+        self.take_writes()
+        with self._gradients_in_pieces():
+            masters.step(self.inner, self._chunks)
+        self._gather()
+        if not self._overlap:
+            self.wait_gathered()
+        self.zero_grad()
+
+    @contextlib.contextmanager
+    def _gradients_in_pieces(self) -> Iterator[None]:
+        """Inside, pieces are plain parameters with plain gradients, and none where no rank has one."""
+        with plain(self._pieces):
+            for chunk in self._chunks:
+                for i, piece in enumerate(chunk.weights.pieces):
+                    piece.grad = chunk.gradients.part(i)
+            try:
+                yield
+            finally:
+                for piece in self._pieces:
+                    piece.grad = None
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The chunks there are; `admit` may add some."""
+        return self._chunks
+
+    @property
+    def buffers(self) -> list[GradBuffer]:
+        """Where gradients of chunks accumulate."""
+        return self._gradients.buffers
+
+    @property
+    def _pieces(self) -> list[nn.Parameter]:
+        return [piece for chunk in self._chunks for piece in chunk.weights.pieces]
+
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Let master weights take what a loop has written to parameters (a clamp, loaded weights); a step does it.
+
+        Compressed weights are rounded ones: there masters alone count.
+        """
+        self.wait_gathered()
+        if self._takes_writes:
+            for chunk in self._chunks:
+                chunk.weights.take_writes()
+
+    @torch.no_grad()
+    def publish(self, only: Chunk | None = None) -> None:
+        """Give every rank the unsharded parameters of what the optimizer holds, after loading weights into it."""
+        self._gather(only)
+        self.wait_gathered()
+
+    def _gather(self, only: Chunk | None = None) -> None:
+        """Start gathering the new parameters, in the order of their use."""
+        order = [*self._gradients.tied, *reversed(self._gradients.order)]
+        for chunk in order if only is None else [only]:
+            shard = chunk.weights.to_gather()
+            with self._gathers.after_compute():
+                asynchronous, group = self._gathers.stream is None, chunk.ranks.shard
+                done = gather_weights(
+                    self._compression,
+                    chunk.weights.unsharded,
+                    shard,
+                    group,
+                    async_op=asynchronous,
+                    peer=self._peers.of(group),
+                )
+            chunk.weights.gathering = self._gathers.mark() if self._gathers.stream is not None else done
+
+    def wait_gathered(self) -> None:
+        """Return once parameters are unsharded again. Only `overlap_gather` leaves that to their first use."""
+        for chunk in self._chunks:
+            chunk.weights.wait_gathered()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, reduced or not."""
+        self._gradients.forget()
+
+    # -- what it holds -------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> ParallelMesh | None:
+        """The mesh its parameters are sharded over."""
+        return self._ranks.mesh
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the inner optimizer, over this rank's parts of the parameters, each 1-d and perhaps empty."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the inner optimizer, by this rank's part of each parameter."""
+        return self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's: more parameters, with options of their own. Collective; they move into chunks of their own.
+
+        Raises `PlanError` for parameters that the model does not have or another group has.
+        """
+        self._members.add(param_group)
+        show_others(self, self._members.waiting, self._model, self._ranks)
+        self._members.take([])
+        self.admit()
+
+    def gradients(self) -> dict[str, BoxedTensor]:
+        """This rank's reduced gradients by canonical parameter name. Waits for pending reductions."""
+        self.ensure_gradients()
+        return {
+            name: boxed
+            for chunk in self._chunks
+            if chunk.weights.flat.grad is not None
+            for name, boxed in chunk.boxed(chunk.weights.flat.grad).items()
+        }
+
+    def weights(self) -> dict[str, BoxedTensor]:
+        """This rank's shards of the (master) weights by canonical name, as views: call `publish` after loading.
+
+        Those in halves (`split_master`) are lent one after the other until the next forward: `BoxedTensor.present`.
+        """
+        self.take_writes()
+        return masters.boxed(self._chunks)
+
+    def state_for_checkpoint(self) -> dict[str, BoxedTensor | list]:
+        """This rank's shards of the state (`NAME.SLOT`) and `param_groups`, for `cai_mesh.checkpoint`.
+
+        Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
+        """
+        fresh = [chunk for chunk in self._chunks if any(p not in self.state for p in chunk.weights.pieces)]
+        with plain(self._pieces), masters.opened(fresh):
+            return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}
+
+    def restore_groups(self, groups: list) -> None:
+        """Take over the hyperparameters of saved `param_groups`. Residuals of compression start from zero."""
+        restore_groups(self.inner, groups)
+        for chunk in self._chunks:
+            chunk.gradients.reducible.residual = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's inner state, master weights and residuals, for a resume on the same ranks.
+
+        Unsharded parameters are the model's. `state_for_checkpoint` is the one that reshards.
+        """
+        self.take_writes()
+        residual = [chunk.gradients.reducible.residual for chunk in self._chunks]
+        return {**self.inner.state_dict(), "master": masters.saved(self._chunks), "residual": residual}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("master", "residual")})
+        for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
+            kept = residual if residual is None else residual.to(chunk.weights.unsharded.device, copy=True)
+            chunk.gradients.reducible.residual = kept
+        if masters.load(self._chunks, state_dict["master"]):
+            self.publish()
