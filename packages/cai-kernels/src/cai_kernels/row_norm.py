@@ -96,7 +96,7 @@ def backward(
     `x` is what was normalized, `statistics` its (mean, reciprocal deviation) [T] in float32. Gradients of weight and
     bias are summed in float32.
     """
-    dx, dw, db = empty_gradients(x, needed)
+    dx, dw, db = empty_gradients(dy, x, weight, statistics, dsum, kind, needed)
     if x.numel() == 0:
         return dx, dw.zero_(), db.zero_()
     dy, x, columns = as_rows(dy), as_rows(x), x.shape[-1]
@@ -205,7 +205,7 @@ def empty(
     eps: float,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Empty tensors for what `forward` returns."""
+    """Empty tensors for what `forward` returns; takes the same arguments."""
     dtype = torch.promote_types(x.dtype, weight.dtype) if kind == "llama" and weight is not None else x.dtype
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     y = x.new_empty(x.shape, dtype=dtype)
@@ -214,8 +214,16 @@ def empty(
     return y, total, mean, x.new_empty(rows, dtype=torch.float32)
 
 
-def empty_gradients(x: torch.Tensor, needed: Needed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Empty tensors for what `backward` returns."""
+def empty_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: tuple[torch.Tensor | None, torch.Tensor],
+    dsum: torch.Tensor | None,
+    kind: str,
+    needed: Needed,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Empty tensors for what `backward` returns; takes the same arguments."""
     dtypes = (needed.weight_dtype, needed.bias_dtype)
     dx = x.new_empty(x.shape if needed.x else 0)
     dw, db = (x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype) for dtype in dtypes)

@@ -1,9 +1,4 @@
-"""The step of AdamW in plain torch, of step t with gradient g and decay d:
-
-m <- beta1 m + (1 - beta1) g
-v <- beta2 v + (1 - beta2) g^2
-p <- (1 - lr d) p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-"""
+"""The step of AdamW in plain torch."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from cai_kernels import row_norm
@@ -12,14 +14,11 @@ def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, residual [..., D], weight [D] -> (y, x + residual [..., D], reciprocal root mean square [T] in float32)."""
-    y, total, _, rstd = row_norm.forward(x, residual, weight, None, eps, casting)
-    return y, total, rstd
+    return _forward(row_norm.forward, x, residual, weight, eps, casting)
 
 
-def _empty(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, total, _, rstd = row_norm.empty(x, residual, weight, None, eps, casting)
+def _forward(norm, x, residual, weight, eps, casting):
+    y, total, _, rstd = norm(x, residual, weight, None, eps, casting)
     return y, total, rstd
 
 
@@ -33,23 +32,13 @@ def _add_rms_norm_backward(
     need_sum: bool,
     weight_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of x and residual alike [..., D], and of weight [D]; one not needed is empty."""
+    """Gradient of x and residual, which is one [..., D], and of weight [D]; one not needed is empty."""
+    return _backward(row_norm.backward, dy, dsum, total, weight, rstd, casting, need_sum, weight_dtype)
+
+
+def _backward(norm, dy, dsum, total, weight, rstd, casting, need_sum, weight_dtype):
     needed = row_norm.Needed(need_sum, weight_dtype)
-    dtotal, dw, _ = row_norm.backward(dy, total, weight, (None, rstd), dsum, casting, needed)
-    return dtotal, dw
-
-
-def _empty_gradients(
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    total: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    casting: str,
-    need_sum: bool,
-    weight_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtotal, dw, _ = row_norm.empty_gradients(total, row_norm.Needed(need_sum, weight_dtype))
+    dtotal, dw, _ = norm(dy, total, weight, (None, rstd), dsum, casting, needed)
     return dtotal, dw
 
 
@@ -71,5 +60,5 @@ def _differentiate(ctx, dy, dsum, _rstd):
     return dx if x else None, dx if residual else None, dw if parameter else None, None, None
 
 
-add_rms_norm_backward = define(_add_rms_norm_backward, _empty_gradients)
-add_rms_norm = define(_add_rms_norm, _empty, save=_save, backward=_differentiate)
+add_rms_norm_backward = define(_add_rms_norm_backward, partial(_backward, row_norm.empty_gradients))
+add_rms_norm = define(_add_rms_norm, partial(_forward, row_norm.empty), save=_save, backward=_differentiate)

@@ -1,4 +1,10 @@
-"""Attention by the fastest available form, in parts with a log-sum-exp, and over packed sequences."""
+"""Attention by the fastest available form, in parts with a log-sum-exp, and over packed sequences.
+
+    out = softmax(scale q kᵀ + mask) v
+    lse = log sum exp(scale q kᵀ + mask)
+
+Softmax and sum are over the keys; the mask is -inf where a query does not see a key.
+"""
 
 from cai_kernels.attention.choice import AttentionChoice
 from cai_kernels.attention.function import attention, explain_attention, varlen_attention

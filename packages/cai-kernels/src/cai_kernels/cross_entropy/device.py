@@ -6,6 +6,8 @@ sum, so threads exchange nothing before the end of the row, and a lane rescales 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,6 +16,24 @@ from cai_kernels.tiles import exp
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _PLAIN, _LOGIT_SUM, _ENTROPY = tl.constexpr(PLAIN), tl.constexpr(LOGIT_SUM), tl.constexpr(ENTROPY)
+
+
+class Row(NamedTuple):
+    """What the gradient of a row of logits needs.
+
+    Args:
+        maximum: the largest logit.
+        sum_exp: sum of exp(logit - maximum).
+        extra: the auxiliary of `scan_row`.
+        upstream: gradient of the loss.
+        of_entropy: gradient of the entropy.
+    """
+
+    maximum: object
+    sum_exp: object
+    extra: object
+    upstream: object
+    of_entropy: object
 
 
 @triton.jit
@@ -151,26 +171,24 @@ def place_of(target, columns):
 def slopes(x, at, place, row, terms, AUX: tl.constexpr, CAP: tl.constexpr):
     """The gradient of a tile of logits `x` at columns `at`; `place` is the target's, see `place_of`.
 
-    row is (maximum, sum of exponentials, auxiliary, upstream of the loss, upstream of the entropy), terms
-    (label smoothing, smoothing over the size of the vocabulary, z-loss or None, softcap).
+    row is a `Row`, terms are (label smoothing, smoothing over the size of the vocabulary, z-loss or None, softcap).
     """
-    top, total, extra, upstream, of_entropy = row
     smoothing, share, z_loss, softcap = terms
-    inverse = 1.0 / total
+    inverse = 1.0 / row.sum_exp
     bent = x
     if CAP:
         bent = _tanh(x / softcap)
         x = softcap * bent
-    e = exp(x - top)
-    weight = upstream * inverse
+    e = exp(x - row.maximum)
+    weight = row.upstream * inverse
     if z_loss is not None:
-        weight *= 1.0 + 2.0 * z_loss * (top + tl.log(total))
-    g = e * weight - upstream * share
-    g = tl.where(at == place, g - upstream * (1.0 - smoothing), g)
+        weight *= 1.0 + 2.0 * z_loss * (row.maximum + tl.log(row.sum_exp))
+    g = e * weight - row.upstream * share
+    g = tl.where(at == place, g - row.upstream * (1.0 - smoothing), g)
     if AUX == _ENTROPY:
         p = e * inverse
-        surprise = x - top - extra * inverse  # log p + entropy
-        g -= tl.where(p > 0.0, of_entropy * p * surprise, 0.0)
+        surprise = x - row.maximum - row.extra * inverse  # log p + entropy
+        g -= tl.where(p > 0.0, row.of_entropy * p * surprise, 0.0)
     if CAP:
         g *= 1.0 - bent * bent
     return g

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from cai_kernels.cross_entropy.device import (
+    Row,
     capped,
     load_target,
     place_of,
@@ -154,7 +155,7 @@ def _gradient(
     extra = tl.where(reads > 0, tl.load(stats_ptr + 3 * rows + row), 0.0)
     x = tl.load(x_ptr + row_offset(row, x_shape) + at, mask=at < reads, other=0.0).to(tl.float32)
     place = place_of(target - first, columns)
-    g = slopes(x, at, place, (top, total, extra, factor, of_entropy), terms, AUX, CAP)
+    g = slopes(x, at, place, Row(top, total, extra, factor, of_entropy), terms, AUX, CAP)
     tl.store(dx_ptr + row_offset(row, dx_shape) + at, g.to(dx_ptr.dtype.element_ty), mask=at < columns)
 
 

@@ -1,4 +1,9 @@
-"""Gated activations, swiglu, geglu and sigmoid gates: functions, references and kernels."""
+"""Gated activations, swiglu, geglu and sigmoid gates: functions, references and kernels.
+
+    y = a(gate) up
+
+The activation a is SiLU, GELU or the sigmoid.
+"""
 
 from cai_kernels.gated.function import geglu, sigmoid_gate, swiglu
 

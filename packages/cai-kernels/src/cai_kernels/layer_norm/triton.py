@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from cai_kernels import row_norm
@@ -13,14 +15,11 @@ def _layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [..., D], weight, bias [D] -> (y [..., D], mean [T], reciprocal deviation [T], both in float32)."""
-    y, _, mean, rstd = row_norm.forward(x, None, weight, bias, eps, "layer")
-    return y, mean, rstd
+    return _forward(row_norm.forward, x, weight, bias, eps)
 
 
-def _empty(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, _, mean, rstd = row_norm.empty(x, None, weight, bias, eps, "layer")
+def _forward(norm, x, weight, bias, eps):
+    y, _, mean, rstd = norm(x, None, weight, bias, eps, "layer")
     return y, mean, rstd
 
 
@@ -35,21 +34,12 @@ def _layer_norm_backward(
     bias_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x [..., D], weight and bias [D]; one not needed (its dtype None) is empty."""
+    return _backward(row_norm.backward, dy, x, weight, mean, rstd, need_x, weight_dtype, bias_dtype)
+
+
+def _backward(norm, dy, x, weight, mean, rstd, need_x, weight_dtype, bias_dtype):
     needed = row_norm.Needed(need_x, weight_dtype, bias_dtype)
-    return row_norm.backward(dy, x, weight, (mean, rstd), None, "layer", needed)
-
-
-def _empty_gradients(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    need_x: bool,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return row_norm.empty_gradients(x, row_norm.Needed(need_x, weight_dtype, bias_dtype))
+    return norm(dy, x, weight, (mean, rstd), None, "layer", needed)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -84,5 +74,11 @@ def _differentiate_again(ctx, dy, _mean, _rstd):
     return *gradients_of(plain, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
 
 
-layer_norm_backward = define(_layer_norm_backward, _empty_gradients)
-layer_norm = define(_layer_norm, _empty, save=_save, backward=_differentiate, twice=_differentiate_again)
+layer_norm_backward = define(_layer_norm_backward, partial(_backward, row_norm.empty_gradients))
+layer_norm = define(
+    _layer_norm,
+    partial(_forward, row_norm.empty),
+    save=_save,
+    backward=_differentiate,
+    twice=_differentiate_again,
+)

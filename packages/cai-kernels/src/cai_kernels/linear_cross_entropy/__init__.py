@@ -1,4 +1,9 @@
-"""Linear layer and cross-entropy in one: function, its split form, log-probabilities, reference and kernels."""
+"""Linear layer and cross-entropy in one: function, its split form, log-probabilities, reference and kernels.
+
+    loss = cross_entropy(x wᵀ + b, target)
+
+The logits exist a chunk of rows at a time, or a slice of the vocabulary.
+"""
 
 from cai_kernels.linear_cross_entropy.function import linear_cross_entropy
 from cai_kernels.linear_cross_entropy.log_probs import linear_log_probs

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from cai_kernels.cross_entropy import triton as kernels
 from cai_kernels.cross_entropy.device import (
+    Row,
     end_scan,
     merge_tile,
     place_of,
@@ -61,7 +62,9 @@ def _loss_and_gradient(
         tl.store(out_ptr + apart + row, tl.where(target == ignored, 0.0, z))
         # of a row that is not read nothing but zeros may come
         upstream = tl.where(reads > 0, scale, 0.0)
-        values = (tl.where(reads > 0, top, 0.0), tl.where(reads > 0, total, 1.0), extra, upstream, upstream)
+        maximum = tl.where(reads > 0, top, 0.0)
+        sum_exp = tl.where(reads > 0, total, 1.0)
+        values = Row(maximum, sum_exp, extra, upstream, upstream)
         place = place_of(target, columns)
         for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
             x = tl.load(base + start + at, mask=start + at < reads, other=0.0).to(tl.float32)
@@ -126,7 +129,9 @@ def _loss_and_gradient_sliced(
         tl.store(out_ptr + row, tl.where(target == ignored, 0.0, loss))
         tl.store(out_ptr + apart + row, tl.where(target == ignored, 0.0, z))
         upstream = tl.where(reads > 0, scale, 0.0)
-        values = (tl.where(reads > 0, top, 0.0), tl.where(reads > 0, total, 1.0), extra, upstream, upstream)
+        maximum = tl.where(reads > 0, top, 0.0)
+        sum_exp = tl.where(reads > 0, total, 1.0)
+        values = Row(maximum, sum_exp, extra, upstream, upstream)
         for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
             at = base_ptr + _offset(row, start, places, SLICE) + lane
             x = tl.load(at, mask=start + lane < reads, other=0.0).to(tl.float32)

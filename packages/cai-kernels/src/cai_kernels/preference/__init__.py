@@ -1,5 +1,8 @@
 """Preference losses as small functions of log-probabilities, and the chunked way there from hidden states.
 
+    dpo = -log sigmoid(beta (log p(c) / ref(c) - log p(r) / ref(r)))
+
+c is the chosen response, r the rejected one, ref the reference model; the other losses stand in their files.
 The one heavy operation is `linear_log_probs`: logits exist a chunk of tokens at a time, forward and backward, so
 memory is bounded by `chunk_bytes` however many tokens there are. The losses see one number a token or a sequence.
 With targets one place ahead of the hidden states and -100 where there is no response:

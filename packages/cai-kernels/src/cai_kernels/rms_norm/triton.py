@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from cai_kernels import row_norm
@@ -13,14 +15,11 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D], weight [D] -> (y [..., D], reciprocal root mean square [T] in float32)."""
-    y, _, _, rstd = row_norm.forward(x, None, weight, None, eps, casting)
-    return y, rstd
+    return _forward(row_norm.forward, x, weight, eps, casting)
 
 
-def _empty(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, _, rstd = row_norm.empty(x, None, weight, None, eps, casting)
+def _forward(norm, x, weight, eps, casting):
+    y, _, _, rstd = norm(x, None, weight, None, eps, casting)
     return y, rstd
 
 
@@ -34,21 +33,12 @@ def _rms_norm_backward(
     weight_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x [..., D] and weight [D]; one not needed (its dtype None) is empty."""
+    return _backward(row_norm.backward, dy, x, weight, rstd, casting, need_x, weight_dtype)
+
+
+def _backward(norm, dy, x, weight, rstd, casting, need_x, weight_dtype):
     needed = row_norm.Needed(need_x, weight_dtype)
-    dx, dw, _ = row_norm.backward(dy, x, weight, (None, rstd), None, casting, needed)
-    return dx, dw
-
-
-def _empty_gradients(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    casting: str,
-    need_x: bool,
-    weight_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, dw, _ = row_norm.empty_gradients(x, row_norm.Needed(need_x, weight_dtype))
+    dx, dw, _ = norm(dy, x, weight, (None, rstd), None, casting, needed)
     return dx, dw
 
 
@@ -82,5 +72,11 @@ def _differentiate_again(ctx, dy, _rstd):
     return *gradients_of(plain, (x, weight), ctx.needs_input_grad[:2], dy), None, None
 
 
-rms_norm_backward = define(_rms_norm_backward, _empty_gradients)
-rms_norm = define(_rms_norm, _empty, save=_save, backward=_differentiate, twice=_differentiate_again)
+rms_norm_backward = define(_rms_norm_backward, partial(_backward, row_norm.empty_gradients))
+rms_norm = define(
+    _rms_norm,
+    partial(_forward, row_norm.empty),
+    save=_save,
+    backward=_differentiate,
+    twice=_differentiate_again,
+)
