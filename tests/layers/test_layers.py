@@ -12,7 +12,7 @@ from layers.models import MODELS
 from layers.table import FORMS, REFUSED, trained
 from loops.kit import RANKS, judged
 
-from cai_mesh.testing import run_ranks
+from cai_mesh.testing import RankGroup
 
 
 @cache
@@ -22,14 +22,20 @@ def wanted(name):
     return result
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    """The ranks of all cases that need some, each after another."""
+    return RankGroup(RANKS, timeout=60)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_right_or_refused(name, form):
+def test_a_model_is_right_or_refused(name, form, ranks):
     expected = REFUSED.get((name, form), "")
     if form == "offload":
         found = [trained(name, form)]
     else:
-        found = run_ranks(RANKS, trained, name, form, timeout=60)
+        found = ranks.run(trained, name, form)
     for each in found:
         verdict, why = judged(each, wanted(name))
         assert verdict == ("refused" if expected else "right"), why

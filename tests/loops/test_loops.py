@@ -18,7 +18,7 @@ from loops.kit import RANKS, STAGES, Start, adamw, built, judged, outcome
 from loops.misuse import MISUSES
 from loops.page import PAGE, text
 
-from cai_mesh.testing import run_ranks
+from cai_mesh.testing import RankGroup
 from cai_zero import MixedPrecision
 
 WRITES_IN_PLACE = (
@@ -36,21 +36,27 @@ def wanted(name):
     return result
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    """The ranks of all cases that need some, each after another."""
+    return RankGroup(RANKS, timeout=60)
+
+
 def on_a_rank(name, stage):
     return outcome(CASES[name], stage)
 
 
-def verdicts(name, stage):
+def verdicts(name, stage, ranks):
     if stage == "offload":
         return [outcome(CASES[name], stage)]
-    return run_ranks(RANKS, on_a_rank, name, stage, timeout=60)
+    return ranks.run(on_a_rank, name, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BY_SHAPE])
-def test_a_loop_is_right_or_refused(name, stage):
+def test_a_loop_is_right_or_refused(name, stage, ranks):
     expected = REFUSED.get((name, stage), "")
-    for found in verdicts(name, stage):
+    for found in verdicts(name, stage, ranks):
         verdict, why = judged(found, wanted(name))
         assert verdict == ("refused" if expected else "right"), why
         assert expected in why
@@ -66,8 +72,8 @@ def on_a_rank_in_halves(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_with_master_weights_in_halves_it_is_that_with_whole_ones_or_refused(name):
-    for whole, halves in run_ranks(RANKS, on_a_rank_in_halves, name, timeout=60):
+def test_with_master_weights_in_halves_it_is_that_with_whole_ones_or_refused(name, ranks):
+    for whole, halves in ranks.run(on_a_rank_in_halves, name):
         if whole[0] == "done":  # a weight halfway between two in bfloat16 may be the other one
             verdict, why = judged(halves, whole[1], close=2e-3)
             assert verdict == ("refused" if name in WRITES_IN_PLACE else "right"), why
@@ -78,9 +84,9 @@ def test_with_master_weights_in_halves_it_is_that_with_whole_ones_or_refused(nam
 
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
 @pytest.mark.parametrize("name", BY_SHAPE)
-def test_what_asks_for_shapes_finds_them_where_parameters_keep_theirs(name, stage):
+def test_what_asks_for_shapes_finds_them_where_parameters_keep_theirs(name, stage, ranks):
     """In stage 3 and under offload parameters are flat, and so are their gradients: docs/loops.md says so."""
-    for found in verdicts(name, stage):
+    for found in verdicts(name, stage, ranks):
         assert judged(found, wanted(name)) == ("right", "")
 
 
@@ -102,10 +108,10 @@ def test_a_model_that_nobody_holds_is_free_again(name, stage):
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_named_on_every_rank(name):
-    _, ranks, says = MISUSES[name]
-    found = run_ranks(ranks, refused, name, timeout=60) if ranks > 1 else [refused(name)]
-    for error in found:
+def test_misuse_is_named_on_every_rank(name, ranks):
+    _, count, says = MISUSES[name]
+    assert count in (1, RANKS)
+    for error in ranks.run(refused, name) if count > 1 else [refused(name)]:
         assert says in error
 
 
