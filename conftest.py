@@ -71,9 +71,12 @@ def _watch_ranks() -> None:
 
     @functools.wraps(run)
     def watched(self, n: int, *arguments, **keywords):
-        started["groups"] += 1
-        with machine() if n >= MANY and not _holds else contextlib.nullcontext():
-            return run(self, n, *arguments, **keywords)
+        before = self.groups
+        try:
+            with machine() if n >= MANY and not _holds else contextlib.nullcontext():
+                return run(self, n, *arguments, **keywords)
+        finally:
+            started["groups"] += self.groups - before
 
     pool.run = watched
 

@@ -1,7 +1,7 @@
 """Ranks for tests: a pool of processes that have torch imported, and comparisons with a twin on one device."""
 
 from cai_mesh.testing.comparison import assert_names_kept, assert_same_as_one_device
-from cai_mesh.testing.pool import RankError, RankGroup, RankPool, run_ranks
+from cai_mesh.testing.pool import RankError, RankGroup, RankPool, preload, run_ranks
 
 __all__ = [
     "RankError",
@@ -9,5 +9,6 @@ __all__ = [
     "RankPool",
     "assert_names_kept",
     "assert_same_as_one_device",
+    "preload",
     "run_ranks",
 ]

@@ -19,6 +19,9 @@ from typing import Any
 
 from cai_mesh.testing.rank import Reply, Request, reference, serve
 
+PRELOADED = ("torch", "torch.distributed", "torch.distributed.tensor", serve.__module__)
+"""Modules that the process imports which ranks are forked from."""
+
 GRACE_SECONDS = 2.0
 """How long the other ranks may go on after one has failed, to bring their own errors."""
 
@@ -38,14 +41,17 @@ class RankPool:
     def __init__(self) -> None:
         self.processes = self.groups = 0
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch.distributed.tensor", serve.__module__]
-        )
+        self._preloaded = dict.fromkeys(PRELOADED)
         self._workers: list[tuple[Any, Connection, Path]] = []
         self._kept: Path | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="cai-ranks-")
 
+    def preload(self, *modules: str) -> None:
+        """Have `modules` imported once, before ranks are forked, if no process of the pool runs yet."""
+        self._preloaded |= dict.fromkeys(modules)
+
     def _grow(self, n: int) -> None:
+        self._context.set_forkserver_preload(list(self._preloaded))  # is read when the first process starts
         while len(self._workers) < n:
             ours, theirs = self._context.Pipe()
             dump = (
@@ -184,6 +190,16 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0
     traceback, or the stacks of ranks that did not finish within `timeout` seconds.
     """
     return _pool().run(n, fn, args, timeout, kwargs)
+
+
+def preload(*modules: str) -> None:
+    """Have modules imported once for all ranks of `run_ranks`, in the process that they are forked from.
+
+    A rank otherwise imports by itself what its function needs: of transformers that is seconds, for each rank of each
+    new group. Call it before the first `run_ranks`, as a suite's `conftest.py` does; modules named later have no effect.
+    A module that cannot be imported there is passed over.
+    """
+    _pool().preload(*modules)
 
 
 def _pool() -> RankPool:
