@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications import Application
+from cai_apps.applications.loop import SharedLoop
 from cai_apps.compose.workload import Workload
 from cai_apps.config import sections
-from cai_apps.config.validation import check, ranks_of, resolve
-from cai_apps.planner.fit import Planner
-from cai_apps.planner.shown import Shown
-from cai_apps.planner.text import show_plan
+from cai_apps.config.validation import check, resolve
 from cai_apps.report.outcome import show_outcome
 from cai_apps.report.training import training_page
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_apps.run.train import train
 from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import ConfigError
 from cai_pipeline import Trial
@@ -168,22 +165,14 @@ class Images:
         print(f"weights        {job.run.export}")
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
-    return show_plan(
-        Planner(Images().resolve, workload),
-        config,
-        ranks=ranks or ranks_of(config),
-        memory=memory,
-        title=f"{label}: pictures",
-        batch=f"{config.train.global_batch} pictures",
-    )
-
-
+LOOP = SharedLoop(
+    Images, lambda config: f"{config.train.global_batch} pictures", name=lambda config: "pictures"
+)
 APPLICATION = Application(
     "images",
     Config,
     check,
-    lambda config, label, given: train(Images(), config, label=label, meant=given),
-    _plan,
+    LOOP.train,
+    LOOP.plan,
     lambda: training_page("images"),
 )

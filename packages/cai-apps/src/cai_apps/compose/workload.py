@@ -1,4 +1,4 @@
-"""What an application hands over to be trained: a model without memory, what a batch means to it, and its loss."""
+"""Workload: a model without memory, what a batch means to it, and its loss. It knows neither data nor run."""
 
 from __future__ import annotations
 

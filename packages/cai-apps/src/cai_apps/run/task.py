@@ -1,4 +1,9 @@
-"""What an application says to the shared loop: how its run is checked, prepared, built, exported and ended."""
+"""Protocol of an application for the shared loop, and what a run makes of it.
+
+A `Task` is the application itself: how its runs are resolved, prepared, built, exported and ended. A `Job` is one run
+of it, decided before ranks start: task, resolved config, directory, what was prepared. `Work` is what a rank does of a
+job: a `Workload` (`compose/workload.py`: model and loss, which know no data) with samples, counts and FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank trains.
+    """Training of one rank: a workload with the samples that it is trained on.
 
     Args:
         workload: the model and its loss.
@@ -78,7 +83,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a rank needs to know; decided once, before training starts."""
+    """One run of a task: all that a rank needs to know, decided once, before training starts."""
 
     task: Task
     config: Any

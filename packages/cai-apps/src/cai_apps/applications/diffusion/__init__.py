@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
 from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.loop import SharedLoop
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.files.directory import RunDirectory
+    from cai_apps.run.task import Task
 
 
 def need_diffusers() -> None:
@@ -45,32 +45,23 @@ def _check(config: Config) -> None:
     check(config)
 
 
-def _train(config: Config, label: str, given: Collection[str] | None) -> RunDirectory:
-    _need(config)
+def _task() -> Task:
     from cai_apps.applications.diffusion.task import DIFFUSION
-    from cai_apps.run.train import train
 
-    return train(DIFFUSION, config, label=label, meant=given)
+    return DIFFUSION
+
+
+def _batch(config: Config) -> str:
+    return f"{config.train.global_batch} images of {config.data.size} x {config.data.size}"
 
 
 def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
+    """The plan of the loop, and what tensor-parallel ranks share."""
     _need(config)
     from cai_apps.applications.diffusion.model.design import load_design
     from cai_apps.applications.diffusion.model.tensor_parallel import share_of
-    from cai_apps.applications.diffusion.task import DIFFUSION
-    from cai_apps.config.validation import ranks_of
-    from cai_apps.planner.fit import Planner
-    from cai_apps.planner.text import show_plan
 
-    ranks = ranks_of(config) if ranks is None else ranks
-    shown = show_plan(
-        Planner(DIFFUSION.resolve, DIFFUSION.workload),
-        config,
-        ranks=ranks,
-        memory=memory,
-        title=f"{label}: {config.model.name}",
-        batch=f"{config.train.global_batch} images of {config.data.size} x {config.data.size}",
-    )
+    shown = LOOP.plan(config, ranks, label, memory)
     share = share_of(config, load_design(config.model.name))
     if share is None:
         return shown
@@ -86,11 +77,12 @@ def _report() -> Page:
     return replace(training_page("images"), more=show)
 
 
+LOOP = SharedLoop(_task, _batch, need=_need)
 APPLICATION = Application(
     "diffusion",
     Config,
     _check,
-    _train,
+    LOOP.train,
     _plan,
     _report,
     commands={

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
 from cai_apps.applications.language.config import Config
+from cai_apps.applications.loop import SharedLoop
 
 if TYPE_CHECKING:
-    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.files.directory import RunDirectory
+    from cai_apps.run.task import Task
 
 
 PRELOAD = ("transformers", "cai_apps.applications.language.task", "transformers.models.llama.modeling_llama")
@@ -24,27 +23,14 @@ def _check(config: Config) -> None:
     check(config)
 
 
-def _train(config: Config, label: str, given: Collection[str] | None) -> RunDirectory:
+def _task() -> Task:
     from cai_apps.applications.language.task import LANGUAGE
-    from cai_apps.run.train import train
 
-    return train(LANGUAGE, config, label=label, meant=given, preload=PRELOAD)
+    return LANGUAGE
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
-    from cai_apps.applications.language.task import LANGUAGE
-    from cai_apps.config.validation import ranks_of
-    from cai_apps.planner.fit import Planner
-    from cai_apps.planner.text import show_plan
-
-    return show_plan(
-        Planner(LANGUAGE.resolve, LANGUAGE.workload),
-        config,
-        ranks=ranks_of(config) if ranks is None else ranks,
-        memory=memory,
-        title=f"{label}: {config.model.name}",
-        batch=f"{config.train.global_batch} sequences of {config.data.sequence_length}",
-    )
+def _batch(config: Config) -> str:
+    return f"{config.train.global_batch} sequences of {config.data.sequence_length}"
 
 
 def _report() -> Page:
@@ -53,12 +39,13 @@ def _report() -> Page:
     return training_page("tokens")
 
 
+LOOP = SharedLoop(_task, _batch, preload=PRELOAD)
 APPLICATION = Application(
     "language",
     Config,
     _check,
-    _train,
-    _plan,
+    LOOP.train,
+    LOOP.plan,
     _report,
     commands={
         "export": (

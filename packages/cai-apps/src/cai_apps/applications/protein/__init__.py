@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cai_apps.applications import Application
+from cai_apps.applications.loop import SharedLoop
 from cai_apps.applications.protein.config import Config
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cai_apps.planner.shown import Shown
     from cai_apps.report.page import Page
-    from cai_apps.run.files.directory import RunDirectory
+    from cai_apps.run.task import Task
 
 
 def need_gemmi() -> None:
@@ -29,29 +28,17 @@ def _check(config: Config) -> None:
     check(config)
 
 
-def _train(config: Config, label: str, given: Collection[str] | None) -> RunDirectory:
-    need_gemmi()
+def _task() -> Task:
     from cai_apps.applications.protein.task import PROTEIN
-    from cai_apps.run.train import train
 
-    return train(PROTEIN, config, label=label, meant=given)
+    return PROTEIN
 
 
-def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> Shown:
-    from cai_apps.applications.protein.task import PROTEIN
-    from cai_apps.config.validation import ranks_of
-    from cai_apps.planner.fit import Planner
-    from cai_apps.planner.text import show_plan
-
+def _batch(config: Config) -> str:
     data = config.data
-    return show_plan(
-        Planner(PROTEIN.resolve, PROTEIN.workload),
-        config,
-        ranks=ranks_of(config) if ranks is None else ranks,
-        memory=memory,
-        title=f"{label}: {config.model.name}",
-        batch=f"{config.train.global_batch} chains of {data.residues} residues, {data.sequences} sequences of each"
-        f" and {data.extra} more",
+    return (
+        f"{config.train.global_batch} chains of {data.residues} residues, {data.sequences} sequences of each"
+        f" and {data.extra} more"
     )
 
 
@@ -62,12 +49,13 @@ def _report() -> Page:
     return replace(training_page("chains"), more=show)
 
 
+LOOP = SharedLoop(_task, _batch, need=lambda config: need_gemmi())
 APPLICATION = Application(
     "protein",
     Config,
     _check,
-    _train,
-    _plan,
+    LOOP.train,
+    LOOP.plan,
     _report,
     commands={
         "fold": (
