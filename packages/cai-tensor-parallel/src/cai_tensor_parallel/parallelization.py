@@ -62,22 +62,23 @@ def parallelize(
     model that is not of transformers is tried where it brings a `trial`.
 
     Args:
-        mesh: with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
+        mesh: a mesh with an axis "tp", or its sub-axes, or of one dimension with a name of its own.
         plan: None reads the one the model carries or the built-in one, see `plan_for`; one rank needs none.
         mode: "1d": features between a column cut and a row cut are cut, Megatron's way. "2d" (axes `tp_row`,
             `tp_col`), "2.5d" (`tp_depth` too) and "3d" (`tp_i`, `tp_j`, `tp_k`): samples and features stay cut from
             the embedding to the head, and no rank ever holds a whole hidden state; see `sub_axes`.
-        sequence: in mode 1d, what is not cut by features is cut along the sequence: norms, dropout, residuals.
-        overlap: with `sequence`, multiply some tokens while others travel between one host's GPUs; not FP8 layers.
-        logits: of a vocabulary-cut head. "whole": [..., V] on every rank, as the model's loss, `generate()` and a
-            loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
+        sequence: whether what is not cut by features is cut along the sequence: norms, dropout, residuals; mode 1d.
+        overlap: whether some tokens are multiplied while others travel between one host's GPUs; needs `sequence`, and
+            is not for FP8 layers.
+        logits: the form of a vocabulary-cut head's logits. "whole": [..., V] on every rank, as the model's loss,
+            `generate()` and a loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
             and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model. Raises `PlanError` for what cannot be cut, a glob of `plan` that matches nothing, or a small
     model that computes something else; `MeshError` for a mesh without such axes.
     """
-    cut = Cut(mode, logits, sequence, overlap)
+    transform = Cut(mode, logits, sequence, overlap)
     mesh = ParallelMesh.of(mesh, alone="tp")
     mesh.require("tp", "parallelize")
     degree = mesh.degree("tp")
@@ -89,27 +90,29 @@ def parallelize(
         _check_head(model, roles)
     if degree == 1:
         return model
-    _check_ranks(cut, mesh)
+    _check_ranks(transform, mesh)
     refresh(model)
-    small = trial or _trial_of(model, roles, cut, mesh)
-    cut(model, _proved(model, mesh, resolved, cut, small, plan), mesh, Cutter.along(mesh, "tp"))
+    small = trial or _trial_of(model, roles, transform, mesh)
+    transform(model, _proved(model, mesh, resolved, transform, small, plan), mesh, Cutter.along(mesh, "tp"))
     _guard(model, mesh, mode)
     show_gradients(model, mesh)
     return model
 
 
-def _check_ranks(cut: Cut, mesh: ParallelMesh) -> None:
+def _check_ranks(transform: Cut, mesh: ParallelMesh) -> None:
     """Raise where the mesh has not the axes of the mode, or its GPUs cannot do what is asked."""
-    check_axes(cut.mode, mesh)
+    check_axes(transform.mode, mesh)
     group = mesh.group("tp")
-    if cut.overlap and group is not None:
+    if transform.overlap and group is not None:
         check_partners(group)
 
 
-def _trial_of(model: nn.Module, roles: dict[str, Role], cut: Cut, mesh: ParallelMesh) -> SmallModel | None:
+def _trial_of(
+    model: nn.Module, roles: dict[str, Role], transform: Cut, mesh: ParallelMesh
+) -> SmallModel | None:
     """The small model of a model of transformers, with heads that do not divide where its own do not."""
-    uneven = bool(uneven_attentions(model, roles, cut.degree(mesh)))
-    return trial_of(model, labelled=not cut.sharded or is_next_token_loss(model), uneven=uneven)
+    uneven = bool(uneven_attentions(model, roles, transform.degree(mesh)))
+    return trial_of(model, labelled=not transform.sharded or is_next_token_loss(model), uneven=uneven)
 
 
 def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
@@ -125,7 +128,7 @@ def _proved(
     model: nn.Module,
     mesh: ParallelMesh,
     plan: Plan,
-    cut: Cut,
+    transform: Cut,
     small: Trial | SmallModel | None,
     passed: Plan | None,
 ) -> Plan:
@@ -135,22 +138,22 @@ def _proved(
         small: the small model that it is tried on, by the plan that was `passed`; without one, or with one that has no
             roles, by the one of the small model.
     """
-    if small is None and cut.mode in GRIDS:
+    if small is None and transform.mode in GRIDS:
         raise PlanError(
-            f"mode {cut.mode} tries itself on a small model first, and there is none",
+            f"mode {transform.mode} tries itself on a small model first, and there is none",
             got=type(model).__name__,
             fix="pass trial=Trial(...) with a small model of the same modules",
         )
-    degree = cut.degree(mesh)
+    degree = transform.degree(mesh)
     uneven = uneven_attentions(model, match(plan, model), degree)
     if uneven:
         built = None if small is None else small.build()
         tried = plan if built is None else passed or plan_of_parts(built, RANKS) or plan
-        check_uneven(uneven, cut.mode, degree, built, tried)
+        check_uneven(uneven, transform.mode, degree, built, tried)
     if small is None:
         return plan
     shared = shared_heads_of(model) % degree != 0
-    if shared and cut.mode in GRIDS:
+    if shared and transform.mode in GRIDS:
         raise PlanError(
             "the key/value heads do not divide over the ranks that share features",
             got=f"{shared_heads_of(model)} key/value heads over {degree} ranks",
@@ -160,7 +163,7 @@ def _proved(
     group = mesh.group("tp")
     assert group is not None  # more than one rank
     planned = passed if passed and passed.roles else plan_for
-    added = on_first_rank(group, lambda: verified(small, planned, cut, 4 if shared else RANKS))
+    added = on_first_rank(group, lambda: verified(small, planned, transform, 4 if shared else RANKS))
     return replace(plan, roles={**plan.roles, **added})
 
 
@@ -175,8 +178,10 @@ def _check_head(model: nn.Module, roles: dict[str, Role]) -> None:
     for getter, end in vocabulary_ends(model):
         if next(end.parameters(), None) is None:  # it stands for one of another pipeline stage
             continue
-        cut = any(model.get_submodule(name) is end for name, role in roles.items() if not role.parameter)
-        if getter == "get_output_embeddings" and not cut:
+        head_is_cut = any(
+            model.get_submodule(name) is end for name, role in roles.items() if not role.parameter
+        )
+        if getter == "get_output_embeddings" and not head_is_cut:
             raise PlanError(
                 f"the logits of {type(model).__name__} cannot stay cut: its output layer is whole in its plan",
                 got=f"{type(end).__name__}, tied to what is not cut, or not proved to give the same when it is cut",

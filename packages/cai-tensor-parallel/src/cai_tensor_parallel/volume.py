@@ -49,11 +49,11 @@ class Layer:
 
 
 NORMS = 2
-"""Of a layer; each has one weight [hidden] and one statistic a token, sent as two numbers."""
+"""The norms of a layer; each has one weight [hidden] and one statistic a token, sent as two numbers."""
 
 
 SUMS = 4
-"""Of a layer in 1d: what attention and mlp read, in backward, and what they make, in forward."""
+"""The sums of a layer in 1d: of what attention and mlp read, in backward, and of what they make, in forward."""
 
 
 def received(mode: str, layer: Layer, ranks: int, *, depth: int = 1, sequence: bool = False) -> float:
@@ -61,8 +61,8 @@ def received(mode: str, layer: Layer, ranks: int, *, depth: int = 1, sequence: b
 
     Args:
         mode: "1d", "2d", "2.5d" or "3d".
-        ranks: in all; q x q, depth x q x q, l x l x l.
-        sequence: of 1d: the stream is cut along the sequence.
+        ranks: the number of all ranks; q x q, depth x q x q, l x l x l.
+        sequence: whether the stream is cut along the sequence, in 1d.
     """
     if mode == "1d":
         return _one_d(layer, ranks, sequence)
@@ -95,18 +95,18 @@ def _one_d(layer: Layer, p: int, sequence: bool) -> float:
 
 
 def _two_d(layer: Layer, q: int, depth: int) -> float:
-    tokens, found = layer.tokens / depth, 0.0
+    tokens, numbers = layer.tokens / depth, 0.0
     for n, m in layer.linears():
-        found += (q - 1) / q**2 * (2 * tokens * m + 3 * n * m)
-        found += 2 * (depth - 1) / depth * n * m / q**2
-    return found + _norms(layer, features=q, samples=depth * q)
+        numbers += (q - 1) / q**2 * (2 * tokens * m + 3 * n * m)
+        numbers += 2 * (depth - 1) / depth * n * m / q**2
+    return numbers + _norms(layer, features=q, samples=depth * q)
 
 
 def _three_d(layer: Layer, side: int) -> float:
-    found = 0.0
+    numbers = 0.0
     for n, m in layer.linears():
-        found += (side - 1) / side**3 * (3 * layer.tokens * n + 2 * layer.tokens * m + 3 * n * m)
-    return found + _norms(layer, features=side, samples=side**2)
+        numbers += (side - 1) / side**3 * (3 * layer.tokens * n + 2 * layer.tokens * m + 3 * n * m)
+    return numbers + _norms(layer, features=side, samples=side**2)
 
 
 def _norms(layer: Layer, *, features: int, samples: int) -> float:

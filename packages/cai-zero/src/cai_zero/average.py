@@ -35,8 +35,8 @@ class Ema:
 
     Args:
         model: as `shard_module` or `offload` returned it, one over which an optimizer is sharded, or a plain one.
-        optimizer: what `shard_optimizer` returned, for stages 0 to 2; others are not looked at.
-        decay: between 0 and 1.
+        optimizer: the one that `shard_optimizer` returned, for stages 0 to 2; others are not looked at.
+        decay: the part of the average that a step keeps, between 0 and 1.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Ema:
         self._averages: list[torch.Tensor] = []
         self._chunks: dict[int, Chunk] = {}
         self._join()
-        found = weakref.ref(self)
+        self_ref = weakref.ref(self)
 
         def before_step(*_: Any) -> None:
-            average = found()
+            average = self_ref()
             if average is not None:
                 average._join()
 
@@ -67,9 +67,9 @@ class Ema:
 
     def _join(self) -> None:
         """What is trained from now on begins with its value: that was its average while it was frozen."""
-        known = {id(weight) for weight in self._weights}
+        weight_ids = {id(weight) for weight in self._weights}
         for weight in self._trained():
-            if id(weight) not in known:
+            if id(weight) not in weight_ids:
                 self._weights.append(weight)
                 with self._opened(weight):
                     self._averages.append(_wide(weight))
@@ -111,12 +111,14 @@ class Ema:
     def state_for_checkpoint(self) -> dict[str, BoxedTensor]:
         """The averages by canonical parameter name, for `cai_mesh.checkpoint` on any layout: views, loaded in place."""
         self._join()
-        held = {id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)}
+        averages = {
+            id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)
+        }
         if self._sharded is not None:
-            boxes = (chunk.boxed(held[id(chunk.weights.flat)]) for chunk in self._sharded.chunks)
+            boxes = (chunk.boxed(averages[id(chunk.weights.flat)]) for chunk in self._sharded.chunks)
             return {name: boxed for some in boxes for name, boxed in some.items()}
-        named = [(canonical_name(n, p), p) for n, p in self._named if id(p) in held]
-        return {name: BoxedTensor.like(param, held[id(param)]) for name, param in named}
+        named = [(canonical_name(n, p), p) for n, p in self._named if id(p) in averages]
+        return {name: BoxedTensor.like(param, averages[id(param)]) for name, param in named}
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

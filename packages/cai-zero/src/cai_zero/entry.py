@@ -54,8 +54,8 @@ def shard_optimizer(
             its rounded value; in stage 3 from the one it had.
         overlap_gather: gather the new parameters while the next forward runs, each awaited by the block that uses it.
             What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
-        compression: what travels in one byte an element, in stages 1 and 2. With compressed weights the model's
-            parameters are the rounded ones from the beginning, and the optimizer steps master weights apart from them.
+        compression: the tensors that travel in one byte an element, in stages 1 and 2. With compressed weights the
+            model's parameters are the rounded ones from the beginning, and the optimizer steps master weights apart.
         copy_engines: gather and reduce by copies between the GPUs of one host, not by kernels on multiprocessors.
 
     Raises `PlanError` when the optimizer's parameters are not the model's, appear twice, or cannot be sharded, for an
@@ -126,10 +126,10 @@ def _check_split(precision: MixedPrecision, compression: Compression | None, sta
 
 def sharding_of(model: nn.Module) -> ModuleSharding:
     """The `ModuleSharding` that `shard_module` attached. Raises `PlanError` when there is none."""
-    found = getattr(model, "cai_sharding", None)
-    if found is None:
+    sharding = getattr(model, "cai_sharding", None)
+    if sharding is None:
         raise PlanError("this model is not sharded", fix="call shard_module(model, mesh) first")
-    return found
+    return sharding
 
 
 def no_sync(sharded: nn.Module | ShardedOptimizer) -> contextlib.AbstractContextManager[None]:
@@ -165,14 +165,14 @@ def shard_module(
         model: parameters equal on all data ranks; or on the meta device, so that no rank ever holds all of it.
         mesh: see `cai_zero.reduction.ranks.RankTable`. None: one process.
         precision: dtypes of gathered parameters, of the shards and of the reduction.
-        residency: which memory the shards, their gradients and the state of their optimizer live in between uses, such
+        residency: the memory in which shards, their gradients and the state of their optimizer live between uses, such
             as `cai_gemini.ChunkResidency`. None: the device.
         driver: "hooks" gathers around every module call; "actions" leaves it to a pipeline schedule.
-        gather: when and how parameters are gathered.
+        gather: the times and means of gathering parameters.
         materialize: (name, meta parameter) -> its initial values, a tensor of the parameter's (local) shape. None:
             shards of meta parameters are NaN until a checkpoint is loaded into them.
-        device: of the parameters of a meta model. Buffers are the caller's to materialize.
-        compression: what travels in one byte an element.
+        device: the device of the parameters of a meta model. Buffers are the caller's to materialize.
+        compression: the tensors that travel in one byte an element.
 
     The model's own forward is a pass: what a rank's data skip in it is gathered and reduced all the same, so ranks
     may use different blocks. A block used out of the usual order must be used so by all ranks.

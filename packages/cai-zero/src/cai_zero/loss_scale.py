@@ -128,31 +128,31 @@ class LossScale:
             grad = local_gradient(p)
             if grad is not None and grad.numel():
                 grads[grad.device, grad.dtype].append(grad)
-        found = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        overflow = torch.zeros((), dtype=torch.float32, device=self._scale.device)
         inverse = self._scale.double().reciprocal().float()
-        for (device, _), held in grads.items():
-            here = torch.zeros((), dtype=torch.float32, device=device)
+        for (device, _), device_grads in grads.items():
+            device_overflow = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(
-                held, here, inverse.to(device, non_blocking=True)
+                device_grads, device_overflow, inverse.to(device, non_blocking=True)
             )
-            found = torch.maximum(found, here.to(found.device, non_blocking=True))
+            overflow = torch.maximum(overflow, device_overflow.to(overflow.device, non_blocking=True))
         if self._mesh is not None:
-            all_reduce(found, self._mesh.group(axis_names(self._mesh)), op="max")
-        self._found[id(optimizer)] = found
+            all_reduce(overflow, self._mesh.group(axis_names(self._mesh)), op="max")
+        self._found[id(optimizer)] = overflow
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer, on no rank if the gradients of any are not finite; those are then dropped. Collective."""
         if id(optimizer) not in self._found:
             self.unscale_(optimizer)
-        found = self._found[id(optimizer)]
+        overflow = self._found[id(optimizer)]
         inner = getattr(optimizer, "inner", optimizer)
         if isinstance(inner, _SKIPS_BY_ITSELF) and getattr(inner, "_step_supports_amp_scaling", False):
-            inner.found_inf = found
+            inner.found_inf = overflow
             try:
                 optimizer.step()
             finally:
                 del inner.found_inf
-        elif found.item():
+        elif overflow.item():
             optimizer.zero_grad()
         else:
             optimizer.step()
@@ -165,9 +165,9 @@ class LossScale:
         """
         if not self._found:
             raise PlanError("a loss scale is updated before any step", fix="call step(optimizer) first")
-        found = torch.stack(list(self._found.values())).amax()
-        self._skipped += found.to(torch.int64)
-        torch._amp_update_scale_(self._scale, self._good, found, self.growth, self.backoff, self.interval)
+        overflow = torch.stack(list(self._found.values())).amax()
+        self._skipped += overflow.to(torch.int64)
+        torch._amp_update_scale_(self._scale, self._good, overflow, self.growth, self.backoff, self.interval)
         self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:

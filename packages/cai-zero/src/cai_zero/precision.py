@@ -14,11 +14,11 @@ class MixedPrecision:
     """Dtypes of a sharded model.
 
     Args:
-        compute: of parameters while modules use them, and of activations that follow from them. None: as they are.
+        compute: the dtype of parameters in use, and of activations that follow from them. None: the one they have.
             With float16 the loop needs a `cai_zero.LossScale`, or small gradients become zero.
-        master: of the weights the optimizer steps, and so of its state. None: float32 when `compute` has fewer bits
-            than that, else `compute`.
-        reduce: in which gradients are accumulated and reduced. None: `master`.
+        master: the dtype of the weights the optimizer steps, and so of its state. None: float32 when `compute` has
+            fewer bits than that, else `compute`.
+        reduce: the dtype in which gradients are accumulated and reduced. None: `master`.
         split_master: keep float32 master weights as the bfloat16 parameters and the 16 bits that those lack: exactly,
             in two bytes an element and not four. For `compute=torch.bfloat16` in stages 0 to 2. A loop that writes to
             parameters must do so through `param.data`; what is written in another way is refused at the next step.

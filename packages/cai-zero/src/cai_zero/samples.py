@@ -70,8 +70,8 @@ class SampleClip:
         """Take the last sample, if its backward was not under `defer`, and sum all over the data ranks. Collective."""
         self._take()
         assert self._sums is not None
-        for buffer, held in zip(self._buffers(), self._sums, strict=True):
-            buffer.put(held)
+        for buffer, total in zip(self._buffers(), self._sums, strict=True):
+            buffer.put(total)
         self._sums = None
         self._inner.finish()
 
@@ -82,13 +82,13 @@ class SampleClip:
     def _take(self) -> None:
         """Add the gradients that have arrived, clipped, to those of the samples before."""
         buffers = self._buffers()
-        found = [buffer.take() for buffer in buffers]
-        norm = torch.stack([torch.linalg.vector_norm(each) for each in found]).norm()
+        gradients = [buffer.take() for buffer in buffers]
+        norm = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm()
         factor = (self._most / norm).clamp(max=1.0)
         if self._sums is None:
-            self._sums = [each * factor for each in found]
+            self._sums = [gradient * factor for gradient in gradients]
         else:
-            torch._foreach_mul_(found, factor)
-            torch._foreach_add_(self._sums, found)
+            torch._foreach_mul_(gradients, factor)
+            torch._foreach_add_(self._sums, gradients)
         for buffer in buffers:
             buffer.close()

@@ -21,16 +21,16 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     missing = [p for p in params if p.requires_grad and p not in optimizer.state]
     if not missing:
         return
-    kept = [(p, local_gradient(p)) for p in params]
+    gradients = [(p, local_gradient(p)) for p in params]
     with plain(params):
-        _step_with_zeros(optimizer, params, missing, kept)
+        _step_with_zeros(optimizer, params, missing, gradients)
 
 
 def _step_with_zeros(
     optimizer: torch.optim.Optimizer,
     params: list[torch.Tensor],
     missing: list[torch.Tensor],
-    kept: list[tuple[torch.Tensor, torch.Tensor | None]],
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> None:
     kept_options = [
         {k: group[k] for k in ("lr", "weight_decay") if k in group} for group in optimizer.param_groups
@@ -48,7 +48,7 @@ def _step_with_zeros(
     for group, options in zip(optimizer.param_groups, kept_options, strict=True):
         group.update(options)
     with torch.no_grad():
-        for p, grad in kept:
+        for p, grad in gradients:
             p.grad = grad
         for p, value in zip(missing, values, strict=True):
             p.copy_(value)
@@ -118,16 +118,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
     For stage 3 and for unsharded loops. Tensors are views, so loading a checkpoint fills the optimizer in place.
     """
-    found: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(optimizer)}
+    state: dict[str, BoxedTensor | list] = {"param_groups": saved_groups(optimizer)}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        own = own_boxes(optimizer, param, canonical_name(name, param))
-        if own is not None:
-            found.update(own)
+        boxes = own_boxes(optimizer, param, canonical_name(name, param))
+        if boxes is not None:
+            state.update(boxes)
             continue
         for slot, value in state_slots(optimizer, param).items():
             same = value.shape == param.shape
             boxed = BoxedTensor.like(param, value) if same else BoxedTensor.from_param(value)
-            found[f"{canonical_name(name, param)}.{slot}"] = boxed
-    return found
+            state[f"{canonical_name(name, param)}.{slot}"] = boxed
+    return state

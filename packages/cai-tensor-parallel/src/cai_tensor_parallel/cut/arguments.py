@@ -49,9 +49,9 @@ def _cut_argument(module: nn.Module, name: str, text: str, group: dist.ProcessGr
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument in kwargs:
             return args, kwargs | {argument: part_of_heads(kwargs[argument], int(dim), heads, group)}
-        given = signature.bind_partial(*args, **kwargs)
-        given.arguments[argument] = part_of_heads(given.arguments.get(argument), int(dim), heads, group)
-        return given.args, given.kwargs
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.arguments[argument] = part_of_heads(bound.arguments.get(argument), int(dim), heads, group)
+        return bound.args, bound.kwargs
 
     module.register_forward_pre_hook(take, with_kwargs=True)
 
@@ -66,5 +66,5 @@ def part_of_heads(x: Any, dim: int, heads: int, group: dist.ProcessGroup) -> Any
     apart = copy_to(x, group).unflatten(dim, (-1, heads))
     inner = dim + 1 if dim >= 0 else dim
     part = heads // group.size()
-    own = apart.narrow(inner, group.rank() * part, part)
-    return torch.flatten(own, inner - 1, inner)
+    local_heads = apart.narrow(inner, group.rank() * part, part)
+    return torch.flatten(local_heads, inner - 1, inner)

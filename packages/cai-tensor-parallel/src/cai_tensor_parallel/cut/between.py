@@ -22,19 +22,19 @@ from cai_mesh.trial import tensors_of
 from cai_tensor_parallel.modes.one_d import Column, Row
 from cai_tensor_parallel.modes.whole import Picked, Tail
 
-Found = Callable[[str, list[torch.Tensor]], None]
+Report = Callable[[str, list[torch.Tensor]], None]
 """Called with a row-cut layer's name and the parameters before it; with none for something else that is whole."""
 
 
-def watch(model: nn.Module, found: Found) -> None:
+def watch(model: nn.Module, report: Report) -> None:
     """Look at what comes into every row-cut layer of a model, at its first forward with a graph."""
     for name, module in model.named_modules():
         rule = module.__dict__.get("cai_rule")
         if isinstance(rule, Row) and not rule.split:
-            _watch(module, name, found)
+            _watch(module, name, report)
 
 
-def _watch(module: nn.Module, name: str, found: Found) -> None:
+def _watch(module: nn.Module, name: str, report: Report) -> None:
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or not args or args[0].grad_fn is None:
             return
@@ -43,14 +43,14 @@ def _watch(module: nn.Module, name: str, found: Found) -> None:
         )  # of this module, which may be a copy of the one first watched
         leaves = list(_whole_before(args[0].grad_fn))
         if leaves:
-            found(name, [leaf for leaf in leaves if leaf is not None])
+            report(name, [leaf for leaf in leaves if leaf is not None])
 
     key = module.register_forward_pre_hook(look).id
 
 
 def _whole_before(root: Any | None) -> Iterator[torch.Tensor | None]:
     """Leaves reached from a node of the graph before any column cut; None for something else that is whole."""
-    seen, waiting = {root}, [] if root is None else [root]
+    visited, waiting = {root}, [] if root is None else [root]
     while waiting:
         node = waiting.pop()
         leaf, rule = getattr(node, "variable", None), getattr(node, "rule", None)
@@ -60,8 +60,8 @@ def _whole_before(root: Any | None) -> Iterator[torch.Tensor | None]:
         elif isinstance(rule, Row) or type(node).__name__ == "_ReduceFromBackward":
             yield None
         elif not isinstance(rule, Column | Picked | Tail) and type(node).__name__ != "_CopyToBackward":
-            ahead = {after for after, _ in node.next_functions if after is not None} - seen
-            seen |= ahead
+            ahead = {after for after, _ in node.next_functions if after is not None} - visited
+            visited |= ahead
             waiting += ahead
 
 
@@ -89,18 +89,18 @@ def mark_parts(model: nn.Module) -> None:
 
 def owners(model: nn.Module, leaves: Sequence[torch.Tensor]) -> list[str]:
     """Names of the modules that hold parameters."""
-    wanted = {id(leaf) for leaf in leaves}
+    leaf_ids = {id(leaf) for leaf in leaves}
     return [
         name
         for name, module in model.named_modules()
-        if any(id(p) in wanted for p in module._parameters.values())
+        if any(id(p) in leaf_ids for p in module._parameters.values())
     ]
 
 
 def refusal(model: nn.Module, name: str, leaves: Sequence[torch.Tensor]) -> PlanError:
     """The error that names what was found before the row-cut layer `name`."""
-    wanted = {id(leaf) for leaf in leaves}
-    names = [n for n, p in model.named_parameters() if id(p) in wanted]
+    leaf_ids = {id(leaf) for leaf in leaves}
+    names = [n for n, p in model.named_parameters() if id(p) in leaf_ids]
     return PlanError(
         f"before {name}, which takes one rank's features, there is something whole",
         got=", ".join(names) or "a result that is the same on every rank",

@@ -52,15 +52,15 @@ def _cutter(context: ModeContext, batch: dict[str, int]) -> Callable[..., Any]:
             )
 
         def part(t: Any) -> Any:
-            own = isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[0] == samples
-            return scatter_to(t, 0, group) if own else t
+            has_samples = isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[0] == samples
+            return scatter_to(t, 0, group) if has_samples else t
 
-        found = {key: part(value) for key, value in kwargs.items()}
-        if found.get("inputs_embeds") is not None:
-            whole = kwargs["inputs_embeds"]
-            own = scatter_to(whole, 0, context.ranks.group(stream.batch))
-            found["inputs_embeds"] = scatter_to(own, -1, context.ranks.group(stream.features))
-        return tuple(map(part, args)), found
+        cut_kwargs = {key: part(value) for key, value in kwargs.items()}
+        if cut_kwargs.get("inputs_embeds") is not None:
+            embeddings = kwargs["inputs_embeds"]
+            local_samples = scatter_to(embeddings, 0, context.ranks.group(stream.batch))
+            cut_kwargs["inputs_embeds"] = scatter_to(local_samples, -1, context.ranks.group(stream.features))
+        return tuple(map(part, args)), cut_kwargs
 
     return cut
 

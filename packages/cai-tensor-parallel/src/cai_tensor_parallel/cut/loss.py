@@ -23,9 +23,9 @@ ROWS, TOKENS, COLUMNS = 2, 5, 11
 def is_next_token_loss(model: nn.Module) -> bool:
     """Whether a model's forward calls its `loss_function`, and that equals the loss of next tokens on random logits,
     in all its options."""
-    own = getattr(model, "loss_function", None)
+    function = getattr(model, "loss_function", None)
     forward = inspect.unwrap(type(model).forward)
-    if not callable(own) or "loss_function" not in forward.__code__.co_names:
+    if not callable(function) or "loss_function" not in forward.__code__.co_names:
         return False
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -42,16 +42,18 @@ def is_next_token_loss(model: nn.Module) -> bool:
             {"shift_labels": labels.flip(1)},
         )
         try:
-            return all(_agrees(own, logits, labels, columns, case) for case in options)
+            return all(_agrees(function, logits, labels, columns, case) for case in options)
         except Exception:  # a loss that takes other arguments is another one
             return False
 
 
-def _agrees(own: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, case: dict[str, Any]) -> bool:
+def _agrees(
+    function: Any, logits: torch.Tensor, labels: torch.Tensor, columns: int, case: dict[str, Any]
+) -> bool:
     if "ignore_index" in case:
         labels = labels.clamp(min=0)
     arguments = {"logits": logits, "labels": labels, "vocab_size": columns} | case
-    return torch.allclose(own(**arguments), CausalLMLoss(ShardedLogits())(**arguments), rtol=1e-4)
+    return torch.allclose(function(**arguments), CausalLMLoss(ShardedLogits())(**arguments), rtol=1e-4)
 
 
 def sharded_logits(model: nn.Module, mesh: AnyMesh, *, mode: str = "1d") -> ShardedLogits:

@@ -25,10 +25,10 @@ def guard_saving(model: nn.Module) -> None:
 
 
 def _save_whole(model: nn.Module, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    whole = {
+    shapes = {
         name: layout_of(param).global_shape for name, param in model.named_parameters() if _is_cut(param)
     }
-    if state_dict is None or any(state_dict[n].shape != whole[n] for n in whole.keys() & state_dict.keys()):
+    if state_dict is None or any(state_dict[n].shape != shapes[n] for n in shapes.keys() & state_dict.keys()):
         _refuse()
     save: Any = type(model).save_pretrained
     return save(model, *args, state_dict=state_dict, **kwargs)
@@ -40,9 +40,9 @@ def _is_cut(param: torch.Tensor) -> bool:
 
 def _mark(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for name, param in module._parameters.items():
-        held = state.get(prefix + name)
-        if param is not None and held is not None and held is not param and _is_cut(param):
-            held.__reduce_ex__ = _refuse
+        entry = state.get(prefix + name)
+        if param is not None and entry is not None and entry is not param and _is_cut(param):
+            entry.__reduce_ex__ = _refuse
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:

@@ -15,14 +15,14 @@ def completed(model: nn.Module, roles: dict[str, Role]) -> dict[str, Role]:
     is found to be nothing else stays replicated; the trial of the plan says whether that is right.
     """
     width = _width(model, roles)
-    found = dict(roles)
+    completed_roles = dict(roles)
     if width is None:
-        return found
+        return completed_roles
     for name, module in model.named_modules():
-        held = [p for p in module._parameters.values() if p is not None]
-        if held and name and roles.get(name, Role("replicated")).kind == "replicated":
-            found[name] = Role(_kind(module, width))
-    return found
+        params = [p for p in module._parameters.values() if p is not None]
+        if params and name and roles.get(name, Role("replicated")).kind == "replicated":
+            completed_roles[name] = Role(_kind(module, width))
+    return completed_roles
 
 
 def narrow_placeholders(model: nn.Module, roles: dict[str, Role], ranks: int) -> None:
@@ -50,7 +50,7 @@ def _width(model: nn.Module, roles: dict[str, Role]) -> int | None:
 
 
 def _kind(module: nn.Module, width: int) -> str:
-    held = {name: p for name, p in module._parameters.items() if p is not None}
+    params = {name: p for name, p in module._parameters.items() if p is not None}
     if isinstance(module, nn.Linear):
         if module.in_features != width:
             return "replicated"
@@ -59,7 +59,7 @@ def _kind(module: nn.Module, width: int) -> str:
         return "patch_embedding" if module.out_channels == width else "replicated"
     if isinstance(module, nn.Embedding):
         return "feature_embedding" if module.embedding_dim == width else "replicated"
-    last = {p.shape[-1] for p in held.values() if p.dim()}
+    last = {p.shape[-1] for p in params.values() if p.dim()}
     if recognise(module) is not None:
         return "norm" if last == {width} else "replicated_with_grad_allreduce"
     return "feature_parameters" if last == {width} else "replicated"

@@ -40,10 +40,10 @@ def vocabulary_roles(model: nn.Module) -> dict[str, str]:
         elsewhere = next(end.parameters(), None) is None
         ends = _tied_to_another_stage(model, end, owners) if elsewhere else [end]
         tied = _tied(ends, [module for _, module in owners])
-        known = elsewhere or isinstance(end, ENDS[getter][0])
-        if known and all(isinstance(m, nn.Embedding | nn.Linear) for m in tied):
+        class_fits = elsewhere or isinstance(end, ENDS[getter][0])
+        if class_fits and all(isinstance(m, nn.Embedding | nn.Linear) for m in tied):
             for name, module in owners:
-                if any(module is each for each in tied):
+                if any(module is member for member in tied):
                     roles[name] = "vocab_embedding" if isinstance(module, nn.Embedding) else "vocab_head"
     return roles
 

@@ -21,16 +21,16 @@ def guard_wrapping(model: nn.Module, mesh: ParallelMesh) -> None:
     """
     group = mesh.group("tp")
     assert group is not None  # more than one rank
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    other_ranks = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
 
     def check(model: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             return
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None and others & set(dist.get_process_group_ranks(wrapper.process_group)):
+        if wrapper is not None and other_ranks & set(dist.get_process_group_ranks(wrapper.process_group)):
             raise _refusal(model, "DistributedDataParallel", "process_group=mesh['dp'].get_group()")
         over = _sharded_over(model)
-        if over is not None and others & set(over.mesh.flatten().tolist()):
+        if over is not None and other_ranks & set(over.mesh.flatten().tolist()):
             raise _refusal(model, "fully_shard", "mesh=mesh['dp']")
 
     model.register_forward_pre_hook(check)

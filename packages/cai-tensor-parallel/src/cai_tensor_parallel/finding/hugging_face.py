@@ -27,7 +27,8 @@ def plan_of_transformers(model: nn.Module) -> Plan:
     prefix = getattr(model, "base_model_prefix", "")
     prefix = _place(base, model, prefix + "." if prefix and hasattr(model, prefix) else "")
     names = (
-        {prefix + glob: value for glob, value in each.items()} for each in (base.divided, base.arguments)
+        {prefix + glob: value for glob, value in mapping.items()}
+        for mapping in (base.divided, base.arguments)
     )
     plan = present(Plan({prefix + glob: role for glob, role in base.roles.items()}, *names), model)
     if not plan.roles:

@@ -131,12 +131,12 @@ def _obstacle(module: nn.Module, part: PartLayers, ranks: int) -> str:
     columns = {name: features(layer) for name, layer in _inside(module, part.columns).items()}
     if not rows or None in rows.values() or None in columns.values():
         return "it lacks a linear layer behind those that are cut, or one of them is none"
-    widths = {each[0] for each in rows.values() if each} | {
-        each[1] // BLOCKS.get(class_name, 1) for each in columns.values() if each
+    widths = {sizes[0] for sizes in rows.values() if sizes} | {
+        sizes[1] // BLOCKS.get(class_name, 1) for sizes in columns.values() if sizes
     }
-    (width, *others), heads = sorted(widths), getattr(module, part.counts) if part.counts else 0
-    if others:
-        return f"its layers are of several widths: {width}, {', '.join(map(str, others))}"
+    (width, *other_widths), heads = sorted(widths), getattr(module, part.counts) if part.counts else 0
+    if other_widths:
+        return f"its layers are of several widths: {width}, {', '.join(map(str, other_widths))}"
     if not part.counts:
         return f"{width} features do not divide over {ranks} ranks" if width % ranks else ""
     if width % heads or not has_heads_for(heads, ranks):

@@ -91,7 +91,9 @@ class _Proved:
             )
             fields = (grown.roles, grown.divided, grown.arguments)
             try:
-                verified(self.trial, Plan(*(_named(each, self.names) for each in fields)), Cut("1d", "whole"))
+                verified(
+                    self.trial, Plan(*(_named(mapping, self.names) for mapping in fields)), Cut("1d", "whole")
+                )
             except PlanError:
                 continue
             self.plan = grown

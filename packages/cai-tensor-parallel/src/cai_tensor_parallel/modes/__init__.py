@@ -31,13 +31,13 @@ def check_axes(mode: str, mesh: ParallelMesh) -> None:
     """Raise `MeshError` where the dimensions that play `tp` are not those of the mode, or their degrees not alike."""
     if mode == "1d":
         return
-    wanted, found = GRIDS[mode].axes, mesh.leaves("tp")
-    sizes = {name: mesh.degree(name) for name in found}
+    mode_axes, mesh_axes = GRIDS[mode].axes, mesh.leaves("tp")
+    sizes = {name: mesh.degree(name) for name in mesh_axes}
     sides = {size for name, size in sizes.items() if name != "tp_depth"}
-    if found == wanted and len(sides) == 1:
+    if mesh_axes == mode_axes and len(sides) == 1:
         return
     raise MeshError(
-        f"mode {mode} needs a mesh with axes {', '.join(wanted)}",
+        f"mode {mode} needs a mesh with axes {', '.join(mode_axes)}",
         got=sizes or "no axis tp",
         expected="the axes in this order, all of one degree"
         + (" but for tp_depth" if mode == "2.5d" else ""),

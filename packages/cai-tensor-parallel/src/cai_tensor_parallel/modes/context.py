@@ -30,15 +30,15 @@ class ModeContext:
     """Ranks and parameter cutter of one `parallelize` call.
 
     Args:
-        ranks: of the axis `tp` and its parts.
-        cutter: of parameters over them.
+        ranks: the ranks of the axis `tp` and its parts.
+        cutter: the cutter of parameters over them.
         mode: its name.
         sharded_logits: an output layer cut by vocabulary leaves its results cut.
-        sequence: how the stream is cut along the sequence, in mode 1d (None: it is not).
+        sequence: the cut of the stream along the sequence, in mode 1d (None: there is none).
         overlap: products and what travels along the sequence run beside each other.
-        readers: what sees which column-cut layers read the same, by the module around them.
+        readers: the column-cut layers that read the same, by the module around them.
         enclosed: layers that see the whole sequence, although it is cut elsewhere.
-        module_name: for errors.
+        module_name: the name that errors give.
     """
 
     ranks: Ranks

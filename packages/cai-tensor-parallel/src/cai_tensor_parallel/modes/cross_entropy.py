@@ -21,7 +21,7 @@ class ColumnMaths(Protocol):
     def scan(
         self, logits: torch.Tensor, target: torch.Tensor, *, vocab_start: int, ignore_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each row of logits [T, columns]: its maximum, the sum of exp(x - maximum), and the target's logit.
+        """Return, of each row of logits [T, columns], its maximum, the sum of exp(x - maximum), and the target's logit.
 
         Args:
             target: [T], int64, over the whole vocabulary; its logit is 0 where it is not among these columns.
@@ -110,14 +110,16 @@ def _row_chunks(logits: torch.Tensor) -> list[slice]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per-token loss. Two small all-reduces of [T]; backward keeps the logits as they are and two numbers a token."""
+    """The loss of every token, by two small all-reduces of [T]; backward keeps the logits and two numbers a token."""
 
     @staticmethod
     def forward(ctx, logits, target, vocab_start, group_name, ignore_index, maths):
         ctx.maths, ctx.start = maths or TorchColumns(), vocab_start
-        own, total, aimed = ctx.maths.scan(logits, target, vocab_start=vocab_start, ignore_index=ignore_index)
-        top = _reduce(own, "max", group_name)
-        sums = torch.stack((total * torch.exp(own - top), aimed))
+        local_max, total, aimed = ctx.maths.scan(
+            logits, target, vocab_start=vocab_start, ignore_index=ignore_index
+        )
+        top = _reduce(local_max, "max", group_name)
+        sums = torch.stack((total * torch.exp(local_max - top), aimed))
         total, aimed = _reduce(sums, "sum", group_name).unbind(0)
         ignored = target == ignore_index
         ctx.save_for_backward(logits, target, top, total, ignored)
@@ -128,8 +130,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         logits, target, top, total, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0.0)
-        found = ctx.maths.gradient(logits, target, top, total, grad, vocab_start=ctx.start)
-        return found, None, None, None, None, None
+        logits_grad = ctx.maths.gradient(logits, target, top, total, grad, vocab_start=ctx.start)
+        return logits_grad, None, None, None, None, None
 
 
 def _reduce(x: torch.Tensor, op: str, group_name: str | None) -> torch.Tensor:
@@ -154,7 +156,7 @@ def vocab_parallel_cross_entropy(
         target: [T], int64, over the whole vocabulary, or `ignore_index`. Not checked against the vocabulary.
         group: ranks that hold the other columns (None: all are here).
         reduction: "mean" divides by the number of targets that are not ignored, as `torch.nn.functional` does.
-        maths: what computes on a rank's columns, such as kernels; None: plain torch.
+        maths: the computations on a rank's columns, such as kernels; None: plain torch.
 
     Returns a scalar, or [T] for "none" (0 where ignored).
     """

@@ -40,9 +40,9 @@ class Cutter:
         named = {name for names, _ in cuts for name in names}
         return tuple(name for name, _, _ in self.axes if name not in named)
 
-    def has_cut(self, whole: nn.Parameter) -> bool:
-        """Whether `whole` is a parameter that has been replaced by its part."""
-        return id(whole) in self._done
+    def has_cut(self, param: nn.Parameter) -> bool:
+        """Whether `param` is a parameter that has been replaced by its part."""
+        return id(param) in self._done
 
     def is_part(self, param: nn.Parameter) -> bool:
         """Whether `param` is a part that has replaced its parameter."""
@@ -54,23 +54,23 @@ class Cutter:
 
     def place(self, module: nn.Module, name: str, cuts: Cuts) -> nn.Parameter:
         """The same by several cuts, one after the other; ranks along axes that none names hold the same."""
-        whole = module._parameters[name]
-        assert whole is not None
-        if id(whole) not in self._done:
-            self._done[id(whole)] = (whole, self._part(whole, cuts))
-        part = self._done[id(whole)][1]
+        param = module._parameters[name]
+        assert param is not None
+        if id(param) not in self._done:
+            self._done[id(param)] = (param, self._part(param, cuts))
+        part = self._done[id(param)][1]
         module._parameters[name] = part
         attach_to(module, name)
         return part
 
-    def _part(self, whole: nn.Parameter, cuts: Cuts) -> nn.Parameter:
-        layout = layout_of(whole)
+    def _part(self, param: nn.Parameter, cuts: Cuts) -> nn.Parameter:
+        layout = layout_of(param)
         for names, placement in (*cuts, (self._unnamed(cuts), Replicate())):
             layout = layout.across([axis for axis in self.axes if axis[0] in names], placement)
-        local = torch.empty(layout.local_shape, dtype=whole.dtype, device=whole.device)
+        local = torch.empty(layout.local_shape, dtype=param.dtype, device=param.device)
         for index, box in layout.slices():
-            local[index] = whole.detach()[box.slices()]
-        part = nn.Parameter(local, requires_grad=whole.requires_grad)
-        held = record_of(whole)
-        attach(part, layout, name=held.name, reduce=held.reduce)
+            local[index] = param.detach()[box.slices()]
+        part = nn.Parameter(local, requires_grad=param.requires_grad)
+        record = record_of(param)
+        attach(part, layout, name=record.name, reduce=record.reduce)
         return part

@@ -33,12 +33,12 @@ class Draws:
         return self  # hooks of a copied model hold this one
 
     def enter(self, *, again: bool = False) -> None:
-        """From here on numbers of this rank's own; nothing more where they are already, unless `again`."""
+        """Draw numbers of this rank's own from here on; nothing more where it does so already, unless `again`."""
         if self._common is not None and not again:
             return
-        own = key(int(torch.randint(1 << 62, ()).item()), self.rank)
+        seed = key(int(torch.randint(1 << 62, ()).item()), self.rank)
         self._common = (torch.get_rng_state(), self._enter_gpu())
-        torch.default_generator.manual_seed(own)
+        torch.default_generator.manual_seed(seed)
 
     def _enter_gpu(self) -> tuple[int, int] | None:
         if not torch.cuda.is_initialized():
@@ -49,7 +49,7 @@ class Draws:
         return seed, offset + BETWEEN
 
     def leave(self) -> None:
-        """From here on the common numbers again."""
+        """Draw the common numbers again from here on."""
         if self._common is None:
             return
         (state, on_gpu), self._common = self._common, None

@@ -24,8 +24,8 @@ def sum_parts(module: nn.Module, context: ModeContext) -> None:
     Biases that are whole are added on one rank only. Raises `PlanError` for other parameters that are whole: nothing
     says what they are applied to.
     """
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    once = [name for name, p in own.items() if not context.cutter.is_part(p)]
+    params = {name: p for name, p in module._parameters.items() if p is not None}
+    once = [name for name, p in params.items() if not context.cutter.is_part(p)]
     inside = [name for name, _ in module.named_parameters() if "." in name]
     strange = [name for name in once if not name.endswith("bias")] + inside
     if strange:
@@ -40,12 +40,12 @@ def sum_parts(module: nn.Module, context: ModeContext) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         args = tuple(_entering(value, group) for value in args)
         kwargs = {name: _entering(value, group) for name, value in kwargs.items()}
-        whole = {name: self._parameters[name] for name in once}
-        self._parameters.update({name: _on_one(p, group, first) for name, p in whole.items()})
+        biases = {name: self._parameters[name] for name in once}
+        self._parameters.update({name: _on_one(p, group, first) for name, p in biases.items()})
         try:
             part = original(*args, **kwargs)
         finally:
-            self._parameters.update(whole)
+            self._parameters.update(biases)
         if not isinstance(part, torch.Tensor):
             raise PlanError(
                 "a module that makes parts of a sum returned something else",
@@ -62,8 +62,8 @@ def count_once(module: nn.Module, context: ModeContext) -> None:
     original, first = module.forward, context.group.rank() == 0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found = original(*args, **kwargs)
-        return found if first else torch.zeros_like(found)
+        output = original(*args, **kwargs)
+        return output if first else torch.zeros_like(output)
 
     module.forward = types.MethodType(forward, module)
 

@@ -30,8 +30,8 @@ class Grid:
 
     Args:
         axes: dimensions of the mesh that play `tp`, outermost first.
-        stream: of the residual stream.
-        inner: between a column-cut and a row-cut layer.
+        stream: the form of the residual stream.
+        inner: the form between a column-cut and a row-cut layer.
         rows: the axis over which the rows of a vocabulary, and a weight's output features where `thirds` is empty, are
             cut; the samples too, so that what its ranks look up is summed and scattered over them.
         thirds: axis over which each part of a weight is cut once more; it is gathered before it is used.
@@ -60,4 +60,4 @@ GRIDS = {
         thirds=("tp_i",),
     ),
 }
-"""By name of the mode."""
+"""The grid of every mode, by the mode's name."""

@@ -110,10 +110,10 @@ def _weight_cuts(
 
 def _take_part(module: nn.Module, width: int, form: Form, context: ModeContext) -> None:
     """An input that comes with all its features is cut; its gradient is put together again."""
-    group, own = context.ranks.group(form.features), width // context.ranks.degree(form.features)
+    group, part = context.ranks.group(form.features), width // context.ranks.degree(form.features)
 
     def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if args and args[0].shape[-1] == width != own:
+        if args and args[0].shape[-1] == width != part:
             return scatter_to(args[0], -1, group), *args[1:]
         return None
 
@@ -138,13 +138,13 @@ def unsharded(y: torch.Tensor, width: int, form: Form, ranks: Ranks) -> torch.Te
 
 
 def _back_to_stream(module: nn.Module, context: ModeContext) -> None:
-    """From the inner form back to that of the stream: ranks that differ in both axes exchange what they hold."""
+    """Return from the inner form to that of the stream: ranks that differ in both axes exchange what they hold."""
     swap = Exchange(context)
     module.register_forward_hook(lambda module, args, y: swap(y))
 
 
 class Exchange:
-    """Between the stream's and the inner form of a cube: rank (i, j, k) gets what rank (i, k, j) holds."""
+    """The exchange between the stream's and the inner form of a cube: rank (i, j, k) gets what rank (i, k, j) holds."""
 
     def __init__(self, context: ModeContext) -> None:
         grid = context.grid
@@ -181,14 +181,14 @@ def _vocab_embedding(module: nn.Module, role: Role, context: ModeContext) -> Non
         ),
     )
     start, scaled = vocab_start(part), hasattr(module, "embed_scale")
-    asked, rows, copies, thirds = (
+    samples, rows, copies, thirds = (
         ranks.group(axes) for axes in (grid.inner.batch[-1:], (grid.rows,), grid.copies, grid.thirds)
     )
 
     def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
         weight = all_gather(copy_to(self.weight, copies), 1, thirds)
-        found = vocab_parallel_embedding(
-            all_gather(ids, 0, asked),
+        embedded = vocab_parallel_embedding(
+            all_gather(ids, 0, samples),
             weight,
             None,
             vocab_start=start,
@@ -196,8 +196,8 @@ def _vocab_embedding(module: nn.Module, role: Role, context: ModeContext) -> Non
             vocab_size=vocabulary,
             sparse=self.sparse,
         )
-        found = reduce_scatter(found, 0, rows)
-        return found * self.embed_scale.to(self.weight.dtype) if scaled else found
+        embedded = reduce_scatter(embedded, 0, rows)
+        return embedded * self.embed_scale.to(self.weight.dtype) if scaled else embedded
 
     module.forward = types.MethodType(forward, module)
 

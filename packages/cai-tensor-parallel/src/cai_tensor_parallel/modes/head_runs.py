@@ -7,8 +7,8 @@ import math
 
 def own_heads(heads: int, degree: int, rank: int) -> range:
     """The query heads of a rank: runs of one length, the last one shorter where that does not divide."""
-    each = -(-heads // degree)
-    return range(min(rank * each, heads), min((rank + 1) * each, heads))
+    per_rank = -(-heads // degree)
+    return range(min(rank * per_rank, heads), min((rank + 1) * per_rank, heads))
 
 
 def picked_heads(queries: int, shared: int, degree: int, rank: int) -> tuple[int, ...]:
@@ -19,8 +19,8 @@ def picked_heads(queries: int, shared: int, degree: int, rank: int) -> tuple[int
         shared: key/value heads.
         degree, rank: ranks, and this one.
     """
-    each = queries_per_pick(queries, shared, degree)
-    return tuple(first * shared // queries for first in own_heads(queries, degree, rank)[::each])
+    per_pick = queries_per_pick(queries, shared, degree)
+    return tuple(first * shared // queries for first in own_heads(queries, degree, rank)[::per_pick])
 
 
 def queries_per_pick(queries: int, shared: int, degree: int) -> int:

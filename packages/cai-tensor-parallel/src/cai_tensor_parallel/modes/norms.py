@@ -25,7 +25,7 @@ class NormForm:
 
     Args:
         centered: the mean is taken off (LayerNorm); a bias may be added.
-        eps: under the root.
+        eps: the number added under the root.
         offset: added to the weight.
         narrow: the result is cast to x's dtype before it is multiplied by the weight, else after.
     """
@@ -110,25 +110,25 @@ def recognise(module: nn.Module) -> NormForm | None:
     A module with a weight [features], perhaps a bias, no children and an eps is tried on random rows, in float32 and
     bfloat16. Modules on the meta device are tried as copies with values.
     """
-    held = {name: p for name, p in module._parameters.items() if p is not None}
+    params = {name: p for name, p in module._parameters.items() if p is not None}
     eps = next((getattr(module, name) for name in EPS_NAMES if hasattr(module, name)), None)
     if eps is None and isinstance(module, nn.RMSNorm):
         return None  # its eps is the dtype's
-    plain = not any(True for _ in module.children()) and set(held) in ({"weight"}, {"weight", "bias"})
-    if not plain or not isinstance(eps, float) or any(p.dim() != 1 for p in held.values()):
+    plain = not any(True for _ in module.children()) and set(params) in ({"weight"}, {"weight", "bias"})
+    if not plain or not isinstance(eps, float) or any(p.dim() != 1 for p in params.values()):
         return None
     candidates = itertools.product((False, True), (0.0, 1.0), (False, True))
     forms = [NormForm(centered, eps, offset, narrow) for centered, offset, narrow in candidates]
     for dtype in (torch.float32, torch.bfloat16):
-        forms = _agreeing(module, held, forms, dtype)
+        forms = _agreeing(module, params, forms, dtype)
     return forms[0] if forms else None
 
 
 def _agreeing(
-    module: nn.Module, held: dict[str, nn.Parameter], forms: list[NormForm], dtype: torch.dtype
+    module: nn.Module, params: dict[str, nn.Parameter], forms: list[NormForm], dtype: torch.dtype
 ) -> list[NormForm]:
     random = torch.Generator().manual_seed(0)
-    values = {n: torch.randn(p.shape, generator=random).to(dtype) for n, p in held.items()}
+    values = {n: torch.randn(p.shape, generator=random).to(dtype) for n, p in params.items()}
     x = (torch.randn(ROWS, values["weight"].shape[0], generator=random) * 0.3 + 0.2).to(dtype)
     trial = copy.copy(module)
     trial.__dict__ = dict(module.__dict__)
@@ -140,11 +140,11 @@ def _agreeing(
             expected = trial(x)
         except Exception:  # it takes something else than rows of features
             return []
-        found = []
+        agreeing = []
         for form in forms:
             got = apply_norm(x, values["weight"], values.get("bias"), form)
             same = isinstance(expected, torch.Tensor) and expected.shape == got.shape
             tolerance = 1e-5 if dtype == torch.float32 else 0.0
             if same and torch.allclose(got.float(), expected.float(), rtol=tolerance, atol=tolerance):
-                found.append(form)
-        return found
+                agreeing.append(form)
+        return agreeing

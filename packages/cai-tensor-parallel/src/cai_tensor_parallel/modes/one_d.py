@@ -120,7 +120,7 @@ class Row(Local):
     Args:
         ranks: that share the layer.
         split: x comes whole, and each rank takes its part of it.
-        sequence: where it is on, the sum is scattered along the sequence.
+        sequence: the cut of the stream; where it is on, the sum is scattered along the sequence.
         overlap: products run beside what travels along the sequence (`cai_tensor_parallel.modes.overlap`).
     """
 
@@ -174,17 +174,17 @@ class Row(Local):
         """The same of a gradient that is cut along the sequence; that of the bias is summed over the ranks."""
         db = start_sum(dy.flatten(0, -2).sum(0), self.ranks) if needs["needs_bias"] else None
         if self.overlap and needs["needs_input"]:
-            dx, whole = gather_matmul_tokens(dy, self._matrix(weight).t(), self.ranks)
-            operands = (whole, *saved) if needs["needs_weight"] else ()
+            dx, full = gather_matmul_tokens(dy, self._matrix(weight).t(), self.ranks)
+            operands = (full, *saved) if needs["needs_weight"] else ()
         else:
-            whole = gathered_tokens(dy, self.ranks)
-            dx, operands, _ = self.products.backward(whole, weight, saved, **(needs | {"needs_bias": False}))
+            full = gathered_tokens(dy, self.ranks)
+            dx, operands, _ = self.products.backward(full, weight, saved, **(needs | {"needs_bias": False}))
         if dx is not None and self.split:
             dx = gathered(dx, -1, self.ranks)
         return Ready(dx), operands, None if db is None else db.wait()
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """[in/tp, out]."""
+        """The weight as a matrix [in/tp, out]."""
         return weight if self.products is TRANSPOSED else weight.t()
 
 
@@ -231,21 +231,21 @@ def _cut_linear(module: nn.Module, role: Role, context: ModeContext) -> None:
         )
     check = getattr(products, "check_features", None)
     if check is not None:
-        own = (
+        local_size = (
             len(own_heads(features // role.unit, context.cutter.degree, ranks.rank)) * role.unit * role.blocks
         )
-        check(*(own if d == dim else size for d, size in enumerate(weight.shape)))
+        check(*(local_size if d == dim else size for d, size in enumerate(weight.shape)))
     rule: Local
     if rowwise:
         sequence = None if context.module_name in context.enclosed else context.sequence
         split = role.kind == "rowwise_split_input"
         rule = Row(products, ranks, split, sequence, context.overlap and products in (PLAIN, TRANSPOSED))
     else:
-        whole = role.kind in ("colwise_gather_output", "classifier") or (
+        gathers = role.kind in ("colwise_gather_output", "classifier") or (
             role.kind == "vocab_head" and not context.sharded_logits
         )
         readers = readers_of(context.module_name, context.readers)
-        gather = weight.shape[dim] if whole else 0
+        gather = weight.shape[dim] if gathers else 0
         leads = context.overlap and not gather and products in (PLAIN, TRANSPOSED)
         leads = leads and readers is not None and readers.may_lead and readers.leads is None
         if leads and readers is not None:

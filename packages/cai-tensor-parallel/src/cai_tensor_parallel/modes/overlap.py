@@ -102,26 +102,26 @@ def gather_matmul(part: torch.Tensor, weight: torch.Tensor, group: str) -> tuple
         group: name of the ranks.
     """
     ranks = _resolve_process_group(group)
-    p, own, n = ranks.size(), ranks.rank(), part.shape[0]
+    p, local_rank, n = ranks.size(), ranks.rank(), part.shape[0]
     part = part.contiguous()
-    whole = part.new_empty(p * n, part.shape[1])
+    full = part.new_empty(p * n, part.shape[1])
     product = part.new_empty(p * n, weight.shape[1])
-    rows, products = whole.view(p, n, -1), product.view(p, n, -1)
+    rows, products = full.view(p, n, -1), product.view(p, n, -1)
     if not part.is_cuda:
-        all_gather_into(whole, part, ranks)
+        all_gather_into(full, part, ranks)
         for rank in range(p):
-            torch.mm(part if rank == own else rows[rank], weight, out=products[rank])
-        return product, whole
+            torch.mm(part if rank == local_rank else rows[rank], weight, out=products[rank])
+        return product, full
     partners = _of(ranks, part.device)
     gather = partners.gather(part.numel() * part.element_size())
     with partners.stream.after_compute():
-        arrived = [(rank, partners.stream.mark()) for rank in gather.parts(whole.view(-1), part)]
-    torch.mm(part, weight, out=products[own])
+        arrived = [(rank, partners.stream.mark()) for rank in gather.parts(full.view(-1), part)]
+    torch.mm(part, weight, out=products[local_rank])
     for rank, mark in arrived:
         mark.wait()
-        if rank != own:
+        if rank != local_rank:
             torch.mm(rows[rank], weight, out=products[rank])
-    return product, whole
+    return product, full
 
 
 @operator("cai_tensor_parallel::matmul_scatter", fake=_part)
@@ -134,7 +134,7 @@ def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.T
     ranks = _resolve_process_group(group)
     rows = x.contiguous().view(ranks.size(), -1, x.shape[1])
     if not x.is_cuda:
-        product = torch.cat([torch.mm(each, weight) for each in rows])
+        product = torch.cat([torch.mm(block, weight) for block in rows])
         return _summed(product, ranks)
     product = x.new_empty(*rows.shape[:2], weight.shape[1])
     return _exchanged(product, ranks, lambda rank: torch.mm(rows[rank], weight, out=product[rank]))()
@@ -199,26 +199,26 @@ def _exchanged(
         with partners.stream.after_compute():
             reduce.give(parts[rank], rank)
     make(ranks.rank())
-    own = parts[ranks.rank()]
+    local_part = parts[ranks.rank()]
     with partners.stream.work():
-        arrived = reduce.meet(own)
-    there, partners.waiting = partners.stream.mark(), True
+        arrived = reduce.meet(local_part)
+    done, partners.waiting = partners.stream.mark(), True
 
     def finish() -> torch.Tensor:
         partners.waiting = False
-        there.wait()
-        found = torch.add(own, arrived[0].view_as(own))
+        done.wait()
+        total = torch.add(local_part, arrived[0].view_as(local_part))
         for contribution in arrived[1:]:
-            found.add_(contribution.view_as(own))
-        return found
+            total.add_(contribution.view_as(local_part))
+        return total
 
     return finish
 
 
 def _summed(x: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    found = x.new_empty(x.shape[0] // ranks.size(), *x.shape[1:])
-    reduce_scatter_into(found, x, ranks)
-    return found
+    total = x.new_empty(x.shape[0] // ranks.size(), *x.shape[1:])
+    reduce_scatter_into(total, x, ranks)
+    return total
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class Scattering:
     """A `TensorHandle` of this rank's rows of a sum that travels.
 
     Args:
-        finish: of `start_scatter`.
-        shape: of what `wait` returns.
+        finish: the function that `start_scatter` returned.
+        shape: the shape of what `wait` returns.
     """
 
     finish: Callable[[], torch.Tensor]

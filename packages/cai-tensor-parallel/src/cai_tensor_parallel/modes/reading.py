@@ -27,12 +27,12 @@ def watch_readers(
     called = {
         name for name in several if not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict)
     }
-    found = {name: Readers() for name in sorted(called.union(gathered))}
-    for name, readers in found.items():
+    readers_by_module = {name: Readers() for name in sorted(called.union(gathered))}
+    for name, readers in readers_by_module.items():
         readers.watch(model.get_submodule(name))
-    return found
+    return readers_by_module
 
 
-def readers_of(name: str, found: dict[str, Readers]) -> Readers | None:
+def readers_of(name: str, readers: dict[str, Readers]) -> Readers | None:
     """Those a layer belongs to: its own, where it is by itself, or those of the module around it."""
-    return found.get(name) or found.get(name.rpartition(".")[0])
+    return readers.get(name) or readers.get(name.rpartition(".")[0])

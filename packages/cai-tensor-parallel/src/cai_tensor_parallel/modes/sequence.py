@@ -51,7 +51,7 @@ class Sequence:
         return self  # hooks of a copied model hold this one
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the first block: cut the hidden states."""
+        """Cut the hidden states, before the first block."""
         length = _hidden(module, args, kwargs).shape[DIM]
         self.on = length % self.group.size() == 0
         if not self.on and torch.is_grad_enabled():
@@ -65,18 +65,18 @@ class Sequence:
         return self.changed(module, args, kwargs, lambda x: own_tokens(x, self.group))
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After the last block: the hidden states whole again, used alike on all ranks."""
+        """Put the hidden states together again, after the last block; all ranks use them alike."""
         if not self.on:
             self.on = True
             return output
         return self._first(output, lambda x: all_tokens(x, self.group))
 
     def gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a module that sees the whole sequence."""
+        """Put the hidden states together before a module that sees the whole sequence."""
         return self.changed(module, args, kwargs, lambda x: all_tokens(x, self.group))
 
     def keep_part(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After a module that has seen the whole sequence: this rank's part of what it returns."""
+        """Take this rank's part of what a module returns that has seen the whole sequence."""
         return self._first(output, lambda x: own_tokens(x, self.group)) if self.on else output
 
     @staticmethod
@@ -107,14 +107,14 @@ def _name(kwargs: dict[str, Any]) -> str:
 
 
 def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    found = args[0] if args else kwargs[_name(kwargs)] if kwargs else None
-    if not isinstance(found, torch.Tensor) or found.dim() != 3:
+    hidden = args[0] if args else kwargs[_name(kwargs)] if kwargs else None
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
         raise PlanError(
             f"{type(module).__name__} gets no hidden states [samples, sequence, features]",
-            got=f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__,
+            got=f"shape {tuple(hidden.shape)}" if isinstance(hidden, torch.Tensor) else type(hidden).__name__,
             fix="sequence=False",
         )
-    return found
+    return hidden
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Places:
     Args:
         first, last: the blocks at which the stream is cut and put together, of every stack of blocks, or of every
             pipeline stage.
-        gathered: before these it is gathered for the layers inside.
+        gathered: modules before which it is gathered for the layers inside.
         enclosed: modules that see the whole sequence, as those with experts, which choose among all tokens: it is
             gathered before them, and each rank keeps its part of what they return.
         streams: modules with whole parameters that see their rank's part of the sequence.
@@ -168,8 +168,8 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     blocks = [f"{top}.{block}" for top in tops for block in _blocks(model, top)]
     mixers = {name for block in blocks for name in _mixers(model, block, roles)}
     inward = [n for n, role in inside.items() if role.kind in INWARD and not _is_below(n, enclosed)]
-    cut = {_gathering(model, n, roles) for n in inward if roles[n].kind != GATHERED}
-    enclosed |= {name for name in mixers if not _is_below(name, cut | enclosed)}
+    cut_places = {_gathering(model, n, roles) for n in inward if roles[n].kind != GATHERED}
+    enclosed |= {name for name in mixers if not _is_below(name, cut_places | enclosed)}
     places = {_gathering(model, name, roles) for name in inward if not _is_below(name, enclosed)}
     streams = [
         name
@@ -207,10 +207,10 @@ def _stacks(model: nn.Module, top: str) -> list[list[str]]:
     """Names of a list's blocks that run one after the other: all, or those of each of this rank's pipeline stages."""
     stages = getattr(model, "cai_stages", None)
     of_stage = {name: stage.index for stage in stages.own.values() for name in stage.parts} if stages else {}
-    found: dict[int | None, list[str]] = {}
+    stacks: dict[int | None, list[str]] = {}
     for name in (f"{top}.{block}" for block in _blocks(model, top)):
-        found.setdefault(of_stage.get(name), []).append(name)
-    return list(found.values())
+        stacks.setdefault(of_stage.get(name), []).append(name)
+    return list(stacks.values())
 
 
 def _gathering(model: nn.Module, name: str, roles: dict[str, Role]) -> str:
@@ -236,16 +236,16 @@ def _mixers(model: nn.Module, name: str, roles: dict[str, Role]) -> set[str]:
     def parts(name: str) -> bool:
         return not _is_whole(name, roles) and roles[name].kind != GATHERED
 
-    found = set[str]()
-    for own, module in model.get_submodule(name).named_children():
-        below = f"{name}.{own}"
-        if any(_is_below(cut, [below]) and parts(cut) for cut in roles):
-            found |= _mixers(model, below, roles) if below not in roles else set()
+    mixers = set[str]()
+    for child_name, module in model.get_submodule(name).named_children():
+        below = f"{name}.{child_name}"
+        if any(_is_below(role_name, [below]) and parts(role_name) for role_name in roles):
+            mixers |= _mixers(model, below, roles) if below not in roles else set()
         elif next(module.parameters(), None) is not None:
             leaf = not any(next(child.parameters(), None) is not None for child in module.children())
             by_position = leaf and (isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower())
-            found |= set() if by_position else {below}
-    return found
+            mixers |= set() if by_position else {below}
+    return mixers
 
 
 def _holds(module: nn.Module) -> bool:
@@ -262,7 +262,7 @@ class Gathering:
 
     Args:
         sequence: the state of the model.
-        readers: of the module; where one of them leads, its product is made meanwhile.
+        readers: the readers of the module; where one of them leads, its product is made meanwhile.
     """
 
     sequence: Sequence
@@ -275,14 +275,14 @@ class Gathering:
         leads = self.readers.leads
         autocast = torch.is_autocast_enabled(x.device.type)
         if leads is None or autocast or _is_prepared(leads, module) or not self.readers.may_lend(x):
-            whole = all_tokens(x, self.sequence.group)
-            self.readers.lend(whole, x)
-            return whole
+            full = all_tokens(x, self.sequence.group)
+            self.readers.lend(full, x)
+            return full
         weight: Any = leads.weight
         matrix = weight if own_products(leads) is TRANSPOSED else weight.t()
-        whole, made = all_tokens_leading(x, matrix, Members.of(self.sequence.group))
-        self.readers.lend(whole, x, made)
-        return whole
+        full, product = all_tokens_leading(x, matrix, Members.of(self.sequence.group))
+        self.readers.lend(full, x, product)
+        return full
 
 
 def _is_prepared(layer: nn.Module, gathered: nn.Module) -> bool:

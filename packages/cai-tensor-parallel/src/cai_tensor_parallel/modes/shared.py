@@ -15,15 +15,15 @@ from cai_tensor_parallel.modes.cutter import Cutter
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | None, cutter: Cutter | None = None) -> None:
     """Sum the gradients of a module's own parameters over a group; of those that `cutter` has cut not."""
     original = module.forward
-    held = [(name, p) for name, p in module._parameters.items() if p is not None]
-    whole = [name for name, p in held if cutter is None or not cutter.is_part(p)]
+    params = [(name, p) for name, p in module._parameters.items() if p is not None]
+    names = [name for name, p in params if cutter is None or not cutter.is_part(p)]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = {name: self._parameters[name] for name in whole}
-        self._parameters.update({name: copy_to(p, group) for name, p in own.items()})
+        originals = {name: self._parameters[name] for name in names}
+        self._parameters.update({name: copy_to(p, group) for name, p in originals.items()})
         try:
             return original(*args, **kwargs)
         finally:
-            self._parameters.update(own)
+            self._parameters.update(originals)
 
     module.forward = types.MethodType(forward, module)

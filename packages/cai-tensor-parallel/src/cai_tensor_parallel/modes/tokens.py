@@ -22,7 +22,7 @@ from cai_tensor_parallel.modes.overlap import (
 )
 
 DIM = 1
-"""Of the sequence in a hidden state [samples, sequence, features]."""
+"""The dimension of the sequence in a hidden state [samples, sequence, features]."""
 
 
 def _dealt(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def start_scatter_tokens(x: torch.Tensor, ranks: Members, *, overlap: bool = Fal
     """Start to sum x [samples, sequence, ...] over the ranks for this rank's part of it.
 
     Args:
-        overlap: by copy engines, in eager code; x is [samples, sequence, features].
+        overlap: whether copy engines send it, in eager code; x is [samples, sequence, features].
     """
     if not overlap or torch.compiler.is_compiling():
         return start_scatter_sum(_dealt(x, ranks.size), 0, ranks)
@@ -71,8 +71,8 @@ def scatter_tokens_beside(
 ) -> torch.Tensor:
     """This rank's part of the sum of x [samples, sequence, features], summed beside a weight's gradient, in a graph."""
     rows = x.reshape(-1, x.shape[-1])
-    found = scatter_beside_weight_gradient(rows, token, grad, list(operands), key, ranks.name)
-    return found.view(_own_shape(x, ranks))
+    part = scatter_beside_weight_gradient(rows, token, grad, list(operands), key, ranks.name)
+    return part.view(_own_shape(x, ranks))
 
 
 def _own_shape(x: torch.Tensor, ranks: Members) -> tuple[int, ...]:
@@ -81,8 +81,8 @@ def _own_shape(x: torch.Tensor, ranks: Members) -> tuple[int, ...]:
 
 def matmul_scatter_tokens(x: torch.Tensor, weight: torch.Tensor, ranks: Members) -> torch.Tensor:
     """x [samples, sequence, in/p] times weight [in/p, out], summed: this rank's part [samples, sequence/p, out]."""
-    found = matmul_scatter(x.reshape(-1, x.shape[-1]), weight, ranks.name)
-    return found.view(*_own_shape(x, ranks)[:-1], -1)
+    rows = matmul_scatter(x.reshape(-1, x.shape[-1]), weight, ranks.name)
+    return rows.view(*_own_shape(x, ranks)[:-1], -1)
 
 
 def gather_matmul_tokens(
@@ -90,9 +90,9 @@ def gather_matmul_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts [samples, sequence/p, in] put together, times weight [in, out]: the product, and what it was made of."""
     samples, length, _ = part.shape
-    product, whole = gather_matmul(part.reshape(-1, part.shape[-1]), weight, ranks.name)
+    product, full = gather_matmul(part.reshape(-1, part.shape[-1]), weight, ranks.name)
     shape = (samples, length * ranks.size)
-    return product.view(*shape, -1), whole.view(*shape, -1)
+    return product.view(*shape, -1), full.view(*shape, -1)
 
 
 class _Leading(torch.autograd.Function):
@@ -100,10 +100,10 @@ class _Leading(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, part, weight, ranks):
-        product, whole = gather_matmul_tokens(part, weight, ranks)
+        product, full = gather_matmul_tokens(part, weight, ranks)
         ctx.ranks = ranks
         ctx.mark_non_differentiable(product)
-        return whole, product
+        return full, product
 
     @staticmethod
     @once_differentiable
@@ -116,5 +116,5 @@ def all_tokens_leading(
     part: torch.Tensor, weight: torch.Tensor, ranks: Members
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`all_tokens`, and beside it their product with weight [in, out], [tokens, out], for the layer that makes it."""
-    whole, product = _Leading.apply(part, weight.detach(), ranks)
-    return whole, product.flatten(0, 1)
+    full, product = _Leading.apply(part, weight.detach(), ranks)
+    return full, product.flatten(0, 1)

@@ -52,17 +52,17 @@ class Summa(Summed):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
         """x [..., in/q] -> [..., out/q]; saves x."""
-        own, before = None, None
+        local_sum, before = None, None
         for number, part in self._weights(weight):
             product, _ = self.products.forward(x, part, None)
             summing = start_sum_at(product, number, self.cols)
-            own = summing if number == self.cols.rank else own
+            local_sum = summing if number == self.cols.rank else local_sum
             if before is not None:
                 before.wait()
             before = summing
-        assert own is not None and before is not None
+        assert local_sum is not None and before is not None
         before.wait()
-        y = own.wait()
+        y = local_sum.wait()
         return (y if bias is None else y + bias), (x,)
 
     def backward(
@@ -76,7 +76,7 @@ class Summa(Summed):
         needs_bias: bool,
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         bias = start_sum(dy.flatten(0, -2).sum(0), self.samples) if needs_bias else None
-        dx, own, before = None, None, None
+        dx, local_sum, before = None, None, None
         gradients = _panels(dy.contiguous(), -1, self.outs, self.cols)
         for (number, dy_part), (_, part) in zip(gradients, self._weights(weight), strict=True):
             product, operands, _ = self.products.backward(
@@ -87,17 +87,17 @@ class Summa(Summed):
             if not needs_weight:
                 continue
             summing = start_sum_at(self.part_of_sum(operands, part.shape, part), number, self.rows)
-            own = summing if number == self.rows.rank else own
+            local_sum = summing if number == self.rows.rank else local_sum
             if before is not None:
                 before.wait()
             before = summing
-        return Ready(dx), self._over_depth(own, before), None if bias is None else bias.wait()
+        return Ready(dx), self._over_depth(local_sum, before), None if bias is None else bias.wait()
 
-    def _over_depth(self, own: TensorHandle | None, last: TensorHandle | None) -> Tensors:
-        if own is None or last is None:
+    def _over_depth(self, local_sum: TensorHandle | None, last: TensorHandle | None) -> Tensors:
+        if local_sum is None or last is None:
             return ()
         last.wait()
-        summed = own.wait()
+        summed = local_sum.wait()
         assert summed is not None
         return (summed if self.depth is None else start_sum(summed, self.depth).wait(),)
 
@@ -107,21 +107,21 @@ class Summa(Summed):
 
 
 def _panels(
-    own: torch.Tensor, dim: int, sizes: tuple[int, ...], ranks: Members
+    panel: torch.Tensor, dim: int, sizes: tuple[int, ...], ranks: Members
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(number, what that rank holds) for every rank; while one is used the next is under way.
 
     Args:
-        own: what this rank holds, contiguous.
-        dim: in which the parts have the lengths `sizes`.
+        panel: this rank's part, contiguous.
+        dim: the dimension in which the parts have the lengths `sizes`.
     """
 
     def start(number: int) -> TensorHandle:
         if number == ranks.rank:
-            return start_broadcast(own, number, ranks)
-        shape = list(own.shape)
+            return start_broadcast(panel, number, ranks)
+        shape = list(panel.shape)
         shape[dim] = sizes[number]
-        return start_broadcast(own.new_empty(shape), number, ranks)
+        return start_broadcast(panel.new_empty(shape), number, ranks)
 
     coming: TensorHandle = start(0)
     for number in range(ranks.size):

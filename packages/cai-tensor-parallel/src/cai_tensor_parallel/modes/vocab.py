@@ -50,10 +50,10 @@ def vocab_parallel_embedding(
         if not 0 <= padding_idx < rows:
             padding_idx = None
     if rows == 0:
-        found = F.embedding(local, weight.new_zeros(1, weight.shape[1])) + weight.sum()
+        embedded = F.embedding(local, weight.new_zeros(1, weight.shape[1])) + weight.sum()
     else:
-        found = F.embedding(local, weight, padding_idx, sparse=sparse)
-    return reduce_from(found.masked_fill(outside.unsqueeze(-1), 0.0), group)
+        embedded = F.embedding(local, weight, padding_idx, sparse=sparse)
+    return reduce_from(embedded.masked_fill(outside.unsqueeze(-1), 0.0), group)
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -92,7 +92,7 @@ class CausalLMLoss:
     """Stands in for a Hugging Face model's `loss_function` when its logits are cut.
 
     Args:
-        form: over which ranks; labels are those of all samples.
+        form: the ranks over which logits are cut; labels are those of all samples.
     """
 
     def __init__(self, form: ShardedLogits):

@@ -23,7 +23,7 @@ class Picked(Local):
 
     Args:
         ranks: that share the layer.
-        heads: of the layer.
+        heads: the number of the layer's heads.
         picked: heads this rank computes with, in this order; one may come more than once.
     """
 
@@ -46,10 +46,10 @@ class Picked(Local):
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
         parts = dy.unflatten(-1, (len(self.picked), -1))
-        whole = dy.new_zeros(*dy.shape[:-1], self.heads, parts.shape[-1])
+        all_heads = dy.new_zeros(*dy.shape[:-1], self.heads, parts.shape[-1])
         for place, head in enumerate(self.picked):
-            whole[..., head, :] += parts[..., place, :]
-        return super().backward(start_sum(whole.flatten(-2), self.ranks).wait(), weight, saved, **needs)
+            all_heads[..., head, :] += parts[..., place, :]
+        return super().backward(start_sum(all_heads.flatten(-2), self.ranks).wait(), weight, saved, **needs)
 
 
 @dataclass(frozen=True)

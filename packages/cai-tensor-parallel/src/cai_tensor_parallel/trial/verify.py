@@ -49,7 +49,7 @@ class _Request:
 
     trial: Trial | SmallModel
     plan: tuple[_Items, ...] | PlanSearch
-    cut: Cut
+    transform: Cut
     ranks: int
 
     def plan_of(self, model: nn.Module) -> Plan:
@@ -88,7 +88,7 @@ def trial_of(model: nn.Module, *, labelled: bool, uneven: bool = False) -> Small
 
 
 def verified(
-    trial: Trial | SmallModel, plan: Plan | PlanSearch, cut: Cut, ranks: int = RANKS
+    trial: Trial | SmallModel, plan: Plan | PlanSearch, transform: Cut, ranks: int = RANKS
 ) -> dict[str, str]:
     """Roles to add to a plan, for parameters between its cuts: with them the cut model computes what it did whole.
 
@@ -101,8 +101,10 @@ def verified(
     """
     if isinstance(plan, Plan):
         fields = (plan.roles, plan.divided, plan.arguments)
-        return _verified(_Request(trial, tuple(tuple(each.items()) for each in fields), cut, ranks))
-    return _verified(_Request(trial, plan, cut, ranks))
+        return _verified(
+            _Request(trial, tuple(tuple(mapping.items()) for mapping in fields), transform, ranks)
+        )
+    return _verified(_Request(trial, plan, transform, ranks))
 
 
 def on_first_rank(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -153,7 +155,7 @@ def _run_whole(request: _Request) -> tuple[dict[str, torch.Tensor], nn.Module]:
 
 
 def _on_ranks(request: _Request, plan: Plan, outputs: dict[str, torch.Tensor]) -> list[_Result]:
-    axes = dict.fromkeys(request.cut.axes, request.ranks)
+    axes = dict.fromkeys(request.transform.axes, request.ranks)
     with torch.device("cpu"), torch.enable_grad():  # not in the threads, which share a random generator
         count = range(math.prod(axes.values()))
         models = [request.trial.build().double().eval() for _ in count]
@@ -162,7 +164,9 @@ def _on_ranks(request: _Request, plan: Plan, outputs: dict[str, torch.Tensor]) -
     def run(ranks: VirtualRanks) -> _Result:
         model, result = models[ranks.rank], _Result()
         with torch.device("cpu"), torch.enable_grad():
-            request.cut(model, plan, ranks, Cutter(tuple((n, request.ranks, ranks.here[n]) for n in axes)))
+            request.transform(
+                model, plan, ranks, Cutter(tuple((n, request.ranks, ranks.here[n]) for n in axes))
+            )
             watch(model, _collect(model, result.between))
             result.outputs = _run(model, inputs[ranks.rank], request, outputs, ranks)
             result.gradients = {n: (layout_of(p), p.grad) for n, p in model.named_parameters()}
@@ -200,14 +204,14 @@ def _run(
     whole_outputs: dict[str, torch.Tensor] | None = None,
     ranks: VirtualRanks | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward; the loss and what the model returned, cut logits put together as those in `whole`."""
-    trial, cut = request.trial, request.cut
+    """Run forward and backward; return the loss and the model's outputs, cut logits of the shape in `whole_outputs`."""
+    trial, transform = request.trial, request.transform
     output = model(**arguments_of(model, inputs))
     tensors = tensors_of(output)
     for name, tensor in tensors.items():
         shape = tensor.shape if whole_outputs is None else whole_outputs.get(name, tensor).shape
-        if ranks is not None and cut.sharded and tensor.dim() and tensor.shape != shape:
-            tensors[name] = cut.whole(tensor, shape, ranks)
+        if ranks is not None and transform.sharded and tensor.dim() and tensor.shape != shape:
+            tensors[name] = transform.whole(tensor, shape, ranks)
     unlabelled = isinstance(trial, SmallModel) and not trial.labelled
     loss = trial.loss(tensors if unlabelled else output)
     loss.backward()
@@ -216,7 +220,7 @@ def _run(
 
 def _inputs(request: _Request) -> dict[str, Any]:
     """The trial's inputs; where samples are cut, as many times as many samples, the copies moved on by some tokens."""
-    inputs, copies = dict(request.trial.inputs()), request.cut.copies
+    inputs, copies = dict(request.trial.inputs()), request.transform.copies
     samples = next((t.shape[0] for t in inputs.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
 
     def more(value: Any) -> Any:

@@ -30,9 +30,9 @@ class VirtualRanks:
     def __init__(self, axes: Mapping[str, int], rank: int, store: dist.Store, world: str) -> None:
         self.axes, self.rank, self.store, self.world = dict(axes), rank, store, world
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        left, self.here = rank, dict[str, int]()
+        remainder, self.here = rank, dict[str, int]()
         for name, degree in reversed(self.axes.items()):
-            left, self.here[name] = divmod(left, degree)
+            remainder, self.here[name] = divmod(remainder, degree)
 
     def leaves(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes)

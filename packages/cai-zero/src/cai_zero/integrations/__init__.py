@@ -14,5 +14,5 @@ from cai_mesh.protocols import GradSync
 
 def sync_of(model: nn.Module, optimizer: Any = None) -> GradSync | None:
     """Who reduces the gradients of a model: its sharding, or the sharded optimizer over it; None under offload."""
-    found = getattr(model, "cai_sharding", None) or optimizer
-    return found if isinstance(found, GradSync) else None
+    owner = getattr(model, "cai_sharding", None) or optimizer
+    return owner if isinstance(owner, GradSync) else None

@@ -12,23 +12,23 @@ from cai_zero.integrations import sync_of
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *extras: Any
 ) -> tuple[Any, ...]:
-    """`accelerator.prepare(model, optimizer, *others)` for what is sharded or offloaded already.
+    """`accelerator.prepare(model, optimizer, *extras)` for what is sharded or offloaded already.
 
     The model is neither wrapped nor moved, the optimizer's state stays where it is, and `accelerator.accumulate(model)`
     lets all but the last microbatch of a step only accumulate. `accelerator.backward`, `clip_grad_norm_`,
     `clip_grad_value_` and schedules work as ever.
 
     Args:
-        others: data loaders and schedules, prepared as ever.
+        extras: data loaders and schedules, prepared as ever.
 
-    Returns the model, the prepared optimizer and the others, in the order given.
+    Returns the model, the prepared optimizer and the extras, in the order of the arguments.
     """
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     sync = sync_of(model, optimizer)
     if sync is not None:
         model.no_sync = sync.defer  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer, device_placement=False)
-    rest = accelerator.prepare(*others) if others else ()
+    rest = accelerator.prepare(*extras) if extras else ()
     return model, prepared, *(rest if isinstance(rest, (tuple, list)) else (rest,))

@@ -33,8 +33,8 @@ class ZeroTrainer(Trainer):
     """A `Trainer` with ZeRO over the data ranks of the job; checkpoints can be resumed on other ranks and stages.
 
     Args:
-        mesh: of all ranks. Those along its data axes (`dp_replicate`, `dp_shard`) read different samples; all others,
-            such as the tensor-parallel ranks of a model that `parallelize` has cut, the same. None: all are data ranks.
+        mesh: the mesh of all ranks. Those along its data axes (`dp_replicate`, `dp_shard`) read different samples; all
+            others, such as the tensor-parallel ranks of a model that `parallelize` has cut, the same. None: all are data ranks.
         stage: 0 to 3: the model and the Trainer's own optimizer are sharded here. None: they are already, by
             `shard_optimizer`, `shard_module` or `cai_gemini.offload`, and the optimizer is handed over:
             `ZeroTrainer(model, args, optimizers=(optimizer, None))`.
@@ -142,9 +142,9 @@ class ZeroTrainer(Trainer):
             optimizer.publish()
 
     def _state(self) -> dict[str, Any]:
-        for own in ("state_for_checkpoint", "checkpoint_state"):  # of ZeRO 0 to 2; of an offloaded model
-            if hasattr(self.sharded, own):
-                return getattr(self.sharded, own)()
+        for method in ("state_for_checkpoint", "checkpoint_state"):  # of ZeRO 0 to 2; of an offloaded model
+            if hasattr(self.sharded, method):
+                return getattr(self.sharded, method)()
         return optimizer_state(self.sharded, self.model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -62,14 +62,14 @@ class Adafactor(PartOptimizer):
         updates = {e: _divided(e) for e in entries if e.grad is not None}
         rms = update_rms(entries, updates, self.mesh)
         for group, live in by_group(entries):
-            fresh = [updates[e] for e in live]
-            for e, update in zip(live, fresh, strict=True):
+            live_updates = [updates[e] for e in live]
+            for e, update in zip(live, live_updates, strict=True):
                 size = (weights[e] / max(e.part.numel, 1)).sqrt_().clamp_(min=group["eps"][1])
                 update.mul_(size * min(group["lr"], e.step**-0.5) / (rms[e] / group["d"]).clamp_(min=1.0))
-            held = [e.weight for e in live]
+            live_weights = [e.weight for e in live]
             if group["weight_decay"]:
-                torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_sub_(held, fresh)
+                torch._foreach_mul_(live_weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_sub_(live_weights, live_updates)
 
     def _advance(self, entries: list[Entry]) -> dict[Entry, torch.Tensor]:
         """Move the mean squares; returns the sum of squares of every weight."""

@@ -34,13 +34,13 @@ class AdamW(BoxedOptimizer):
 
     Args:
         params, lr, betas, eps, weight_decay: as `torch.optim.AdamW`.
-        state_dtype: of the moments. torch.bfloat16 (2 bytes) and "int8" (1 byte and a scale for 256 elements) are
-            rounded stochastically: to the nearest, a second moment would stand still, since it moves by
-            `1 - betas[1]` of itself a step, less than half the distance between two values.
-        stochastic_rounding: of bfloat16 parameters, which then need no float32 copy: small updates move them on
-            average by as much as they say. Random bits depend on `seed`, the step and the element's position in the
-            global parameter.
-        seed: of the random bits.
+        state_dtype: the dtype of the moments. torch.bfloat16 (2 bytes) and "int8" (1 byte and a scale for 256
+            elements) are rounded stochastically: rounded to the nearest, a second moment would stand still, since it
+            moves by `1 - betas[1]` of itself a step, less than half the distance between two values.
+        stochastic_rounding: whether bfloat16 parameters are rounded so; they then need no float32 copy: small
+            updates move them on average by as much as they say. Random bits depend on `seed`, the step and the
+            element's position in the global parameter.
+        seed: the seed of the random bits.
         compile: `torch.compile` the arithmetic over moments of fewer bits (True, or the name of a backend), which
             makes one kernel of some hundred.
 
@@ -82,9 +82,9 @@ class AdamW(BoxedOptimizer):
 
     def plan(self):
         """As of `BoxedOptimizer`; parameters are checked for rounding."""
-        before, found = self._planned, super().plan()
+        before, plan = self._planned, super().plan()
         if self._planned is not before and self.stochastic_rounding:
-            odd = next((p for p in found if p.dtype != torch.bfloat16), None)
+            odd = next((p for p in plan if p.dtype != torch.bfloat16), None)
             if odd is not None:
                 self._planned = None
                 raise PlanError(
@@ -93,22 +93,24 @@ class AdamW(BoxedOptimizer):
                     cause="the parameters, or the master weights of a sharded optimizer, have more bits already",
                     fix="leave stochastic_rounding out, or use MixedPrecision(compute=bf16, master=bf16)",
                 )
-        return found
+        return plan
 
     def state_of(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
         """The state of a tensor: moments laid out as the tensor, for "int8" numbers of levels and `SLOT_scale`."""
         state = self.state[param]
         if not state:
             self.plan()
-            held = local(param.detach())
+            values = local(param.detach())
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for slot, levels in zip(MOMENTS, self._levels(held.device), strict=True):
+            for slot, levels in zip(MOMENTS, self._levels(values.device), strict=True):
                 if self._is_exact:
-                    state[slot] = torch.zeros_like(held, dtype=maths_dtype(param))
+                    state[slot] = torch.zeros_like(values, dtype=maths_dtype(param))
                 elif levels is None:
-                    state[slot] = torch.zeros(held.shape, dtype=self._stored_dtype(param), device=held.device)
+                    state[slot] = torch.zeros(
+                        values.shape, dtype=self._stored_dtype(param), device=values.device
+                    )
                 else:
-                    zeros = torch.zeros(held.numel(), device=held.device)
+                    zeros = torch.zeros(values.numel(), device=values.device)
                     state[slot], state[f"{slot}_scale"] = codes.encode(zeros, levels, None)
         return state
 
@@ -145,11 +147,11 @@ class AdamW(BoxedOptimizer):
                 if self._is_exact:
                     self._step_exactly(params, by)
                     continue
-                held = [local(p.detach()) for p in params]
-                flat = [tensor.reshape(-1) for tensor in held]
+                tensors = [local(p.detach()) for p in params]
+                flat = [tensor.reshape(-1) for tensor in tensors]
                 for batch in batches([tensor.numel() for tensor in flat]):
                     self._step_batch(params, flat, batch, by, step)
-                for tensor, values in zip(held, flat, strict=True):
+                for tensor, values in zip(tensors, flat, strict=True):
                     if tensor.data_ptr() != values.data_ptr():  # its memory is not row-major
                         tensor.copy_(values.view(tensor.shape))
 
@@ -191,11 +193,11 @@ class AdamW(BoxedOptimizer):
         if self.compile:
             run, by = self._compiled(), as_tensors(by)
             stream = torch.tensor(stream)
-        weight, *fresh = run(weight, grad, moments, levels, index, stream, by, self.stochastic_rounding)
-        for cuts, values in zip(stored, fresh, strict=True):
+        weight, *new_moments = run(weight, grad, moments, levels, index, stream, by, self.stochastic_rounding)
+        for cuts, values in zip(stored, new_moments, strict=True):
             torch._foreach_copy_(cuts[0], _split(values[0], batch))
-            for kept, scales in zip(cuts[1:], values[1:], strict=True):
-                torch._foreach_copy_(kept, list(scales.split([t.numel() for t in kept])))
+            for targets, scales in zip(cuts[1:], values[1:], strict=True):
+                torch._foreach_copy_(targets, list(scales.split([t.numel() for t in targets])))
         torch._foreach_copy_([flat[i][low:high] for i, low, high, _ in batch], _split(weight, batch))
 
     def _compiled(self) -> Callable:
@@ -221,27 +223,27 @@ class AdamW(BoxedOptimizer):
 
     def _counters(self, params: list[torch.Tensor], batch: list[Cut], total: int) -> torch.Tensor:
         """The counters of every element of a batch; 0 where there is padding."""
-        found = torch.zeros(total, dtype=torch.int64, device=params[0].device)
+        index = torch.zeros(total, dtype=torch.int64, device=params[0].device)
         for i, low, high, at in batch:
             for part, _ in self.plan()[params[i]]:
                 start = part.start or 0
                 a, b = max(low, start), min(high, start + part.held)
                 if a < b:
-                    counters(part, a - start, b - start, found[at + a - low : at + b - low])
-        return found
+                    counters(part, a - start, b - start, index[at + a - low : at + b - low])
+        return index
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def exposed(self, param: torch.Tensor, slot: str, index: int) -> torch.Tensor:
         part, _ = self.plan()[param][index]
-        return part.segment(self._full_slot(param, slot, fresh=index == 0))
+        return part.segment(self._full_slot(param, slot, reread=index == 0))
 
-    def _full_slot(self, param: torch.Tensor, slot: str, *, fresh: bool) -> torch.Tensor:
+    def _full_slot(self, param: torch.Tensor, slot: str, *, reread: bool) -> torch.Tensor:
         """A moment laid out as the tensor; for "int8" a float32 copy that `state_loaded` takes back."""
         state, levels = self.state[param], self._levels(param.device)[MOMENTS.index(slot)]
         if levels is None:
             return state[slot]
-        if fresh:
+        if reread:
             values = read((state[slot], state[f"{slot}_scale"]), levels).view(local(param).shape)
             self._lent.append((param, slot, values, values._version))
         return next(v for p, s, v, _ in reversed(self._lent) if p is param and s == slot)
@@ -268,19 +270,19 @@ def padded(numel: int) -> int:
 
 def batches(numels: list[int]) -> list[list[Cut]]:
     """Cut tensors into batches of at most `CHUNK` elements, cuts on block boundaries of the tensors."""
-    found: list[list[Cut]] = [[]]
+    filled: list[list[Cut]] = [[]]
     used = 0
     for i, numel in enumerate(numels):
         low = 0
         while low < numel:
             if used == CHUNK:
-                found.append([])
+                filled.append([])
                 used = 0
             high = min(numel, low + CHUNK - used)
-            found[-1].append((i, low, high, used))
+            filled[-1].append((i, low, high, used))
             used += padded(high - low)
             low = high
-    return [batch for batch in found if batch]
+    return [batch for batch in filled if batch]
 
 
 def _joined(

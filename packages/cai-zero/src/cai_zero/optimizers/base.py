@@ -25,11 +25,11 @@ class Entry:
 
     Args:
         group: its param group.
-        part, axes: what it is of which parameter, and over which axes of the mesh it is divided.
+        part, axes: its place in its parameter, and the axes of the mesh over which that is divided.
         weight: this part of the parameter, a view.
         grad: this part of the gradient in the dtype of the maths; None where there is none.
-        state: of the tensor the part lies in; `entry[slot]` is the part's own.
-        index: which part of its tensor.
+        state: the state of the tensor the part lies in; `entry[slot]` is the part's own.
+        index: the part's number in its tensor.
         step: number of this step, from 1.
     """
 
@@ -58,7 +58,7 @@ class Entry:
 
 
 def maths_dtype(param: torch.Tensor) -> torch.dtype:
-    """Of state and arithmetic: float64 for float64 parameters, else float32."""
+    """The dtype of state and arithmetic: float64 for float64 parameters, else float32."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
@@ -119,8 +119,8 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
         key = tuple(map(id, params))
         if self._planned is None or self._planned[0] != key:
             check_params(params, type(self).__name__)
-            found = {p: [(part, self._axes(part)) for part in parts_of(p)] for p in params}
-            self._planned = (key, found)
+            parts = {p: [(part, self._axes(part)) for part in parts_of(p)] for p in params}
+            self._planned = (key, parts)
         return self._planned[1]
 
     def _axes(self, part: Part) -> Axes:
@@ -132,25 +132,25 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
         """What `cai_mesh.checkpoint` saves of a tensor of the param groups, by `NAME.SLOT`; nothing for a stranger.
 
         Args:
-            name: of the parameter, where the tensor is of one and does not carry its name.
+            name: the parameter's name, where the tensor is of one and does not carry it.
 
         Tensors are views, or borrowed copies that the next `state_loaded` takes back if they were written to.
         """
         group = next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
         if group is None:
             return {}
-        state, found = self.state_of(group, param), {}
+        state, boxes = self.state_of(group, param), {}
         steps = []
         for i, (part, _) in enumerate(self.plan()[param]):
             steps.append(state["step"].clone())
-            found[f"{part.name or name}.step"] = part.full(steps[-1])
+            boxes[f"{part.name or name}.step"] = part.full(steps[-1])
             for slot, shape in self.slots(part, group).items():
                 value = self.exposed(param, slot, i)
-                found[f"{part.name or name}.{slot}"] = (
+                boxes[f"{part.name or name}.{slot}"] = (
                     part.boxed(value) if shape is None else part.full(value)
                 )
         self._borrowed.append((state["step"], [(s, s._version) for s in steps]))
-        return found
+        return boxes
 
     @torch.no_grad()
     def state_loaded(self) -> None:

@@ -72,11 +72,11 @@ class Came(PartOptimizer):
                 residuals[entry] = update.sub_(average)
         self._advance(entries, residuals, "res", 2)
         for group, live in by_group(entries):
-            held = [e.weight for e in live]
+            weights = [e.weight for e in live]
             if group["weight_decay"]:
-                torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             steps = [_divided(e, e["exp_avg"], "res") for e in live]
-            torch._foreach_add_(held, steps, alpha=-group["lr"])
+            torch._foreach_add_(weights, steps, alpha=-group["lr"])
 
     def _advance(
         self, entries: list[Entry], values: dict[Entry, torch.Tensor], slot: str, which: int
@@ -103,7 +103,7 @@ def _divided(entry: Entry, values: torch.Tensor, slot: str) -> torch.Tensor:
     if not factored.is_factored(entry.part.shape):
         return values / entry[slot].sqrt() if slot == "exp_avg_sq" else values
     out = torch.empty_like(values)
-    for (box, part), (_, given) in zip(entry.boxes(out), entry.boxes(values), strict=True):
+    for (box, part), (_, source) in zip(entry.boxes(out), entry.boxes(values), strict=True):
         root = factored.estimate(entry[f"{slot}_row"], entry[f"{slot}_col"], box, 0.0)
-        torch.mul(root.rsqrt_(), given, out=part)
+        torch.mul(root.rsqrt_(), source, out=part)
     return out

@@ -29,12 +29,12 @@ def agree_groups(axes: Sequence[Axes], mesh: ParallelMesh | None) -> dict[Axes, 
     Pipeline stages may hold parameters divided over different axes, and a group must be made by all ranks of the
     mesh; so all sets of all ranks are made, in one order.
     """
-    wanted = set(axes)
+    all_axes = set(axes)
     if mesh is None:
-        return dict.fromkeys(wanted)
+        return dict.fromkeys(all_axes)
     for name in mesh.names:
-        wanted = set().union(*all_gather_object(wanted, mesh.group(name)))
-    return {key: mesh.group(key) for key in sorted(wanted)}
+        all_axes = set().union(*all_gather_object(all_axes, mesh.group(name)))
+    return {key: mesh.group(key) for key in sorted(all_axes)}
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Exchange:
     Args:
         group: the ranks that share the matrices; None for one.
         rank: this one's number in it.
-        shapes: of every matrix.
-        worker: of every matrix.
+        shapes: the shape of every matrix.
+        worker: the rank that works on every matrix.
         boxes: [rank][matrix]: the boxes it holds, in the order they travel.
     """
 
@@ -84,16 +84,16 @@ class Exchange:
         self, pieces: list[list[torch.Tensor]], dtype: torch.dtype, device: torch.device
     ) -> dict[int, torch.Tensor]:
         """The full matrices this rank works on, from every rank's pieces (a view a box). Collective."""
-        held, wanted = self.splits
+        piece_sizes, work_sizes = self.splits
         flat = [piece.to(dtype).reshape(-1) for piece in self._outgoing(pieces)]
-        given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        found = torch.empty(sum(wanted), dtype=dtype, device=device)
-        all_to_all_into(found, given, self.group, out_splits=wanted, in_splits=held)
-        own = self.matrices_of(self.rank)
-        full = {i: torch.empty(self.shapes[i], dtype=dtype, device=device) for i in own}
+        outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        incoming = torch.empty(sum(work_sizes), dtype=dtype, device=device)
+        all_to_all_into(incoming, outgoing, self.group, out_splits=work_sizes, in_splits=piece_sizes)
+        matrices = self.matrices_of(self.rank)
+        full = {i: torch.empty(self.shapes[i], dtype=dtype, device=device) for i in matrices}
         at = 0
         for i, box in self._incoming():
-            full[i][box.slices()] = found[at : at + box.numel].view(box.shape)
+            full[i][box.slices()] = incoming[at : at + box.numel].view(box.shape)
             at += box.numel
         return full
 
@@ -105,14 +105,14 @@ class Exchange:
         device: torch.device,
     ) -> None:
         """Write into every rank's pieces what the workers return of their matrices. Collective."""
-        held, wanted = self.splits
+        piece_sizes, work_sizes = self.splits
         flat = [full[i][box.slices()].reshape(-1) for i, box in self._incoming()]
-        given = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        found = torch.empty(sum(held), dtype=dtype, device=device)
-        all_to_all_into(found, given, self.group, out_splits=held, in_splits=wanted)
+        outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        incoming = torch.empty(sum(piece_sizes), dtype=dtype, device=device)
+        all_to_all_into(incoming, outgoing, self.group, out_splits=piece_sizes, in_splits=work_sizes)
         at = 0
         for piece in self._outgoing(pieces):
-            piece.copy_(found[at : at + piece.numel()].view(piece.shape))
+            piece.copy_(incoming[at : at + piece.numel()].view(piece.shape))
             at += piece.numel()
 
     def _outgoing(self, pieces: list[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
@@ -121,5 +121,5 @@ class Exchange:
 
     def _incoming(self) -> Iterator[tuple[int, Box]]:
         """(matrix, box) of all that ranks hold of this rank's matrices, in the order they travel."""
-        own = self.matrices_of(self.rank)
-        return ((i, box) for holder in self.boxes for i in own for box in holder[i])
+        matrices = self.matrices_of(self.rank)
+        return ((i, box) for holder in self.boxes for i in matrices for box in holder[i])

@@ -54,16 +54,16 @@ class Lamb(PartOptimizer):
     def update(self, entries: list[Entry]) -> None:
         updates: dict[Entry, torch.Tensor] = {}
         for group, live in by_group(entries):
-            fresh = adam_updates(live, group["betas"], group["eps"])
+            live_updates = adam_updates(live, group["betas"], group["eps"])
             if group["weight_decay"]:
-                torch._foreach_add_(fresh, [e.weight for e in live], alpha=group["weight_decay"])
-            updates.update(zip(live, fresh, strict=True))
+                torch._foreach_add_(live_updates, [e.weight for e in live], alpha=group["weight_decay"])
+            updates.update(zip(live, live_updates, strict=True))
         ratios = trust_ratios(entries, updates, self.mesh)
         for group, live in by_group(entries):
-            fresh = [updates[e] for e in live]
+            live_updates = [updates[e] for e in live]
             if group["adapt"]:
                 scales = [ratios[e] for e in live]
                 if group["max_trust"] is not None:
                     torch._foreach_clamp_max_(scales, group["max_trust"])
-                torch._foreach_mul_(fresh, scales)
-            torch._foreach_add_([e.weight for e in live], fresh, alpha=-group["lr"])
+                torch._foreach_mul_(live_updates, scales)
+            torch._foreach_add_([e.weight for e in live], live_updates, alpha=-group["lr"])

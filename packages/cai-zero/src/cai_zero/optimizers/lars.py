@@ -62,16 +62,16 @@ class Lars(PartOptimizer):
         )
         index = {entry: i for i, entry in enumerate(entries)}
         for group, live in by_group(entries):
-            fresh = list(torch._foreach_add([e.gradient for e in live], 0))
+            live_updates = list(torch._foreach_add([e.gradient for e in live], 0))
             if group["weight_decay"]:
-                torch._foreach_add_(fresh, [e.weight for e in live], alpha=group["weight_decay"])
+                torch._foreach_add_(live_updates, [e.weight for e in live], alpha=group["weight_decay"])
             if group["adapt"]:
                 denominator = grad + group["weight_decay"] * weight
                 ratio = torch.where(
                     (weight > 0) & (denominator > 0), group["trust"] * weight / denominator, 1.0
                 ).unbind()
-                torch._foreach_mul_(fresh, [ratio[index[e]] for e in live])
+                torch._foreach_mul_(live_updates, [ratio[index[e]] for e in live])
             buffers = [e["momentum_buffer"] for e in live]
             torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, fresh, alpha=group["lr"])
+            torch._foreach_add_(buffers, live_updates, alpha=group["lr"])
             torch._foreach_sub_([e.weight for e in live], buffers)

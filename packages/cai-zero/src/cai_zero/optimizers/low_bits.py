@@ -23,7 +23,7 @@ class Scalars:
 
     Args:
         rate: lr over the first moment's bias correction.
-        decay: by what weights are multiplied.
+        decay: the factor by which weights are multiplied.
         root: root of the second moment's bias correction.
         betas, eps: as of Adam.
 
@@ -91,10 +91,10 @@ def advance(
     Args:
         weight, grad: [n] float32.
         moments: the first and second, stored.
-        levels: of either, where it is stored as codes.
+        levels: the levels of either, where it is stored as codes.
         counters: [n] int64, of the random bits, and `stream` their key.
         by: the step's scalars.
-        round_weight: to bfloat16, without bias.
+        round_weight: whether the weight is rounded to bfloat16, without bias.
 
     Returns the new weight and the new moments.
     """
@@ -105,5 +105,8 @@ def advance(
     bits = rng.bits(stream, counters)  # type: ignore[arg-type]
     if round_weight:
         weight = round_to_bfloat16(weight, field(bits, 0))
-    kept = [store(first, moments[0], levels[0], bits, 1), store(second, moments[1], levels[1], bits, 2)]
-    return weight, kept[0], kept[1]
+    new_moments = [
+        store(first, moments[0], levels[0], bits, 1),
+        store(second, moments[1], levels[1], bits, 2),
+    ]
+    return weight, new_moments[0], new_moments[1]

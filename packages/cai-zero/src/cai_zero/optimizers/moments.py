@@ -12,11 +12,11 @@ from cai_zero.optimizers.base import Entry
 
 def by_group(entries: Sequence[Entry]) -> list[tuple[dict[str, Any], list[Entry]]]:
     """The entries that have a gradient, by param group; groups without any are left out."""
-    found: dict[int, tuple[dict[str, Any], list[Entry]]] = {}
+    groups: dict[int, tuple[dict[str, Any], list[Entry]]] = {}
     for entry in entries:
         if entry.grad is not None:
-            found.setdefault(id(entry.group), (entry.group, []))[1].append(entry)
-    return list(found.values())
+            groups.setdefault(id(entry.group), (entry.group, []))[1].append(entry)
+    return list(groups.values())
 
 
 def adam_updates(entries: Sequence[Entry], betas: tuple[float, float], eps: float) -> list[torch.Tensor]:

@@ -42,8 +42,8 @@ class Muon(PartOptimizer):
         lr, momentum, nesterov, weight_decay: as above; every group may have its own.
         scale: "original" multiplies the rate by sqrt(max(1, rows / columns)), "match_rms_adamw" by
             0.2 * sqrt(max(rows, columns)), with which rate and decay of AdamW fit.
-        betas, eps: of AdamW.
-        newton_schulz: how matrices are orthogonalised.
+        betas, eps: AdamW's.
+        newton_schulz: the iteration that orthogonalises matrices.
         mesh: see `PartOptimizer`. The first step makes process groups over it and is collective over all of it.
 
     State: momentum an element of a matrix, two moments an element of the rest, float32 (float64 for float64
@@ -85,8 +85,8 @@ class Muon(PartOptimizer):
         if matrices:
             self._step_matrices(matrices)
         for group, live in by_group(rest):
-            fresh = adam_updates(live, group["betas"], group["eps"])
-            _apply(group, live, fresh, [group["lr"]] * len(live))
+            updates = adam_updates(live, group["betas"], group["eps"])
+            _apply(group, live, updates, [group["lr"]] * len(live))
 
     def _step_matrices(self, entries: list[Entry]) -> None:
         updates: dict[Entry, torch.Tensor] = {}
@@ -94,8 +94,8 @@ class Muon(PartOptimizer):
             buffers, grads = [e["momentum_buffer"] for e in live], [e.gradient for e in live]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             origin = grads if group["nesterov"] else buffers
-            fresh = list(torch._foreach_lerp(origin, buffers, group["momentum"]))
-            updates.update(zip(live, fresh, strict=True))
+            live_updates = list(torch._foreach_lerp(origin, buffers, group["momentum"]))
+            updates.update(zip(live, live_updates, strict=True))
         self._orthogonalize(entries, updates)
         for group, live in by_group(entries):
             rates = [group["lr"] * _scale(e.part.shape, group["scale"]) for e in live]
@@ -106,9 +106,11 @@ class Muon(PartOptimizer):
         dtype = self.newton_schulz.dtype or sums_dtype([e.weight for e in entries])
         device = entries[0].weight.device
         for exchange, members in self._exchanges(entries):
-            held = [entries[i] for i in members]
-            segments = [updates[e] if e in updates else torch.zeros_like(e["momentum_buffer"]) for e in held]
-            pieces = [[view for _, view in e.boxes(s)] for e, s in zip(held, segments, strict=True)]
+            matrices = [entries[i] for i in members]
+            segments = [
+                updates[e] if e in updates else torch.zeros_like(e["momentum_buffer"]) for e in matrices
+            ]
+            pieces = [[view for _, view in e.boxes(s)] for e, s in zip(matrices, segments, strict=True)]
             full = exchange.collect(pieces, dtype, device)
             exchange.give_back(orthogonalized(full, self.newton_schulz), pieces, dtype, device)
 
@@ -120,13 +122,15 @@ class Muon(PartOptimizer):
             for i, entry in enumerate(entries):
                 members.setdefault(entry.axes, []).append(i)
             groups = agree_groups(list(members), self.mesh)
-            found = []
+            exchanges = []
             for axes, indices in members.items():
-                held = [entries[i] for i in indices]
-                shapes = [e.part.shape for e in held]
-                boxes = [[box for box, _ in e.boxes(e.weight)] for e in held]
-                found.append((Exchange.plan(shapes, [work(s) for s in shapes], boxes, groups[axes]), indices))
-            self._shared = (plan, found)
+                matrices = [entries[i] for i in indices]
+                shapes = [e.part.shape for e in matrices]
+                boxes = [[box for box, _ in e.boxes(e.weight)] for e in matrices]
+                exchanges.append(
+                    (Exchange.plan(shapes, [work(s) for s in shapes], boxes, groups[axes]), indices)
+                )
+            self._shared = (plan, exchanges)
         return self._shared[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,13 +142,13 @@ def orthogonalized(full: dict[int, torch.Tensor], how: NewtonSchulz) -> dict[int
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in full.items():
         by_shape.setdefault(matrix.shape, []).append(i)
-    found = {}
+    orthogonal = {}
     for shape, members in by_shape.items():
         count = max(1, BATCH_ELEMENTS // max(shape.numel(), 1))
         for first in range(0, len(members), count):
             batch = members[first : first + count]
-            found.update(zip(batch, how(torch.stack([full[i] for i in batch])).unbind(), strict=True))
-    return found
+            orthogonal.update(zip(batch, how(torch.stack([full[i] for i in batch])).unbind(), strict=True))
+    return orthogonal
 
 
 def _is_matrix(part: Part, group: dict[str, Any]) -> bool:

@@ -20,7 +20,8 @@ class NewtonSchulz:
         coefficients: (a, b, c).
         steps: iterations.
         eps: floor of the norm a matrix is divided by.
-        dtype: of the iterations and of matrices in flight between ranks; None: of the maths (float32 or float64).
+        dtype: the dtype of the iterations and of matrices in flight between ranks; None: float32 or float64, as the
+            maths.
     """
 
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)

@@ -22,7 +22,7 @@ class Part:
 
     Args:
         name: canonical name, or None where the tensor does not carry it.
-        layout: of the local tensor.
+        layout: the layout of the local tensor.
         axes: mesh axes over which the elements of the parameter are divided, without repetition.
         owner: whether this copy is the one that is written to checkpoints.
         start: first element in the tensor, and `range` the elements of the row-major local tensor from there on.
@@ -90,9 +90,9 @@ def parts_of(param: torch.Tensor) -> list[Part]:
 
 
 def _ranged(
-    name: str | None, layout: Layout, axes: frozenset[str], owner: bool, start: int, held: tuple[int, int]
+    name: str | None, layout: Layout, axes: frozenset[str], owner: bool, start: int, bounds: tuple[int, int]
 ) -> Part:
-    return Part(name, layout, axes, owner, start, held, tuple(layout.boxes(held)))
+    return Part(name, layout, axes, owner, start, bounds, tuple(layout.boxes(bounds)))
 
 
 def check_params(params: Sequence[torch.Tensor], what: str) -> None:

@@ -52,11 +52,11 @@ def positions(part: Part, low: int, high: int, device: torch.device) -> torch.Te
     first = 0 if part.start is None else part.range[0]
     if not part.layout.sharded_axes:
         return torch.arange(first + low, first + high, device=device)
-    found = torch.empty(high - low, dtype=torch.int64, device=device)
+    numbers = torch.empty(high - low, dtype=torch.int64, device=device)
     stride = [math.prod(part.shape[d + 1 :]) for d in range(len(part.shape))]
     for piece in part.layout.boxes((first + low, first + high)):
         index = torch.zeros((), dtype=torch.int64, device=device)
         for offset, size, step in zip(piece.box.offset, piece.box.shape, stride, strict=True):
             index = index.unsqueeze(-1) + (torch.arange(size, device=device) + offset) * step
-        piece.view(found).copy_(index)
-    return found
+        piece.view(numbers).copy_(index)
+    return numbers

@@ -33,8 +33,8 @@ def summed(
     """Sum 1-d tensors, each over the ranks along its own axes; the tensors given are left as they are.
 
     Args:
-        values: of one dtype and device; the same number, lengths and order on all ranks.
-        axes: of every value, as `resolve` gives them.
+        values: tensors of one dtype and device; the same number, lengths and order on all ranks.
+        axes: the axes of every value, as `resolve` gives them.
 
     Values of the same axes travel in one buffer, and each axis is folded once for all buffers that need it, so no
     process group is made for combinations of axes.
@@ -42,7 +42,7 @@ def summed(
     buckets: dict[Axes, list[int]] = {}
     for i, key in enumerate(axes):
         buckets.setdefault(key, []).append(i)
-    found = list(values)
+    totals = list(values)
     buffers = {key: torch.cat([values[i] for i in members]) for key, members in buckets.items() if key}
     for name in mesh.names if mesh is not None else ():
         sharing = [key for key in buffers if name in key]
@@ -55,20 +55,22 @@ def summed(
     for key, buffer in buffers.items():
         members = buckets[key]
         for i, view in zip(members, buffer.split([values[i].numel() for i in members]), strict=True):
-            found[i] = view
-    return found
+            totals[i] = view
+    return totals
 
 
 def sums_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Of sums over ranks: float64 where any tensor is, else float32."""
+    """The dtype of sums over ranks: float64 where any tensor is, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def square_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sum of squares of every tensor, [len(tensors)] in `dtype`, with nothing waiting for the device."""
-    held = [i for i, t in enumerate(tensors) if t.numel()]
-    if not held:
+    nonempty = [i for i, t in enumerate(tensors) if t.numel()]
+    if not nonempty:
         return torch.zeros(len(tensors), dtype=dtype, device=tensors[0].device)
-    found = dict(zip(held, torch._foreach_norm([tensors[i] for i in held], 2, dtype=dtype), strict=True))
-    zero = torch.zeros_like(found[held[0]])
-    return torch.stack([found.get(i, zero) for i in range(len(tensors))]).square()
+    norms = dict(
+        zip(nonempty, torch._foreach_norm([tensors[i] for i in nonempty], 2, dtype=dtype), strict=True)
+    )
+    zero = torch.zeros_like(norms[nonempty[0]])
+    return torch.stack([norms.get(i, zero) for i in range(len(tensors))]).square()

@@ -22,15 +22,15 @@ def absent(buffers: Sequence[GradBuffer], ranks: DataRanks) -> Places:
     """(buffer, parameter in it) of the parameters for which no rank has had a gradient. Collective.
 
     Args:
-        buffers: of all chunks, alike on all ranks.
-        ranks: that hold the same parameters, or shards of them.
+        buffers: the buffers of all chunks, the same ones on all ranks.
+        ranks: the ranks that hold the same parameters, or shards of them.
     """
     places = [(i, j) for i, buffer in enumerate(buffers) for j in range(len(buffer.params))]
     missing = [k for k, (i, j) in enumerate(places) if j not in buffers[i].arrived]
     if ranks.count > 1 and places:
-        here = torch.ones(len(places), dtype=torch.uint8)
-        here[missing] = 0
-        arrived = here.to(buffers[0].tensor.device, non_blocking=True)
+        flags = torch.ones(len(places), dtype=torch.uint8)
+        flags[missing] = 0
+        arrived = flags.to(buffers[0].tensor.device, non_blocking=True)
         for group in (ranks.copies, ranks.shard):
             all_reduce(arrived, group, op="max")
         if missing:

@@ -120,14 +120,14 @@ def unpack(packed: torch.Tensor, out: torch.Tensor, form: Form, block: int) -> t
 def _block(numel: int, ranks: int, block: int) -> int:
     """The largest divisor of `block` that no shard of `numel / ranks` elements cuts."""
     part, rest = divmod(numel, ranks)
-    found = math.gcd(part, block)
-    if rest or found % SCALE_BYTES:
+    divisor = math.gcd(part, block)
+    if rest or divisor % SCALE_BYTES:
         raise PlanError(
             "a tensor cannot be compressed in equal parts",
             got=f"{numel} elements for {ranks} ranks",
             expected="a FlatChunk's, whose length is a multiple of ranks x 128",
         )
-    return found
+    return divisor
 
 
 class _Then:

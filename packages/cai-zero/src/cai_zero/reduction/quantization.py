@@ -77,14 +77,14 @@ def dequantize(
         out: [..., n], of any floating-point dtype, each product rounded to it once.
     """
     n = codes.shape[-1]
-    whole = n - n % block
-    if n != whole:
-        tail = (codes[..., whole:], scales[..., -1:], out[..., whole:])
-        dequantize(*tail, block=n - whole)
-        if not whole:
+    full_length = n - n % block
+    if n != full_length:
+        tail = (codes[..., full_length:], scales[..., -1:], out[..., full_length:])
+        dequantize(*tail, block=n - full_length)
+        if not full_length:
             return out
-        codes, scales = codes[..., :whole], scales[..., :-1]
-    target = out[..., :whole].unflatten(-1, (-1, block))
+        codes, scales = codes[..., :full_length], scales[..., :-1]
+    target = out[..., :full_length].unflatten(-1, (-1, block))
     target.copy_(codes.unflatten(-1, (-1, block)))  # exact: every code is a bfloat16 and a float16
     target.mul_(scales.unsqueeze(-1))
     return out

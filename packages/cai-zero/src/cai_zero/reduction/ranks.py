@@ -24,7 +24,7 @@ class DataRanks:
         shard: their process group; `index` of `size` is this rank.
         copy_axes, copies: dimensions and group of ranks that hold the same shards.
         partial: group of other ranks whose gradients are parts of a sum (tensor parallelism).
-        divisor: of the sum.
+        divisor: the number by which the sum is divided.
     """
 
     shard_axes: tuple[str, ...] = ()
@@ -60,11 +60,11 @@ class RankTable:
 
     Args:
         mesh: None: one process.
-        specs: of the parameters of this rank. Ranks may have different ones (pipeline stages).
+        specs: the reduce specs of this rank's parameters. Ranks may have different ones (pipeline stages).
         sharded: False (stage 0) treats all data axes as copies.
 
     Attributes:
-        turns: what the ranks that share the dense parameters begin, compared.
+        turns: the collectives that the ranks which share the dense parameters begin, compared.
 
     Collective over the mesh: groups of several axes are made here. Raises `MeshError` for a mesh without data axes, or
     without the axes that a spec names.
@@ -89,20 +89,20 @@ class RankTable:
 
     def _axes(self, spec: ReduceSpec) -> _Axes:
         assert self.mesh is not None
-        found: dict[str, list[str]] = {"shard": [], "copies": [], "partial": []}
+        axes_by_kind: dict[str, list[str]] = {"shard": [], "copies": [], "partial": []}
         for axis in spec.sum_axes:
             kind = "copies" if axis in COPY_AXES else "shard" if axis in SHARD_AXES else "partial"
             if kind == "shard" and not self._sharded:
                 kind = "copies"
-            found[kind] += self.mesh.leaves(axis)
-        return _Axes(*(self.mesh.leaves(names) for names in found.values()))
+            axes_by_kind[kind] += self.mesh.leaves(axis)
+        return _Axes(*(self.mesh.leaves(names) for names in axes_by_kind.values()))
 
-    def _make_groups(self, wanted: set[_Axes]) -> None:
+    def _make_groups(self, all_axes: set[_Axes]) -> None:
         """Every rank of the mesh makes the groups that any rank needs, in one order."""
         assert self.mesh is not None
         for view in self.mesh.names:
-            wanted = set().union(*all_gather_object(wanted, self.mesh.group(view)))
-        for axes in sorted(wanted, key=lambda a: (a.shard, a.copies, a.partial)):
+            all_axes = set().union(*all_gather_object(all_axes, self.mesh.group(view)))
+        for axes in sorted(all_axes, key=lambda a: (a.shard, a.copies, a.partial)):
             for names in (axes.shard, axes.copies, axes.partial):
                 self.mesh.group(names)
 
@@ -140,10 +140,10 @@ def groups_along(
     """
     if mesh is None:
         return (), not axes
-    known = [axis for axis in axes if mesh.has(axis)]
-    found = (mesh.group(name) for name in mesh.leaves(known))
-    whole = len(known) == len(axes) and (not mesh.has("pp") or mesh.degree("pp") == 1)
-    return tuple(group for group in found if group is not None), whole
+    mesh_axes = [axis for axis in axes if mesh.has(axis)]
+    groups = (mesh.group(name) for name in mesh.leaves(mesh_axes))
+    complete = len(mesh_axes) == len(axes) and (not mesh.has("pp") or mesh.degree("pp") == 1)
+    return tuple(group for group in groups if group is not None), complete
 
 
 def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

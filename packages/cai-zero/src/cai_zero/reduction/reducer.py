@@ -30,8 +30,8 @@ class Reducible:
     """One chunk's gradients on their way from an unsharded chunk here to this rank's shard of their sum.
 
     Args:
-        buffer: where they accumulate.
-        spec, ranks: over whom they are summed.
+        buffer: the buffer in which they accumulate.
+        spec, ranks: the ranks over which they are summed.
         keep: takes this rank's shard of the sum, written by the current stream, for good.
         residual: [chunk.numel], what compression has taken from this rank's gradients and not yet sent.
         peer: sums by copy engines instead of collectives.
@@ -82,9 +82,9 @@ class GradReducer(Generic[Key]):
     """Reduces what belongs to keys (units, or chunks) as they become complete.
 
     Args:
-        device: of the gradients.
-        compression: of what travels.
-        ahead: how many reductions may be under way while the next buffer fills.
+        device: the device of the gradients.
+        compression: the compression of gradients in flight.
+        ahead: the number of reductions that may be under way while the next buffer fills.
 
     Attributes:
         order: the keys, in the order in which all ranks reduce them.

@@ -65,9 +65,9 @@ class Chunk:
         return [self._place(param, part) for param, part in zip(self.params, self.slices, strict=True)]
 
     def _place(self, param: nn.Parameter, part: Slice) -> Place:
-        sums, known = groups_along(self.mesh, part.axes)
+        sums, complete = groups_along(self.mesh, part.axes)
         shape, shard = torch.Size(param.shape), self.ranks.shard
-        return Place(shape, *part.range, shard, sums, beyond=not known, axes=part.axes, owner=part.owner)
+        return Place(shape, *part.range, shard, sums, beyond=not complete, axes=part.axes, owner=part.owner)
 
     def boxed(self, flat: torch.Tensor) -> dict[str, BoxedTensor]:
         """Boxes, by canonical name, of a tensor laid out as the shard; the pieces are views."""
@@ -189,8 +189,8 @@ def _buckets(groups: Groups, units: Units):
         for name, param in params:
             spec = reduce_of(param)
             key = (groups[id(param)], param.dtype, param.device, spec)
-            _, _, held, members = open_buckets.setdefault(key, (key[0], spec, [], set()))
-            held.append((canonical_name(name, param), param))
+            _, _, named_params, members = open_buckets.setdefault(key, (key[0], spec, [], set()))
+            named_params.append((canonical_name(name, param), param))
             members.add(unit)
         for key in [k for k, b in open_buckets.items() if sum(p.numel() for _, p in b[2]) >= BUCKET_ELEMENTS]:
             done.append(open_buckets.pop(key))
@@ -201,10 +201,10 @@ def _slices(
     chunk: FlatChunk, low: int, high: int, spec: ReduceSpec, shard_axes: frozenset[str]
 ) -> tuple[Slice, ...]:
     """One for every slot of the chunk, empty where this rank holds nothing of it."""
-    held = {part.slot.name: part for part in chunk.overlaps(low, high)}
+    parts = {part.slot.name: part for part in chunk.overlaps(low, high)}
     slices = []
     for slot in chunk.slots:
-        part = held.get(slot.name)
+        part = parts.get(slot.name)
         bounds, start = ((part.low, part.high), part.start) if part else ((0, 0), 0)
         axes = slot.layout.sharded_axes | shard_axes
         slices.append(Slice(slot.name, slot.layout, bounds, start, axes, spec.owner))

@@ -127,8 +127,8 @@ class FrozenKeeper:
         return (keeper, param.cai_index) if isinstance(keeper, ChunkKeeper) else None
 
     def held(self, index: int) -> tuple[torch.Tensor, Place] | None:
-        found = self._successor()
-        return None if found is None else found[0].held(found[1])
+        successor = self._successor()
+        return None if successor is None else successor[0].held(successor[1])
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
@@ -171,13 +171,13 @@ class StrayKeeper:
         if not grad.is_contiguous():  # what is written to the flat one must be written to this one
             grad = grad.contiguous()
             set_raw_grad(param, grad)
-        sums, known = groups_along(self._ranks.mesh, axes)
+        sums, complete = groups_along(self._ranks.mesh, axes)
         place = Place(
             param.shape,
             0,
             param.numel(),
             sums=sums,
-            beyond=not known,
+            beyond=not complete,
             axes=axes,
             owner=reduce_of(param).owner,
         )
@@ -195,10 +195,10 @@ class StrayKeeper:
             )
         if ranks.count == 1:
             return
-        found = torch.tensor(float(grad is not None), device=param.device)
+        arrived = torch.tensor(float(grad is not None), device=param.device)
         for group in (ranks.copies, ranks.shard):
-            all_reduce(found, group, op="max")
-        if not found:
+            all_reduce(arrived, group, op="max")
+        if not arrived:
             return
         average = torch.zeros_like(param) if grad is None else grad.to_dense().contiguous()
         for group in (ranks.copies, ranks.shard):

@@ -81,12 +81,12 @@ class _Loan:
 
 def boxed(chunks: Iterable[Chunk]) -> dict[str, BoxedTensor]:
     """Master weights by name: views; of halves such that are lent, one chunk after the other."""
-    loan, found = _Loan(), dict[str, BoxedTensor]()
+    loan, boxes = _Loan(), dict[str, BoxedTensor]()
     for chunk in chunks:
-        found |= (
+        boxes |= (
             chunk.boxed(chunk.weights.flat.detach()) if chunk.weights.halves is None else _lent(chunk, loan)
         )
-    return found
+    return boxes
 
 
 def _lent(chunk: Chunk, loan: _Loan) -> dict[str, BoxedTensor]:
@@ -99,14 +99,14 @@ def _lent(chunk: Chunk, loan: _Loan) -> dict[str, BoxedTensor]:
 
 def saved(chunks: Iterable[Chunk]) -> list[torch.Tensor | None]:
     """Master weights chunk by chunk, for `load`; None where the parameters are those."""
-    found = list[torch.Tensor | None]()
+    weights = list[torch.Tensor | None]()
     for chunk in chunks:
         with opened([chunk]):
             flat = chunk.weights.flat.detach()
-            found.append(
+            weights.append(
                 (flat if chunk.weights.halves is None else flat.clone()) if chunk.weights.has_master else None
             )
-    return found
+    return weights
 
 
 def load(chunks: Sequence[Chunk], masters: Sequence[torch.Tensor | None]) -> bool:

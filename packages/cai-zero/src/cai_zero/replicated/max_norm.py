@@ -15,8 +15,8 @@ from cai_zero.reduction.ranks import DataRanks
 def renormed(model: nn.Module | None) -> list[torch.Tensor]:
     """Weights that a forward may write to."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = model.modules() if model is not None else ()
-    return [m.weight for m in found if isinstance(m, kinds) and m.max_norm is not None]
+    modules = model.modules() if model is not None else ()
+    return [m.weight for m in modules if isinstance(m, kinds) and m.max_norm is not None]
 
 
 @torch.no_grad()

@@ -31,11 +31,11 @@ class Members:
 
     def __init__(self, inner: torch.optim.Optimizer, model: nn.Module | None):
         self._inner, self._model = inner, model
-        self._given: list[list[nn.Parameter]] = []
+        self._group_params: list[list[nn.Parameter]] = []
         self._names: list[list[str] | None] = []
         self._pieces: dict[int, nn.Parameter] = {}
         self._waiting: list[nn.Parameter] = []
-        self._whole: dict[nn.Module, None] = {}  # the units there are, in the order of the model
+        self._units: dict[nn.Module, None] = {}  # the units there are, in the order of the model
         self._alone = nn.Module()  # the unit of parameters without a model
         if inner.state:
             raise PlanError(
@@ -52,17 +52,17 @@ class Members:
     @property
     def params(self) -> list[nn.Parameter]:
         """All of them, in the order of the groups."""
-        return [param for group in self._given for param in group]
+        return [param for group in self._group_params for param in group]
 
     @property
     def groups(self) -> dict[int, int]:
         """The index of the param group by id of the parameter."""
-        return {id(param): i for i, group in enumerate(self._given) for param in group}
+        return {id(param): i for i, group in enumerate(self._group_params) for param in group}
 
     @property
     def order(self) -> list[nn.Module]:
         """All units, those of the model in its order."""
-        return list(self._whole)
+        return list(self._units)
 
     @property
     def waiting(self) -> list[nn.Parameter]:
@@ -72,33 +72,35 @@ class Members:
     def add(self, group: dict[str, Any]) -> None:
         """`add_param_group` of the optimizer. Raises as that does, and `PlanError` as the class does."""
         params = group["params"]
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._check([p[1] if isinstance(p, tuple) else p for p in given])
-        self._inner.add_param_group({**group, "params": given})
+        param_list = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._check([p[1] if isinstance(p, tuple) else p for p in param_list])
+        self._inner.add_param_group({**group, "params": param_list})
         self._add(self._inner.param_groups[-1])
 
     def _add(self, group: dict[str, Any]) -> None:
         self._check(group["params"])
-        self._given.append(list(group["params"]))
+        self._group_params.append(list(group["params"]))
         self._names.append(group.get("param_names"))
         self._waiting += group["params"]
 
-    def _check(self, fresh: Sequence[nn.Parameter]) -> None:
-        ids = [id(param) for param in (*self.params, *fresh)]
+    def _check(self, new_params: Sequence[nn.Parameter]) -> None:
+        ids = [id(param) for param in (*self.params, *new_params)]
         if len(set(ids)) != len(ids):
             raise PlanError("a parameter is in the optimizer twice", fix="give every parameter to one group")
         if self._model is not None:
-            _check_owned(fresh, self._model)
+            _check_owned(new_params, self._model)
 
     def units(self) -> Units:
         """What is to be trained and lies in no chunk, by unit and with names."""
-        wanted = {id(p) for p in self._waiting if p.requires_grad or raw_grad(p) is not None}
-        if not wanted:
+        param_ids = {id(p) for p in self._waiting if p.requires_grad or raw_grad(p) is not None}
+        if not param_ids:
             return {}
         named = [(f"param.{i}", param) for i, param in enumerate(self.params)]
-        found = all_units(self._model) if self._model is not None else {self._alone: named}
-        self._whole = {**dict.fromkeys(found), **self._whole}
-        units = {unit: [(n, p) for n, p in params if id(p) in wanted] for unit, params in found.items()}
+        model_units = all_units(self._model) if self._model is not None else {self._alone: named}
+        self._units = {**dict.fromkeys(model_units), **self._units}
+        units = {
+            unit: [(n, p) for n, p in params if id(p) in param_ids] for unit, params in model_units.items()
+        }
         units = {unit: params for unit, params in units.items() if params}
         check_parameters(pair for params in units.values() for pair in params)
         return units
@@ -109,16 +111,18 @@ class Members:
             for param, piece in zip(chunk.params, chunk.weights.pieces, strict=True):
                 self._pieces[id(param)] = piece
         self._waiting = [param for param in self._waiting if id(param) not in self._pieces]
-        for group, given, names in zip(self._inner.param_groups, self._given, self._names, strict=True):
-            here = [i for i, param in enumerate(given) if id(param) in self._pieces]
-            group["params"] = [self._pieces[id(given[i])] for i in here]
+        for group, params, names in zip(
+            self._inner.param_groups, self._group_params, self._names, strict=True
+        ):
+            indices = [i for i, param in enumerate(params) if id(param) in self._pieces]
+            group["params"] = [self._pieces[id(params[i])] for i in indices]
             if names is not None:
-                group["param_names"] = [names[i] for i in here]
+                group["param_names"] = [names[i] for i in indices]
 
 
-def _check_owned(held: Sequence[torch.Tensor], model: nn.Module) -> None:
-    own = {id(p) for p in model.parameters()}
-    strangers = [tuple(p.shape) for p in held if id(p) not in own]
+def _check_owned(params: Sequence[torch.Tensor], model: nn.Module) -> None:
+    model_ids = {id(p) for p in model.parameters()}
+    strangers = [tuple(p.shape) for p in params if id(p) not in model_ids]
     if strangers:
         raise PlanError(
             "the optimizer holds parameters the model does not have",

@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         units = self._members.units()
         if not units:
             return
-        fresh = build_chunks(
+        new_chunks = build_chunks(
             self._members.groups,
             units,
             self._ranks,
@@ -104,40 +104,40 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             self._gradients.make_room,
             apart=not self._takes_writes,
         )
-        self._chunks += fresh
-        self._members.take(fresh)
-        self._show(fresh)
-        self._peers = self._use_copy_engines(self._device, wanted=self._copy_engines)
-        self._gradients.take(self._chunks, fresh, self._members.order, self._model)
-        for chunk in fresh:
+        self._chunks += new_chunks
+        self._members.take(new_chunks)
+        self._show(new_chunks)
+        self._peers = self._use_copy_engines(self._device, enabled=self._copy_engines)
+        self._gradients.take(self._chunks, new_chunks, self._members.order, self._model)
+        for chunk in new_chunks:
             chunk.weights.gathered()
         if not self._takes_writes:
             self.publish()  # parameters are the rounded ones from the beginning, as in stage 3
-        self._watch(fresh, units)
+        self._watch(new_chunks, units)
 
-    def _watch(self, fresh: Sequence[Chunk], units: Units) -> None:
+    def _watch(self, chunks: Sequence[Chunk], units: Units) -> None:
         """Follow the uses of what has just been taken, and where the model keeps it."""
         names = {p: name for c in self._chunks for p, name in zip(c.params, c.chunk.names, strict=True)}
-        found = sites(self._model) if self._model is not None else ()
-        self._sites = [(m._parameters, key, p, names[p]) for m, key, p in found if p in names]
+        places = sites(self._model) if self._model is not None else ()
+        self._sites = [(m._parameters, key, p, names[p]) for m, key, p in places if p in names]
         if self._model is not None and self._lifecycle is not None:
             self._lifecycle.watch({unit: [p for _, p in params] for unit, params in units.items()})
-            direct_linears(self._model, (p for c in fresh for p in c.params))
+            direct_linears(self._model, (p for c in chunks for p in c.params))
 
-    def _use_copy_engines(self, device: torch.device, *, wanted: bool) -> Peers[PeerGather]:
+    def _use_copy_engines(self, device: torch.device, *, enabled: bool) -> Peers[PeerGather]:
         def shard_bytes(chunk: Chunk, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
             return chunk.ranks.shard, chunk.chunk.shard_numel * like.element_size()
 
         reduced = (shard_bytes(c, c.gradients.buffer.tensor) for c in self._chunks)
-        reduces = Peers(PeerReduce, reduced, device, wanted=wanted and self._compression.gradients is None)
+        reduces = Peers(PeerReduce, reduced, device, wanted=enabled and self._compression.gradients is None)
         for chunk in self._chunks:
             chunk.gradients.reducible.peer = reduces.of(chunk.ranks.shard)
         gathered = (shard_bytes(c, c.weights.unsharded) for c in self._chunks)
-        return Peers(PeerGather, gathered, device, wanted=wanted)
+        return Peers(PeerGather, gathered, device, wanted=enabled)
 
-    def _show(self, fresh: Sequence[Chunk]) -> None:
+    def _show(self, chunks: Sequence[Chunk]) -> None:
         """Let parameters and pieces show the gradients of their chunks."""
-        for chunk in fresh:
+        for chunk in chunks:
             for i, (param, piece) in enumerate(zip(chunk.params, chunk.weights.pieces, strict=True)):
                 ShownParameter.adopt(param, ChunkKeeper(self, chunk), i)
                 PieceParameter.adopt(piece, PieceKeeper(self, chunk), i)
@@ -345,8 +345,10 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
 
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
-        fresh = [chunk for chunk in self._chunks if any(p not in self.state for p in chunk.weights.pieces)]
-        with plain(self._pieces), masters.opened(fresh):
+        stateless = [
+            chunk for chunk in self._chunks if any(p not in self.state for p in chunk.weights.pieces)
+        ]
+        with plain(self._pieces), masters.opened(stateless):
             return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}
 
     def restore_groups(self, groups: list) -> None:
@@ -369,7 +371,9 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("master", "residual")})
         for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
-            kept = residual if residual is None else residual.to(chunk.weights.unsharded.device, copy=True)
-            chunk.gradients.reducible.residual = kept
+            local_residual = (
+                residual if residual is None else residual.to(chunk.weights.unsharded.device, copy=True)
+            )
+            chunk.gradients.reducible.residual = local_residual
         if masters.load(self._chunks, state_dict["master"]):
             self.publish()

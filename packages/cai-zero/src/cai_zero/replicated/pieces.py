@@ -22,8 +22,8 @@ class PieceKeeper(ChunkKeeper):
     """The `GradientKeeper` of pieces: a gradient is shown as its part."""
 
     def place(self, index: int) -> Place:
-        whole, size = self._chunk.places[index], self._chunk.weights.pieces[index].numel()
-        return replace(whole, shape=torch.Size((size,)), low=0, high=size, local=True)
+        full_place, size = self._chunk.places[index], self._chunk.weights.pieces[index].numel()
+        return replace(full_place, shape=torch.Size((size,)), low=0, high=size, local=True)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and not isinstance(gradient, ShardGradient):
@@ -53,9 +53,9 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _keepers(values: Iterable[Any]) -> dict[int, PieceKeeper]:
-    """By chunk, of the pieces among some values."""
-    found = (getattr(leaf, "cai_keeper", None) for leaf in values if isinstance(leaf, torch.Tensor))
-    return {id(keeper.chunk): keeper for keeper in found if isinstance(keeper, PieceKeeper)}
+    """The keepers of the pieces among some values, one of each chunk, by the chunk's id."""
+    keepers = (getattr(leaf, "cai_keeper", None) for leaf in values if isinstance(leaf, torch.Tensor))
+    return {id(keeper.chunk): keeper for keeper in keepers if isinstance(keeper, PieceKeeper)}
 
 
 def _watched(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -52,10 +52,10 @@ class Part:
 
     Args:
         unit: its shard and its unsharded parameters.
-        spec: over whom its gradients are summed.
+        spec: the axes over which its gradients are summed.
         stored: the shard, as its residency knows it.
         group: ranks that share the chunk, for gathers alone (None: one).
-        reducible: how its gradients are reduced (None: frozen).
+        reducible: its gradients on their way to their sum (None: frozen).
         peer: gathers by copy engines instead of collectives.
         still: places of the parameters that have been frozen until now.
     """
@@ -82,7 +82,7 @@ class Sharded:
         module: the unit.
         parts: its chunks; none for a model whose parameters all lie in blocks.
         handles: gathers under way.
-        versions: of the shards when they were gathered.
+        versions: the versions of the shards when they were gathered.
         is_unsharded: whether the module sees unsharded parameters.
     """
 
@@ -102,11 +102,11 @@ class Gatherer:
     """Unshards units and frees them.
 
     Args:
-        units: in the order of their first use; the model itself first.
-        residency: which memory the shards live in.
-        device: of the unsharded parameters.
-        options: when.
-        compression: of what travels.
+        units: all units, in the order of their first use; the model itself first.
+        residency: the memory the shards live in.
+        device: the device of the unsharded parameters.
+        options: the times of gathers, and the means.
+        compression: the compression of parameters in flight.
         passed: told, one by one, of the units that this rank's backward passes by.
         unexpected: told of a gather that the order does not have, before it, by the name of a parameter.
     """

@@ -18,11 +18,11 @@ def device_of(param: torch.Tensor, device: torch.device | None) -> torch.device:
     """Where a model of such parameters runs. Raises `PlanError` where that is nowhere."""
     if device is None and param.is_meta:
         raise PlanError("a model on the meta device needs to be told where to go", fix="pass device=...")
-    found = device or param.device
-    check_there(found)
-    if found.type == "cuda" and found.index is None:
+    target = device or param.device
+    check_there(target)
+    if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return target
 
 
 def fill(

@@ -31,11 +31,11 @@ class ShardKeeper:
         unit: FlatUnit,
         buffer: GradBuffer,
         *,
-        whole: bool = False,
+        full: bool = False,
     ):
         self._owner, self._weak, self._buffer = weakref.ref(owner), weakref.ref(unit), weakref.ref(buffer)
-        self._ranks, self._whole = ranks, whole
-        self.fixed = whole
+        self._ranks, self._full = ranks, full
+        self.fixed = full
         self._places: dict[int, Place] = {}
 
     @property
@@ -58,7 +58,7 @@ class ShardKeeper:
         if self._owner() is None:
             raise owner_gone()
         if index not in self._places:
-            self._places[index] = _place_of_shard(self._ranks, self._unit, index, whole=self._whole)
+            self._places[index] = _place_of_shard(self._ranks, self._unit, index, full=self._full)
         return self._places[index]
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -67,7 +67,7 @@ class ShardKeeper:
             buffer.drop(index)
         if gradient is not None and buffer is not None:
             buffer.arrived.add(index)
-        if gradient is not None and self._whole and not isinstance(gradient, ShardGradient):
+        if gradient is not None and self._full and not isinstance(gradient, ShardGradient):
             raise PlanError(
                 "a gradient was put in the place of one of a sharded model, while its parameters are unsharded",
                 fix="put it after the backward, when parameters are shards",
@@ -83,22 +83,22 @@ class ShardKeeper:
         unit = self._weak()
         if unit is None:
             return
-        if self._whole:
+        if self._full:
             unit.lent = True
         else:
             increment_version(unit.kept[index])
 
 
-def _place_of_shard(ranks: RankTable, unit: FlatUnit, index: int, *, whole: bool) -> Place:
-    """The place of a rank's part of one parameter's gradient: shown as the part, or as the whole.
+def _place_of_shard(ranks: RankTable, unit: FlatUnit, index: int, *, full: bool) -> Place:
+    """The place of a rank's part of one parameter's gradient: shown as the part, or in full.
 
-    The whole is for who meets an unsharded parameter (between forward and backward, or after an error).
+    The full one is for who meets an unsharded parameter (between forward and backward, or after an error).
     """
     param = unit.kept[index]
     slices = record_of(param).slices
     assert slices is not None
     part = slices[0]
-    sums, known = groups_along(ranks.mesh, part.axes)
+    sums, complete = groups_along(ranks.mesh, part.axes)
     shard = ranks.of(reduce_of(param)).shard
-    shape, bounds = (unit.used[index].shape, part.range) if whole else (param.shape, (0, param.numel()))
-    return Place(shape, *bounds, shard, sums, not whole, not known, part.axes, part.owner)
+    shape, bounds = (unit.used[index].shape, part.range) if full else (param.shape, (0, param.numel()))
+    return Place(shape, *bounds, shard, sums, not full, not complete, part.axes, part.owner)

@@ -1,4 +1,4 @@
-"""In which order units are gathered: the same on every rank, whatever a rank uses."""
+"""The order in which units are gathered: the same on every rank, whatever a rank uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class GatherOrder(Generic[Key]):
     gather. What is used out of order is an extra gather, which all ranks must then make.
 
     Args:
-        keys: in the order of the first forward.
-        backward: in that of the first backward; default: the reverse.
+        keys: all keys, in the order of the first forward.
+        backward: all keys, in the order of the first backward; default: the reverse.
     """
 
     def __init__(self, keys: Sequence[Key], backward: Sequence[Key] | None = None):
@@ -64,8 +64,8 @@ class GatherOrder(Generic[Key]):
 
 def complete(recorded: Sequence[Key], keys: Sequence[Key]) -> tuple[Key, ...]:
     """`recorded` with every key of `keys` it lacks, each after the one that precedes it in `keys`."""
-    whole = list(recorded)
+    order = list(recorded)
     for i, key in enumerate(keys):
-        if key not in whole:
-            whole.insert(whole.index(keys[i - 1]) + 1 if i else 0, key)
-    return tuple(whole)
+        if key not in order:
+            order.insert(order.index(keys[i - 1]) + 1 if i else 0, key)
+    return tuple(order)

@@ -75,18 +75,20 @@ class ModuleSharding:
 
     def __init__(self, model: nn.Module, mesh: AnyMesh | None, options: Options):
         self.driver, self._root, self._options = options.driver, model, options
-        found = units(model)
-        if not any(found.values()):
+        model_units = units(model)
+        if not any(model_units.values()):
             raise PlanError("the model has no parameters to shard")
-        check_parameters((pair for params in found.values() for pair in params), meta=True)
-        check_no_gradients(p for params in found.values() for _, p in params)
-        self._device = device_of(next(p for params in found.values() for _, p in params), options.device)
+        check_parameters((pair for params in model_units.values() for pair in params), meta=True)
+        check_no_gradients(p for params in model_units.values() for _, p in params)
+        self._device = device_of(
+            next(p for params in model_units.values() for _, p in params), options.device
+        )
         check_device(self._device, wanted=options.gather.copy_engines)
-        self.ranks = RankTable(mesh, {reduce_of(p) for params in found.values() for _, p in params})
+        self.ranks = RankTable(mesh, {reduce_of(p) for params in model_units.values() for _, p in params})
         check_ranks(options.compression, self.ranks.of(), 3, copy_engines=options.gather.copy_engines)
         self._gather_groups: dict[dist.ProcessGroup | None, dist.ProcessGroup | None] = {}
         self._reducer: GradReducer[Sharded] = GradReducer(self._device, options.compression)
-        self._units = {m: Sharded(m, self._chunked(params)) for m, params in found.items()}
+        self._units = {m: Sharded(m, self._chunked(params)) for m, params in model_units.items()}
         root = self._units[model]
         self._reduced: list[tuple[FlatUnit, GradBuffer]] = []
         self._agreed, self._open = (
@@ -114,17 +116,17 @@ class ModuleSharding:
         self._follow([part for part in self._parts if part.reducible is not None])
         self._follow_steps()
 
-    def _follow(self, fresh: Sequence[Part]) -> None:
+    def _follow(self, parts: Sequence[Part]) -> None:
         """Reduce the gradients of parts that are trained from now on, and show them."""
-        for part in fresh:
+        for part in parts:
             assert part.reducible is not None
             unit, buffer = part.unit, part.reducible.buffer
             self._reduced.append((unit, buffer))
-            for i, (shard, whole) in enumerate(zip(unit.kept, unit.used, strict=True)):
+            for i, (shard, unsharded) in enumerate(zip(unit.kept, unit.used, strict=True)):
                 keeper = ShardKeeper(self, self.ranks, unit, buffer)
                 ShardParameter.adopt(shard, keeper, i)
                 shard.cai_place = functools.partial(keeper.place, i)  # for a residency
-                ShownParameter.adopt(whole, ShardKeeper(self, self.ranks, unit, buffer, whole=True), i)
+                ShownParameter.adopt(unsharded, ShardKeeper(self, self.ranks, unit, buffer, full=True), i)
         reducible = {u: [part.reducible for part in u.parts if part.reducible] for u in self._units.values()}
         self._reducer.take(reducible, self._reducer.order)
         used = {m: [p for part in u.parts for p in part.unit.used] for m, u in self._units.items()}
@@ -133,7 +135,7 @@ class ModuleSharding:
     def _admit(self) -> None:
         """Train what has been unfrozen since. Collective where there is any; all ranks unfreeze alike."""
         changed = [(part, part.unfrozen) for part in self._parts if part.unfrozen]
-        fresh = [part for part, _ in changed if part.reducible is None]
+        new_parts = [part for part, _ in changed if part.reducible is None]
         for part, indices in changed:
             for i in indices:
                 part.unit.used[i].requires_grad_(True)
@@ -144,20 +146,20 @@ class ModuleSharding:
             else:
                 part.reducible.buffer.watch()
         if changed:
-            self._follow(fresh)
+            self._follow(new_parts)
             self._use_copy_engines(self._parts)
 
     def _use_copy_engines(self, parts: Sequence[Part]) -> None:
         def shard_bytes(part: Part, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
             return self.ranks.of(part.spec).shard, (part.unit.high - part.unit.low) * like.element_size()
 
-        wanted = self._options.gather.copy_engines
+        enabled = self._options.gather.copy_engines
         trained = [part for part in parts if part.reducible is not None]
         gathered = (shard_bytes(p, p.unit.unsharded) for p in parts)
         reduced = (shard_bytes(p, p.reducible.buffer.tensor) for p in trained)  # type: ignore[union-attr]
-        gathers = Peers(PeerGather, gathered, self._device, wanted=wanted)
+        gathers = Peers(PeerGather, gathered, self._device, wanted=enabled)
         reduces = Peers(
-            PeerReduce, reduced, self._device, wanted=wanted and self._options.compression.gradients is None
+            PeerReduce, reduced, self._device, wanted=enabled and self._options.compression.gradients is None
         )
         for part in parts:
             part.peer = gathers.of(self.ranks.of(part.spec).shard)
@@ -169,27 +171,27 @@ class ModuleSharding:
 
         Hooks then gather for the next forward.
         """
-        kept = {id(p) for part in self._parts for p in part.unit.kept}
-        found, tried = weakref.ref(self), weakref.WeakSet[torch.optim.Optimizer]()
+        shard_ids = {id(p) for part in self._parts for p in part.unit.kept}
+        self_ref, tried = weakref.ref(self), weakref.WeakSet[torch.optim.Optimizer]()
 
         def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-            return [p for g in optimizer.param_groups for p in g["params"] if id(p) in kept]
+            return [p for g in optimizer.param_groups for p in g["params"] if id(p) in shard_ids]
 
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            sharding, own = found(), stepped_by(optimizer)
-            if sharding is not None and own:
+            sharding, shards = self_ref(), stepped_by(optimizer)
+            if sharding is not None and shards:
                 if optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
                     check_elementwise(optimizer)
                 tried.add(optimizer)
                 sharding.ensure_gradients()
                 sharding.ranks.turns.take("a step")
-                hide(own)
+                hide(shards)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            sharding, own = found(), stepped_by(optimizer)
-            if sharding is None or not own:
+            sharding, shards = self_ref(), stepped_by(optimizer)
+            if sharding is None or not shards:
                 return
-            show(own)
+            show(shards)
             if sharding.driver == "hooks":
                 sharding._gatherer.begin_step()
             else:
@@ -369,7 +371,7 @@ class ModuleSharding:
         self._late.clear()
 
     def _learn(self) -> None:
-        """After the first backward, agree on the order in which one rank used the units."""
+        """Agree on the order in which one rank used the units, after the first backward."""
         if self._recorded is None:
             return
         units = self._gatherer.units
