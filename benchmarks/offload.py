@@ -320,7 +320,7 @@ def planned(engine, device: torch.device, options: argparse.Namespace) -> dict:
         "host_floor_s": floor(engine.trace, sizes, alone, rates, sized),
         "simulated_s": simulate(engine.trace, sizes, engine.plan, budget, rates, sized)[0],
         "compute_s": sum(engine.trace.seconds),
-        "beside_bytes": max(engine.trace.beside),
+        "beside_bytes": max(engine.trace.other_bytes),
     }
 
 

@@ -95,7 +95,7 @@ class Waited(Copied):
 def test_a_scalar_waits_for_its_copy_alone():
     copied = Waited(None)
     scalar = Scalar(torch.tensor(3.0), torch.tensor([2.0]), copied)
-    assert (float(scalar), copied.waits, float(scalar.there)) == (2.0, 1, 3.0)
+    assert (float(scalar), copied.waits, float(scalar.device_value)) == (2.0, 1, 3.0)
     copies = Copies(torch.device("cpu"))
     assert copies.scalar(0.5) == 0.5
     assert float(copies.scalar(torch.tensor(0.25, dtype=torch.float64))) == 0.25

@@ -80,7 +80,7 @@ def test_what_is_needed_next_comes_ahead_of_its_use():
     trace, sizes, nothing = palindrome(4), [Sizes(10, 0, 0)] * 4, Plan(frozenset())
     assert decide(trace, 0, (), sizes, nothing, room(trace, sizes, nothing, 20)).bring == (0, 1)
     assert decide(trace, 0, (), sizes, nothing, room(trace, sizes, nothing, 10)).bring == (0,)
-    narrow = replace(trace, beside=(0, 15, 0, 0, 0, 0, 0, 0))
+    narrow = replace(trace, other_bytes=(0, 15, 0, 0, 0, 0, 0, 0))
     assert decide(narrow, 0, (), sizes, nothing, room(narrow, sizes, nothing, 25)).bring == (0,)
 
 
@@ -104,7 +104,9 @@ def test_gradients_that_stay_take_memory_from_their_backward_on():
     assert plan.gradients(trace, sizes) == [0, 0, 0, 12, 12, 22]
     resident = 5 + 5 + 11  # state, and the other's gradient on its way
     assert room(trace, sizes, plan, 100) == [100 - resident - g for g in (0, 0, 0, 12, 12, 22)]
-    peaked = replace(trace, beside=(0, 0, 70, 0, 0, 0))  # activations are most before any gradient is there
+    peaked = replace(
+        trace, other_bytes=(0, 0, 70, 0, 0, 0)
+    )  # activations are most before any gradient is there
     assert fits(peaked, sizes, plan, resident + 70) and not fits(peaked, sizes, plan, resident + 69)
 
 

@@ -69,15 +69,15 @@ def boxed_slots(chunk: OffloadedChunk, index: int, name: str, loaded: OneLoaded)
         chunk.finish_writing()
     if step.fused:
         step.moments()
-    found, param = {}, chunk.unit.kept[index]
+    boxed, param = {}, chunk.unit.kept[index]
     for slot, value in step.state_of(index).items():
         if not isinstance(value, torch.Tensor):
             continue
         if value.dim() and value.numel() == param.numel():
-            found[f"{name}.{slot}"] = boxed_slot(chunk, index, slot, value.dtype, loaded)
+            boxed[f"{name}.{slot}"] = boxed_slot(chunk, index, slot, value.dtype, loaded)
         else:
-            found[f"{name}.{slot}"] = BoxedTensor.from_param(value)
-    return found
+            boxed[f"{name}.{slot}"] = BoxedTensor.from_param(value)
+    return boxed
 
 
 def boxed_slot(
@@ -113,12 +113,12 @@ def _boxed(
 
 def state_to_save(chunks: Sequence[OffloadedChunk], loaded: OneLoaded) -> dict[str, BoxedTensor]:
     """`model.NAME` and `optimizer.NAME.SLOT`, chunk by chunk, so that each is loaded once."""
-    found: dict[str, BoxedTensor] = {}
+    state: dict[str, BoxedTensor] = {}
     for name, chunk, index in parameters(chunks):
-        found[MODEL + name] = boxed_master(chunk, index, loaded)
+        state[MODEL + name] = boxed_master(chunk, index, loaded)
         slots = boxed_slots(chunk, index, name, loaded)
-        found |= {OPTIMIZER + slot: boxed for slot, boxed in slots.items()}
-    return found
+        state |= {OPTIMIZER + slot: boxed for slot, boxed in slots.items()}
+    return state
 
 
 def state_to_load(
@@ -126,18 +126,18 @@ def state_to_load(
     saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     loaded: OneLoaded,
 ) -> dict[str, BoxedTensor]:
-    """As `state_to_save`, with what the saved optimizer had of a parameter and this one has not made yet.
+    """Return `state_to_save`, with what the saved optimizer had of a parameter and this one has not made yet.
 
     Args:
         saved: shape and dtype by name.
     """
-    found = state_to_save(chunks, loaded)
+    state = state_to_save(chunks, loaded)
     for name, chunk, index in parameters(chunks):
         for key, (shape, dtype) in saved.items():
             prefix, _, slot = key.rpartition(".")
-            if prefix == OPTIMIZER + name and key not in found and chunk.step is not None:
-                found[key] = _missing(chunk, index, slot, (shape, dtype), loaded)
-    return found
+            if prefix == OPTIMIZER + name and key not in state and chunk.step is not None:
+                state[key] = _missing(chunk, index, slot, (shape, dtype), loaded)
+    return state
 
 
 def _missing(
@@ -172,9 +172,9 @@ def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raise `CheckpointError` where `saved_groups`, of a checkpoint at `where`, cannot be this optimizer's."""
-    what, own = f"the checkpoint {where} is of another optimizer", optimizer.param_groups
-    if len(groups) != len(own):
-        raise CheckpointError(what, got=f"{len(groups)} param groups", expected=f"{len(own)}")
+    what, param_groups = f"the checkpoint {where} is of another optimizer", optimizer.param_groups
+    if len(groups) != len(param_groups):
+        raise CheckpointError(what, got=f"{len(groups)} param groups", expected=f"{len(param_groups)}")
     for saved in groups:
         if not optimizer.defaults.keys() <= saved.keys():
             raise CheckpointError(what, got=", ".join(saved), expected=", ".join(optimizer.defaults))

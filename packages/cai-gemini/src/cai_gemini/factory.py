@@ -60,7 +60,7 @@ class Factory:
 
         Args:
             params: the parameters that it may hold.
-            fix: what to do where it holds others.
+            fix: the advice in the error where it holds others.
         """
         members = {id(p) for p in params}
         if any(id(p) not in members for group in optimizer.param_groups for p in group["params"]):

@@ -21,7 +21,7 @@ from cai_mesh.errors import PlanError
 ALIGNED = 256
 """Bytes that the tensors of a layer begin at multiples of."""
 ALIGNMENT = 64
-"""Of what torch allocates on a CPU."""
+"""The alignment in bytes of what torch allocates on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class _Layer:
             put(view)
 
     def _views(self, memory: Tensor) -> list[Tensor]:
-        found, start = [], 0
+        views, start = [], 0
         for dtype, shape in self._shapes:
             size = shape.numel() * dtype.itemsize
-            found.append(memory[start : start + size].view(dtype).view(shape))
+            views.append(memory[start : start + size].view(dtype).view(shape))
             start += size + -size % ALIGNED
-        return found
+        return views
 
 
 class HostModel:
@@ -74,8 +74,9 @@ class HostModel:
     there.
 
     Args:
-        model: on the host; its tensors are moved, and put in others' place. It may not be used outside `with`.
-        device: where it computes.
+        model: the model, on the host; its tensors are moved, and put in others' place. It may not be used outside
+            `with`.
+        device: the device on which it computes.
         layers: modules of it, none part of another. Empty: the whole model comes and goes at once.
 
     Attributes:
@@ -87,7 +88,7 @@ class HostModel:
     def __init__(self, model: nn.Module, device: torch.device | str, layers: Sequence[nn.Module] = ()):
         self.model, self._copies = model, Copies(torch.device(device))
         self.most = 0
-        self._rest, own = _places(model, layers)
+        self._rest, by_layer = _places(model, layers)
         with torch.inference_mode(False), torch.no_grad():
             self._around: _Layer | None = None
             if self._copies.device.type == "cpu":
@@ -96,7 +97,7 @@ class HostModel:
                 self._around = _Layer(self._rest, self._copies.device)
                 self._rest = []
             self._layers = {
-                layer: _Layer(places, self._copies.device) for layer, places in own.items() if places
+                layer: _Layer(places, self._copies.device) for layer, places in by_layer.items() if places
             }
         self._there: dict[nn.Module, tuple[Tensor, Copied]] = {}
         self._after: dict[nn.Module, nn.Module] = {}
@@ -115,7 +116,7 @@ class HostModel:
 
     @property
     def _around_bytes(self) -> int:
-        """Of what lies around the layers."""
+        """The bytes of what lies around the layers."""
         if self._around is not None:
             return self._around.nbytes
         return sum(place.home.nbytes for place in self._rest)
@@ -166,11 +167,11 @@ class HostModel:
         """Begin to copy, unless that was begun. What the compute stream has done by now is done with the memory."""
         if layer in self._there:
             return
-        held = self._layers[layer]
-        memory = torch.empty(held.nbytes, dtype=torch.uint8, device=self._copies.device)
+        host_layer = self._layers[layer]
+        memory = torch.empty(host_layer.nbytes, dtype=torch.uint8, device=self._copies.device)
         self._there[layer] = (
             memory,
-            self._copies.to_device(memory, held.memory, self._copies.mark(), kept=True, name="weights"),
+            self._copies.to_device(memory, host_layer.memory, self._copies.mark(), hold=True, name="weights"),
         )
 
     def _drop(self, layer: nn.Module) -> None:
@@ -197,7 +198,7 @@ def _room(tensor: Tensor) -> int:
 def _places(
     model: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[_Place], dict[nn.Module, list[_Place]]]:
-    """What lies around the layers, and in each. What several of them hold lies around them."""
+    """Return what lies around the layers, and in each. What several of them hold lies around them."""
     owner: dict[nn.Module, nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -206,18 +207,18 @@ def _places(
     missing = owner.keys() - set(model.modules())
     if missing:
         raise PlanError("a layer that the model does not have", got=type(next(iter(missing))).__name__)
-    held: dict[int, list[tuple[nn.Module | None, _Place]]] = {}
+    sites: dict[int, list[tuple[nn.Module | None, _Place]]] = {}
     for module in model.modules():
         for tensor, place in _of(module):
-            held.setdefault(id(tensor), []).append((owner.get(module), place))
+            sites.setdefault(id(tensor), []).append((owner.get(module), place))
     rest: list[_Place] = []
-    own: dict[nn.Module, list[_Place]] = {layer: [] for layer in layers}
-    for found in held.values():
-        owners = {layer for layer, _ in found}
+    by_layer: dict[nn.Module, list[_Place]] = {layer: [] for layer in layers}
+    for uses in sites.values():
+        owners = {layer for layer, _ in uses}
         layer = owners.pop()
-        into = rest if layer is None or owners else own[layer]
-        into.append(_together([place for _, place in found]))
-    return rest, own
+        into = rest if layer is None or owners else by_layer[layer]
+        into.append(_together([place for _, place in uses]))
+    return rest, by_layer
 
 
 def _together(places: Sequence[_Place]) -> _Place:

@@ -61,11 +61,12 @@ def offload(
     and are awaited block by block: the values are those of a loop without offload, bit for bit in the same arithmetic.
 
     Args:
-        model: on the device it runs on, on the host, or on the meta device.
+        model: the model, on the device it runs on, on the host, or on the meta device.
         optimizer: any elementwise torch optimizer over the model's parameters; its state comes along. Adam and AdamW
             run torch's fused kernels. A parameter without a gradient is not stepped.
         residency: "auto" (the plan of the shortest predicted step that fits), "host", "device", "nvme", or `Tiers`.
-        device: where it runs; default: where it is. Its buffers are moved there, but for those of a meta model.
+        device: the device it runs on; default: that of its parameters. Its buffers are moved there, but for those of a
+            meta model.
         device_memory: bytes, or such as "22GB" (10^9) or "22GiB"; default: what torch may take of the device.
             On a GPU tensors get less of it, 512 MiB below 17 GB and 3 % above: torch's allocator cannot use all.
         host_memory: bytes that may be used there; more goes to `nvme` or is refused. Default: no limit.
@@ -76,7 +77,7 @@ def offload(
         tuning: details.
 
     Returns the model and its optimizer. Raises `PlanError` for an unknown residency, an optimizer that holds other
-    parameters, parameters that cannot be flat, and memory too small: for one chunk at once, or after the first traced
+    parameters, parameters that cannot be flat, and memory too small for one chunk at once, or after the first traced
     steps for a chunk with its activations, both with the smallest that works; `NvmeError` for a bad directory.
     """
     factory = Factory(tiers_of(residency), device_memory, host_memory, nvme, tuning)
@@ -87,7 +88,7 @@ def offload(
     check_device(blocks, model, compute, budget, device_memory)
     sizes = chunk_bytes(blocks, compute, optimizer)
     on_disk = factory.on_disk(sizes)
-    expand_segments(where, wanted=tuning.expandable_segments)
+    expand_segments(where, enabled=tuning.expandable_segments)
     engine = Engine(where)
     flats, chunks = _chunks(
         model, blocks, engine, compute, materialize, factory.disk_user(engine, sizes, on_disk)

@@ -126,21 +126,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's: more parameters of the model, with options of their own.
+        """Add more parameters of the model, with options of their own, as torch's does.
 
         Raises `PlanError` for others, and for a group whose options change how all are stepped (`amsgrad`).
         """
         params, chunks = param_group["params"], self._engine.chunks
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
-        known = {id(p) for chunk in chunks for p in chunk.unit.kept}
-        if any(id(p[1] if isinstance(p, tuple) else p) not in known for p in given):
+        group_params = [params] if isinstance(params, torch.Tensor) else list(params)
+        members = {id(p) for chunk in chunks for p in chunk.unit.kept}
+        if any(id(p[1] if isinstance(p, tuple) else p) not in members for p in group_params):
             raise PlanError(
                 "the group holds parameters the model does not have",
                 fix="add those of model.parameters(), as they are after offload",
             )
         self._engine.finish()
         fused = has_two_moments(self.inner)
-        self.inner.add_param_group({**param_group, "params": given})
+        self.inner.add_param_group({**param_group, "params": group_params})
         if has_two_moments(self.inner) != fused:
             self.inner.param_groups.pop()
             raise PlanError(
@@ -197,11 +197,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises `CheckpointError` where there is none, it is damaged, or of another model or optimizer; nothing has been
         changed then.
         """
-        found = checkpoint.contents(directory)
-        groups = found.values.get(GROUPS) or []
+        contents = checkpoint.contents(directory)
+        groups = contents.values.get(GROUPS) or []
         check_groups(self.inner, groups, str(directory))
         self._engine.finish()
-        state = state_to_load(self._engine.chunks, found.tensors, self._loaded)
+        state = state_to_load(self._engine.chunks, contents.tensors, self._loaded)
         try:
             checkpoint.load(directory, state, verify=verify)
         finally:
@@ -209,7 +209,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         restore_groups(self.inner, groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the inner optimizer, after the last step."""
+        """Return the state dict of the inner optimizer, after the last step."""
         self._engine.settle()
         return self.inner.state_dict()
 

@@ -44,8 +44,8 @@ def offload_activations(
     and names stay what they are. Compile blocks before, not after. On a CPU the host copies are plain copies.
 
     Args:
-        model: with blocks in an `nn.ModuleList`.
-        keep: how many of the last blocks keep their inputs on the device; the very last one's are needed at once.
+        model: a model with blocks in an `nn.ModuleList`.
+        keep: the number of last blocks that keep their inputs on the device; the very last one's are needed at once.
         in_flight: blocks whose inputs may be on their way at once, in each direction. 1 brings nothing ahead.
         smallest: inputs of fewer bytes stay on the device, as do subclasses of tensors, parameters and tensors with
             gaps in memory.
@@ -60,14 +60,14 @@ def offload_activations(
             got=f"keep={keep}, in_flight={in_flight}, smallest={smallest}",
             expected="keep >= 0, in_flight >= 1, smallest >= 0",
         )
-    found = [block for block in blocks(model) if block is not model]
-    if not found:
+    modules = [block for block in blocks(model) if block is not model]
+    if not modules:
         raise PlanError(
             "the model has no blocks", got=type(model).__name__, fix="put its layers in an nn.ModuleList"
         )
-    for block in found:
+    for block in modules:
         _check_plain(block)
-    return ActivationOffload(model, found, keep, in_flight, smallest)
+    return ActivationOffload(model, modules, keep, in_flight, smallest)
 
 
 def _check_plain(block: nn.Module) -> None:
@@ -200,11 +200,11 @@ class Boundary:
     """The entry of one call of a block: its inputs, and the call before it.
 
     Args:
-        store: where inputs are that have left.
+        store: the host memory of inputs that have left the device.
         entries: every input, by key.
-        sent: what keeps the inputs that left findable.
+        sent: the entries by which inputs that left are found again.
         previous: the boundary before in the same forward, or None.
-        ahead: how many boundaries before this one to bring when it is needed.
+        ahead: the number of boundaries before this one to bring when it is needed.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class BlockForward:
 
     Args:
         inner: the forward.
-        owner: whose block it is.
+        owner: the offload whose block it is.
         stays: whether its inputs stay on the device.
     """
 

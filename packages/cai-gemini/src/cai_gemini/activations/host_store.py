@@ -61,7 +61,7 @@ class HostStore:
         piece = self._take(tensor.numel() * tensor.element_size())
         offloaded = OffloadedTensor(self, piece, tensor)
         source = tensor.detach()  # of the same memory and version, without what it was computed from
-        copied = self.copies.to_host(offloaded.host, source, kept=True)
+        copied = self.copies.to_host(offloaded.host, source, hold=True)
         self._leaving[-1].append(_Leaving(source, source._version, copied))
         return offloaded
 
@@ -102,7 +102,7 @@ class OffloadedTensor:
     """A tensor in host memory. Its memory there returns to the store when nobody has this any more.
 
     Args:
-        store: where it is.
+        store: the store that the memory returns to.
         piece: host memory of at least its bytes.
         tensor: dense, of any strides, which are kept.
     """
@@ -122,7 +122,7 @@ class OffloadedTensor:
         if self._back is None:
             copies = self._store.copies
             self._back = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=copies.device)
-            self._coming = copies.to_device(self._back, self.host, copies.mark(), kept=True)
+            self._coming = copies.to_device(self._back, self.host, copies.mark(), hold=True)
 
     def take(self) -> torch.Tensor:
         """The tensor on the device, usable by the compute stream. It is dropped here with the last claim."""

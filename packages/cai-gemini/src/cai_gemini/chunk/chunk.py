@@ -33,7 +33,7 @@ class OffloadedChunk:
     Args:
         unit: the chunk, or a rank's shard of it; `unit.shard` is the master weights.
         gradients: dtype of those that are received; None for a frozen chunk.
-        shared: what all chunks of a model have in common.
+        shared: the parts that all chunks of a model have in common.
 
     Attributes:
         gradients: the gradient, from a backward to the step.
@@ -139,7 +139,7 @@ class OffloadedChunk:
         self.unit.allocate_storage()
         self._copy_when_stepped()
 
-    def _copy_when_stepped(self, *, there: bool = False) -> None:
+    def _copy_when_stepped(self, *, updates_device: bool = False) -> None:
         coming: Future[Copied] = Future()
         free = self.copies.mark()
 
@@ -147,7 +147,7 @@ class OffloadedChunk:
             try:
                 if stepped is not None:
                     stepped.result()
-                if there:
+                if updates_device:
                     coming.set_result(Copied(None))
                     return
                 self.host_weights.refresh()
@@ -207,10 +207,10 @@ class OffloadedChunk:
         self.ledger.change("weights", -self.sizes.weights)
         self.unit.free_storage()
 
-    def _renew(self, *, there: bool = False) -> None:
+    def _renew(self, *, updates_device: bool = False) -> None:
         """Replace the weights on the device, which are old, after the step under way.
 
-        there: that step writes them to the device itself.
+        updates_device: that step writes them to the device itself.
         """
         self.arrive()
         self._happens(Event.RENEWED)
@@ -222,7 +222,7 @@ class OffloadedChunk:
                 self._coming = Future()
                 self._coming.set_result(Copied(None))
             else:
-                self._copy_when_stepped(there=there)
+                self._copy_when_stepped(updates_device=updates_device)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -275,14 +275,14 @@ class OffloadedChunk:
         return gradient, self.step.groups(stepped), self.step
 
     def stepped_by(
-        self, stepping: Future[None], also: Future[None] | None = None, *, there: bool = False
+        self, stepping: Future[None], also: Future[None] | None = None, *, updates_device: bool = False
     ) -> None:
         """The step is under way.
 
         Args:
-            also: what must have ended before the next one begins.
-            there: it writes new weights to the device, too, where they stay.
+            also: work that must have ended before the next one begins.
+            updates_device: it writes new weights to the device, too, where they stay.
         """
         self._stepping, self._writing = stepping, also
         if self.stays:
-            self._renew(there=there)
+            self._renew(updates_device=updates_device)

@@ -33,7 +33,7 @@ class ChunkGradient:
     Args:
         unit: the chunk, or a rank's shard of it.
         dtype: dtype of the gradients that are received; None while the chunk is frozen.
-        shared: what all chunks of a model have in common.
+        shared: the parts that all chunks of a model have in common.
         place: says where the chunk is stepped; there its gradient goes.
 
     Attributes:

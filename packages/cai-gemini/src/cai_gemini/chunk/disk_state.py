@@ -41,9 +41,9 @@ class DiskState:
     """Master weights of one chunk, and what state its optimizer has, on a disk from now on.
 
     Args:
-        name: of the chunk.
+        name: the chunk's name.
         unit: the chunk, not stepped yet.
-        host_weights: what is copied to the device, with the values of the master weights.
+        host_weights: the weights that are copied to the device, with the values of the master weights.
         store: takes the regions. Raises `NvmeError` where the disk has no room.
 
     Attributes:
@@ -64,7 +64,7 @@ class DiskState:
 
     @property
     def regions(self) -> list[Region]:
-        """Of master weights and state, in the order in which a step takes their tensors."""
+        """The regions of master weights and state, in the order in which a step takes their tensors."""
         return [self.master, *(slot.region for slot in self.slots.values())]
 
     @property
@@ -111,11 +111,11 @@ class DiskState:
 
     def _everything(self) -> list[torch.Tensor]:
         """Everything that is loaded, as it is now."""
-        found = self._found()
+        by_key = self._found()
         return [
             self._unit.shard,
             *self._unit.kept,
-            *(tensor for tensors in found.values() for _, tensor in sorted(tensors.items())),
+            *(tensor for tensors in by_key.values() for _, tensor in sorted(tensors.items())),
         ]
 
     @property
@@ -171,10 +171,10 @@ class DiskState:
 
     def _write(self) -> None:
         writes = [self._store.write(self.master, self._unit.shard)]
-        found = self._found()
+        by_key = self._found()
         for slot in self.slots.values():
             slot.members.clear()
-        for key, tensors in found.items():
+        for key, tensors in by_key.items():
             slot = self._slot(key)
             slot.members.update(tensors)
             writes.append(self._store.write(slot.region, self._flat(key, tensors)))
@@ -207,9 +207,9 @@ class DiskState:
         """Step what was read from the disk; it is to be written back.
 
         Args:
-            groups: of `ChunkStep.groups`.
+            groups: param groups, as `ChunkStep.groups` returns them.
             gradient: [n], and what it is multiplied by.
-            tensors: what `regions` held; state that the step makes gets regions, and is written, here.
+            tensors: the contents of `regions`; state that the step makes gets regions, and is written, here.
             weights: [n] in the dtype of computation; the new values go there. May be the master weights.
         """
         step = self._step
@@ -222,9 +222,9 @@ class DiskState:
             i: {key[0]: flat[slice(*ranges[i])] for key, flat in self._pairs(keys, tensors, i)}
             for i in range(len(self._unit.kept))
         }
-        made = step.run_any(groups, *gradient, weights, tensors[0], parts)
+        new_states = step.run_any(groups, *gradient, weights, tensors[0], parts)
         with torch._C.DisableTorchFunctionSubclass():
-            self._keep(step, made, parts, dict(zip(keys, tensors[1:], strict=False)))
+            self._keep(step, new_states, parts, dict(zip(keys, tensors[1:], strict=False)))
 
     def _pairs(
         self, keys: Sequence[Key], tensors: Sequence[torch.Tensor], index: int
@@ -235,24 +235,24 @@ class DiskState:
     def _keep(
         self,
         step: ChunkStep,
-        made: dict[int, dict[str, Any]],
+        new_states: dict[int, dict[str, Any]],
         parts: Mapping[int, dict[str, torch.Tensor]],
         flats: dict[Key, torch.Tensor],
     ) -> None:
         """Take over the state that a step left: into what was read, or into a new region for what was not there."""
         ranges, new = self._unit.ranges, dict[Key, torch.Tensor]()
-        found = belonging(made, self._unit.kept)
-        for key, tensors in found.items():
+        by_key = belonging(new_states, self._unit.kept)
+        for key, tensors in by_key.items():
             for i, tensor in tensors.items():
                 if parts[i].get(key[0]) is not tensor:
                     if key not in flats:
                         flats[key] = new[key] = self._store.buffer(self.master.numel, key[1]).zero_()
                     flats[key][slice(*ranges[i])].copy_(tensor.flatten())
                 self._slot(key).members.add(i)
-        for i, state in made.items():
+        for i, state in new_states.items():
             on_disk = {
                 name: self._nothing(dtype)[slice(*ranges[i])]
-                for (name, dtype), tensors in found.items()
+                for (name, dtype), tensors in by_key.items()
                 if i in tensors
             }
             step.put_state(i, {**state, **on_disk})
@@ -261,12 +261,12 @@ class DiskState:
 
 
 def belonging(
-    states: Mapping[int, dict[str, Any]], kept: Sequence[nn.Parameter]
+    states: Mapping[int, dict[str, Any]], params: Sequence[nn.Parameter]
 ) -> dict[Key, dict[int, torch.Tensor]]:
     """The tensors of parameters' states that are as large as their parameters, by name and dtype, by parameter."""
-    found: dict[Key, dict[int, torch.Tensor]] = {}
+    by_key: dict[Key, dict[int, torch.Tensor]] = {}
     for i, state in states.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == kept[i].numel():
-                found.setdefault((name, value.dtype), {})[i] = value
-    return found
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == params[i].numel():
+                by_key.setdefault((name, value.dtype), {})[i] = value
+    return by_key

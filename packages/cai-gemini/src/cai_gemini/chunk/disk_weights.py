@@ -26,9 +26,9 @@ class Staging:
     While one chunk is copied to the device the next is read. The threads end with the last reference to it.
 
     Args:
-        store: where the weights are.
-        nbytes: of the largest weights.
-        device: where they go.
+        store: the store that has the weights.
+        nbytes: bytes of the largest weights.
+        device: the device they go to.
     """
 
     def __init__(self, store: NvmeStore, nbytes: int, device: torch.device):
@@ -87,7 +87,7 @@ class DiskWeights:
     """The weights of one chunk that are copied to the device, on a disk.
 
     Args:
-        name: of the chunk.
+        name: the chunk's name.
         weights: [n] on the host, in the dtype of computation; written at once.
         master: the region of the master weights, which serve as well where the dtype is the same.
         store: takes a region where it is not. Raises `NvmeError` where the disk has no room.
@@ -124,6 +124,6 @@ class DiskWeights:
             if copies.recorder is not None:
                 copies.recorder.span("disk", begun, time.perf_counter(), name)
             with torch.no_grad():
-                return copies.to_device(target, weights, free, kept=True, name=name)
+                return copies.to_device(target, weights, free, hold=True, name=name)
 
         self._staging.fetch(self._region, send, coming)

@@ -93,7 +93,7 @@ def _add(total: torch.Tensor, first: torch.Tensor, more: torch.Tensor) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients of `dtype` are summed: float32 at least."""
+    """Return the dtype in which gradients of `dtype` are summed: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -102,24 +102,24 @@ def counted(unit: Unit, indices: Iterable[int]) -> Parts:
 
     indices: the kept parameters wanted, in order. Ranges of neighbours are joined; padding between them is zero.
     """
-    found: Parts = {}
+    counted_parts: Parts = {}
     before: tuple[int, Axes] | None = None
     for i in indices:
         low, _ = unit.ranges[i]
         for start, stop, axes in parts_by_axes(unit.kept[i]):
-            ranges = found.setdefault(axes, [])
+            ranges = counted_parts.setdefault(axes, [])
             if ranges and before == (i - 1, axes):
                 ranges[-1] = (ranges[-1][0], low + stop)
             else:
                 ranges.append((low + start, low + stop))
             before = (i, axes)
-    return found
+    return counted_parts
 
 
 def sums_of_squares(gradient: torch.Tensor, parts: Parts) -> Squares:
     """Sums of squares of the parts of [n] `gradient`, in float32 at least, where it is."""
-    dtype, found = wide(gradient.dtype), Squares()
+    dtype, squares = wide(gradient.dtype), Squares()
     for axes, ranges in parts.items():
         norms = torch._foreach_norm([gradient[low:high] for low, high in ranges], 2, dtype=dtype)
-        found[axes] = norms[0].square() if len(norms) == 1 else torch.stack(norms).square().sum()
-    return found
+        squares[axes] = norms[0].square() if len(norms) == 1 else torch.stack(norms).square().sum()
+    return squares

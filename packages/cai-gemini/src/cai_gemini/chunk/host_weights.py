@@ -18,12 +18,12 @@ class HostWeights:
 
     Args:
         unit: the chunk.
-        copies: to its device.
+        copies: the copies to its device.
 
     Attributes:
         tensor: [n] in the dtype of computation; nothing where the weights are on a disk.
         disk: the weights on a disk, where they are there.
-        changes: how often the master weights got other values that the host copy has or will have.
+        changes: the number of times that the master weights got other values, which the host copy has or will have.
     """
 
     def __init__(self, unit: Unit, copies: Copies):
@@ -90,7 +90,7 @@ class HostWeights:
         if self.disk is not None:
             self.disk.fetch(self._copies, target, free, coming, name)
             return
-        self._copied = self._copies.to_device(target, self.tensor, free, kept=True, name=name)
+        self._copied = self._copies.to_device(target, self.tensor, free, hold=True, name=name)
         coming.set_result(self._copied)
 
     @property
@@ -102,7 +102,7 @@ class HostWeights:
         """Where a step on a disk puts new weights: into the host copy, or into one of the tensors that it read.
 
         Args:
-            tensors: what it read: the master weights first, those of `regions` last.
+            tensors: its tensors as read: the master weights first, those of `regions` last.
             partly: whether it leaves parameters out, whose weights are filled in here.
         """
         if self.disk is None:

@@ -36,7 +36,7 @@ class AdamBlock:
 
     Args:
         group: its options.
-        step: how many steps the parameter has made with this one, where the step is taken.
+        step: the number of steps the parameter has made with this one, 0-d, where the step is taken.
         low, high: its elements of the chunk.
     """
 
@@ -50,7 +50,7 @@ class ChunkStep:
     """Steps the kept parameters of one chunk.
 
     Args:
-        optimizer: whose param groups hold them.
+        optimizer: the optimizer whose param groups hold them.
         unit: the chunk.
 
     Attributes:
@@ -68,31 +68,31 @@ class ChunkStep:
     @torch.no_grad()
     def regroup(self) -> None:
         """Look again which of the parameters the optimizer has, and in which groups."""
-        own = {id(p): i for i, p in enumerate(self._unit.kept)}
+        index_of = {id(p): i for i, p in enumerate(self._unit.kept)}
         # places of groups, not groups: loading a state dict makes new ones
         self._groups: list[tuple[int, list[int]]] = []
         for place, group in enumerate(self._optimizer.param_groups):
-            indices = [own[id(p)] for p in group["params"] if id(p) in own]
+            indices = [index_of[id(p)] for p in group["params"] if id(p) in index_of]
             if indices:
                 self._groups.append((place, sorted(indices)))
         self.members = {i for _, indices in self._groups for i in indices}
         if self._moments is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                self._point_state(fresh=False)
+                self._point_state(new=False)
 
     @property
     def state_bytes(self) -> int:
-        """Of master weights and optimizer state, as far as they are known before the first step."""
+        """The bytes of master weights and optimizer state, as far as they are known before the first step."""
         elements = self._unit.shard.numel() * self._unit.shard.element_size()
         if self.fused:
             return 3 * elements
-        found = sum(
+        state = sum(
             value.numel() * value.element_size()
             for param in self._unit.kept
             for value in list(self._optimizer.state.get(param, {}).values())  # steps run in another thread
             if isinstance(value, torch.Tensor)
         )
-        return elements + found
+        return elements + state
 
     def state_of(self, index: int) -> dict[str, Any]:
         """The optimizer's state of kept parameter `index`; {} where it has none."""
@@ -116,10 +116,10 @@ class ChunkStep:
         def now(value: Any) -> Any:
             return value.clone() if isinstance(value, torch.Tensor) else value
 
-        found = [(self._optimizer.param_groups[place], indices) for place, indices in self._groups]
+        pairs = [(self._optimizer.param_groups[place], indices) for place, indices in self._groups]
         return [
             ({k: now(v) for k, v in group.items() if k != "params"}, [i for i in indices if i in touched])
-            for group, indices in found
+            for group, indices in pairs
         ]
 
     @torch.no_grad()
@@ -133,9 +133,9 @@ class ChunkStep:
         """Step with `gradient * scale` and write the new weights.
 
         Args:
-            groups: of `groups`.
+            groups: param groups, as `groups` returns them.
             gradient: [n], as the unit's shard, where the state is, any float dtype.
-            scale: of the gradient.
+            scale: the factor of the gradient.
             weights: [n] in the dtype of computation; the new values go there.
         """
         with torch._C.DisableTorchFunctionSubclass():
@@ -144,8 +144,8 @@ class ChunkStep:
                 state = (self._unit.shard, first, second)
                 self.run_adam(groups, gradient, scale, weights, state)
             else:
-                made = self.run_any(groups, gradient, scale, weights, self._unit.shard, {})
-                for i, state in made.items():
+                new_states = self.run_any(groups, gradient, scale, weights, self._unit.shard, {})
+                for i, state in new_states.items():
                     self.put_state(i, state)
 
     # -- Adam ----------------------------------------------------------------------------------------------------
@@ -180,15 +180,15 @@ class ChunkStep:
 
         One parameter after the other: the host's kernel rounds the last few elements of a tensor in its own way.
         """
-        found = []
+        blocks = []
         for group, indices in groups:
             for i in indices:
                 count = self._optimizer.state[self._unit.kept[i]]["step"]
                 count += 1
                 step = torch.full((), float(count), device=device)
                 low, high = self._unit.ranges[i]
-                found += [AdamBlock(group, step, at, min(at + size, high)) for at in range(low, high, size)]
-        return found
+                blocks += [AdamBlock(group, step, at, min(at + size, high)) for at in range(low, high, size)]
+        return blocks
 
     def adam(
         self,
@@ -226,13 +226,13 @@ class ChunkStep:
         """Let other tensors be the moments."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._moments = (first, second)
-            self._point_state(fresh=False)
+            self._point_state(new=False)
 
     def _adam_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Flat moments; the optimizer's state are views of them."""
         if self._moments is None:
             self._moments = self._zeros()
-            self._point_state(fresh=True)
+            self._point_state(new=True)
         return self._moments
 
     def move_moments(self, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -245,14 +245,14 @@ class ChunkStep:
         shard = self._unit.shard
         return self._placed(torch.zeros_like(shard)), self._placed(torch.zeros_like(shard))
 
-    def _point_state(self, *, fresh: bool) -> None:
+    def _point_state(self, *, new: bool) -> None:
         assert self._moments is not None
         first, second = self._moments
         for _, indices in self._groups:
             for i in indices:
                 (low, high), param = self._unit.ranges[i], self._unit.kept[i]
                 state = self._optimizer.state[param]
-                loaded = dict(state) if fresh else {}
+                loaded = dict(state) if new else {}
                 step = loaded.get("step", state.get("step", torch.zeros((), dtype=torch.float32)))
                 state["step"] = step.cpu()  # the host reads it; loading may have put it on the device
                 for name, flat in (("exp_avg", first), ("exp_avg_sq", second)):
@@ -277,7 +277,7 @@ class ChunkStep:
 
         Args:
             master: [n], stepped in place.
-            tensors: by parameter, state that is not where the optimizer says.
+            tensors: state that is not where the optimizer says, by parameter.
 
         Returns the state that the step left, by parameter.
         """
@@ -285,7 +285,7 @@ class ChunkStep:
         parts = {i: slice(*self._unit.ranges[i]) for _, indices in groups for i in indices}
         states = {i: {**self.state_of(i), **tensors.get(i, {})} for i in parts}
         with torch._C.DisableTorchFunctionSubclass():
-            made = step_stand_ins(
+            new_states = step_stand_ins(
                 self._optimizer,
                 groups,
                 {i: (master[part], wide[part]) for i, part in parts.items()},
@@ -293,7 +293,7 @@ class ChunkStep:
             )
         if weights.data_ptr() != master.data_ptr():
             weights.copy_(master)
-        return made
+        return new_states
 
     @torch.no_grad()
     def adopt_state(self) -> None:
@@ -301,7 +301,7 @@ class ChunkStep:
         with torch._C.DisableTorchFunctionSubclass():
             if self.fused and (self._moments is not None or self.has_state):
                 self._moments = self._zeros()
-                self._point_state(fresh=True)
+                self._point_state(new=True)
 
     # -- moving --------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class ChunkStep:
         with torch._C.DisableTorchFunctionSubclass():
             if self._moments is not None:
                 self._moments = (self._moments[0].to(device), self._moments[1].to(device))
-                self._point_state(fresh=False)
+                self._point_state(new=False)
                 return
             for place, indices in self._groups:
                 group = self._optimizer.param_groups[place]

@@ -15,14 +15,15 @@ class Placement:
 
     Args:
         planned: whether that was planned from traced steps; before, as little as possible is on the device.
-        chunks: how many there are.
-        weights_stay: of how many the weights stay on the device.
-        state_chunks: how many are trained and so have optimizer state.
-        state_stays, state_on_disk: of how many master weights and optimizer state are on the device, or on the disk.
-        state_streamed: of how many they are on the host and stepped on the device.
-        device_bytes: of weights, gradients and state that stay on the device.
-        host_bytes: of the weights that copies to the device are made from, and gradients and state that live there.
-        disk_bytes: of weights and state on the disk.
+        chunks: the number of chunks.
+        weights_stay: the number whose weights stay on the device.
+        state_chunks: the number that are trained and so have optimizer state.
+        state_stays, state_on_disk: the number whose master weights and optimizer state are on the device, on the disk.
+        state_streamed: the number whose state is on the host and stepped on the device.
+        device_bytes: bytes of weights, gradients and state that stay on the device.
+        host_bytes: bytes of the weights that copies to the device are made from, and gradients and state that live on
+            the host.
+        disk_bytes: bytes of weights and state on the disk.
     """
 
     planned: bool
@@ -38,7 +39,7 @@ class Placement:
 
     @classmethod
     def of(cls, chunks: Sequence[OffloadedChunk], *, planned: bool) -> Placement:
-        """Of the chunks of one model."""
+        """Count the chunks of one model."""
         trained = [chunk for chunk in chunks if chunk.step is not None]
         places = [chunk.place for chunk in trained]
         device = host = disk = 0

@@ -25,10 +25,10 @@ def step_stand_ins(
     """Step stand-ins for parameters, in place.
 
     Args:
-        optimizer: whose arithmetic it is; neither its parameters nor its state are touched.
+        optimizer: the optimizer whose arithmetic it is; neither its parameters nor its state are touched.
         groups: hyperparameters, and the indices of parameters they are for.
-        values: by index, a parameter's value, which is stepped, and its gradient.
-        states: by index, the state of those that have any: tensors are changed in place or replaced.
+        values: a parameter's value, which is stepped, and its gradient, by index.
+        states: the state of those that have any, by index: tensors are changed in place or replaced.
 
     Returns the state afterwards, by index, of those that have any then.
     """

@@ -72,7 +72,7 @@ class _Ahead:
     ids: weakref.ref[torch.Tensor]
     version: int
     slots: torch.Tensor
-    there: CommHandle
+    arrival: CommHandle
     number: int
 
     def is_for(self, ids: torch.Tensor) -> bool:
@@ -184,8 +184,8 @@ class RowCache:
             if cache is not None:
                 cache._ahead.pop(key, None)
 
-        there = self._stream.mark()
-        self._ahead[key] = _Ahead(weakref.ref(ids, gone), version(ids), slots, there, self._uses)
+        arrival = self._stream.mark()
+        self._ahead[key] = _Ahead(weakref.ref(ids, gone), version(ids), slots, arrival, self._uses)
         return True
 
     @torch.no_grad()
@@ -194,15 +194,15 @@ class RowCache:
         self._notice()
         ahead = self._ahead.pop(id(ids), None)
         if ahead is not None and ahead.is_for(ids):
-            slots, there = ahead.slots, ahead.there
+            slots, arrival = ahead.slots, ahead.arrival
             self._stamp(slots, hold=training, count=False)
         else:
             lookup = self._look(ids)
             if lookup.needed > self._map.slots:
                 raise self._too_small(lookup)
             slots = self._bring(lookup, hold=training)
-            there = self._stream.mark()
-        there.wait()
+            arrival = self._stream.mark()
+        arrival.wait()
         if slots.is_cuda:
             slots.record_stream(torch.cuda.current_stream(slots.device))  # they were made on the other
         return slots, self._uses
@@ -296,16 +296,16 @@ class RowCache:
         return len(rows)
 
     def _too_small(self, lookup: Lookup) -> PlanError:
-        own = int(torch.unique(lookup.ids).numel())
-        others = lookup.needed - own
+        distinct = int(torch.unique(lookup.ids).numel())
+        occupied = lookup.needed - distinct
         return PlanError(
             "the cache of an embedding is too small for a batch",
             got=f"{self._map.slots} rows",
-            expected=f"at least {lookup.needed}: {own} distinct rows of the batch"
-            + (f" and {others} held by unfinished uses" if others else ""),
-            cause="rows stay until the optimizer has stepped on their gradients" if others else "",
+            expected=f"at least {lookup.needed}: {distinct} distinct rows of the batch"
+            + (f" and {occupied} held by unfinished uses" if occupied else ""),
+            cause="rows stay until the optimizer has stepped on their gradients" if occupied else "",
             fix="raise `cache`, or lower the batch size"
-            + (", the micro-batches of a step or the look-ahead" if others else ""),
+            + (", the micro-batches of a step or the look-ahead" if occupied else ""),
         )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -353,8 +353,8 @@ class RowCache:
 
     def __getstate__(self):
         self.flush()
-        own = ("_stream", "_rows", "_follower", "_open", "_ahead", "weight", "table")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        transient = ("_stream", "_rows", "_follower", "_open", "_ahead", "weight", "table")
+        return {name: value for name, value in self.__dict__.items() if name not in transient}
 
     def revive(self, weight: nn.Parameter, table: torch.Tensor) -> None:
         """Complete a copy, given the copies of its weight and its table."""

@@ -45,7 +45,7 @@ class CachedEmbedding(nn.Module):
         num_embeddings: rows of the table.
         dim: values of a row.
         cache: rows of the cache, or as a float the part of the table that is cached, in (0, 1].
-        device: of the cache; None: CUDA where available, else the CPU.
+        device: the cache's device; None: CUDA where available, else the CPU.
         mode: "sum" or "mean" over bags of ids; None: one embedding for each id.
         padding_idx: row that gets no gradient, counts in no bag, and always stays in the cache.
         policy: "lfu" or "lru", who leaves first (`SlotMap`).
@@ -53,7 +53,7 @@ class CachedEmbedding(nn.Module):
             frequent rows and gives up the least frequent. None: lookups are counted as they come.
         weight: host tensor [num_embeddings, dim] that becomes the table, not copied; None: normal values, those that
             `nn.EmbeddingBag` draws.
-        dtype: of the table when `weight` is None.
+        dtype: the table's dtype when `weight` is None.
 
     Raises `PlanError` for sizes that do not fit each other, before memory is allocated.
     """

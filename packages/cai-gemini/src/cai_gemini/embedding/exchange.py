@@ -22,7 +22,7 @@ class Questions:
         bag_counts: bags of every rank.
         received: ids from every rank.
         sent: ids to every rank.
-        order: which of this rank's ids went out, in the order in which they did, int64 [sum(sent)].
+        order: the places of this rank's ids in the order in which they went out, int64 [sum(sent)].
     """
 
     ids: torch.Tensor
@@ -53,8 +53,8 @@ def ask(
         ids: int64 [T], on the device of the group.
         bags: the bag of each, int64 [T], ascending.
         bag_count: bags of this rank.
-        rows: of the table.
-        group: of the ranks that share the table.
+        rows: rows of the table.
+        group: the ranks that share the table.
         rows_per_rank: rank r holds rows from r * rows_per_rank on; None: every rank holds a part of every row.
 
     Raises `DataError` on every rank when one has ids outside the table.
@@ -71,18 +71,18 @@ def ask(
     sizes = torch.stack([counts, torch.full_like(counts, bag_count)], 1).masked_fill(invalid, -1)
     theirs = torch.empty_like(sizes)
     all_to_all_into(theirs, sizes, group).wait()
-    sent, known = torch.stack([sizes, theirs]).tolist()
-    if any(count < 0 for count, _ in known):
+    sent, incoming_sizes = torch.stack([sizes, theirs]).tolist()
+    if any(count < 0 for count, _ in incoming_sizes):
         raise DataError(
             "ids outside the embedding table",
-            got=f"rank {next(rank for rank, (count, _) in enumerate(known) if count < 0)} of {world} has such ids",
+            got=f"rank {next(r for r, (count, _) in enumerate(incoming_sizes) if count < 0)} of {world} has such ids",
             expected=f"0 to {rows - 1}",
         )
-    sent, received = [count for count, _ in sent], [count for count, _ in known]
+    sent, received = [count for count, _ in sent], [count for count, _ in incoming_sizes]
     outgoing = torch.stack([ids, bags], 1)[order]
     incoming = torch.empty(sum(received), 2, dtype=torch.int64, device=ids.device)
     all_to_all_into(incoming, outgoing, group, out_splits=received, in_splits=sent).wait()
-    bag_counts = [count for _, count in known]
+    bag_counts = [count for _, count in incoming_sizes]
     first = torch.tensor([sum(bag_counts[:rank]) for rank in range(world)]).repeat_interleave(
         torch.tensor(received)
     )
@@ -90,34 +90,36 @@ def ask(
     return Questions(incoming[:, 0].contiguous(), numbered, bag_counts, received, sent, order)
 
 
-def send_weights(weights: torch.Tensor, asked: Questions, group: dist.ProcessGroup) -> torch.Tensor:
-    """The weights [K] that belong to `asked.ids`, from each rank's own [T]; differentiable."""
-    return comm.all_to_all(weights[asked.order], group, out_splits=asked.received, in_splits=asked.sent)
+def send_weights(weights: torch.Tensor, questions: Questions, group: dist.ProcessGroup) -> torch.Tensor:
+    """The weights [K] that belong to `questions.ids`, from each rank's own [T]; differentiable."""
+    return comm.all_to_all(
+        weights[questions.order], group, out_splits=questions.received, in_splits=questions.sent
+    )
 
 
-def answer_rows(rows: torch.Tensor, asked: Questions, group: dist.ProcessGroup) -> torch.Tensor:
+def answer_rows(rows: torch.Tensor, questions: Questions, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each id's row [K, D] back; returns [T, D] in the order of this rank's ids."""
-    back = comm.all_to_all(rows, group, out_splits=asked.sent, in_splits=asked.received)
-    return back[asked.order.argsort()]
+    back = comm.all_to_all(rows, group, out_splits=questions.sent, in_splits=questions.received)
+    return back[questions.order.argsort()]
 
 
-def answer_sums(sums: torch.Tensor, asked: Questions, group: dist.ProcessGroup) -> torch.Tensor:
+def answer_sums(sums: torch.Tensor, questions: Questions, group: dist.ProcessGroup) -> torch.Tensor:
     """Send every rank the partial sums [sum(bag_counts), D] of its bags; returns the sums [B, D] of this rank's."""
-    world, own = group.size(), asked.bag_counts[group.rank()]
-    back = comm.all_to_all(sums, group, out_splits=[own] * world, in_splits=asked.bag_counts)
-    return back.view(world, own, sums.shape[1]).sum(0)
+    world, bag_count = group.size(), questions.bag_counts[group.rank()]
+    back = comm.all_to_all(sums, group, out_splits=[bag_count] * world, in_splits=questions.bag_counts)
+    return back.view(world, bag_count, sums.shape[1]).sum(0)
 
 
 def answer_columns(
-    parts: torch.Tensor, widths: list[int], asked: Questions, group: dist.ProcessGroup
+    parts: torch.Tensor, widths: list[int], questions: Questions, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Send every rank the columns [sum(bag_counts), widths[rank]] of its bags; returns [B, sum(widths)]."""
-    own, width = asked.bag_counts[group.rank()], parts.shape[1]
+    bag_count, width = questions.bag_counts[group.rank()], parts.shape[1]
     back = comm.all_to_all(
         parts.reshape(-1),
         group,
-        out_splits=[own * each for each in widths],
-        in_splits=[count * width for count in asked.bag_counts],
+        out_splits=[bag_count * columns for columns in widths],
+        in_splits=[count * width for count in questions.bag_counts],
     )
-    split = back.split([own * each for each in widths])
-    return torch.cat([part.view(own, each) for part, each in zip(split, widths, strict=True)], 1)
+    split = back.split([bag_count * columns for columns in widths])
+    return torch.cat([part.view(bag_count, columns) for part, columns in zip(split, widths, strict=True)], 1)

@@ -26,8 +26,8 @@ class Follower:
     Args:
         weight: the cache, [slots, dim].
         rows: receives a pair for every row-wise state tensor.
-        slots: which row is where.
-        stream: on which `slots` is kept.
+        slots: the map from rows to slots.
+        stream: the stream on which `slots` is kept.
     """
 
     def __init__(self, weight: nn.Parameter, rows: Rows, slots: SlotMap, stream: SideStream):
@@ -48,8 +48,8 @@ class Follower:
 
         Raises `PlanError` when another optimizer that is still alive does, or when its state cannot follow rows.
         """
-        known = self._optimizer() if self._optimizer is not None else None
-        if known is optimizer:
+        current = self._optimizer() if self._optimizer is not None else None
+        if current is optimizer:
             return True
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._others.get(optimizer) == size:
@@ -60,10 +60,10 @@ class Follower:
         if not groups:
             self._others[optimizer] = size
             return False
-        if known is not None:
+        if current is not None:
             raise PlanError(
                 "two optimizers step one cached embedding",
-                got=f"{type(known).__name__} and {type(optimizer).__name__}",
+                got=f"{type(current).__name__} and {type(optimizer).__name__}",
                 fix="let one of them have it, and delete an optimizer that is no longer used",
             )
         if groups[0].get("momentum"):
@@ -75,7 +75,7 @@ class Follower:
             )
         for name in [name for name in self._rows.pairs if name.startswith(STATE)]:
             del self._rows.pairs[name]  # of an optimizer that is gone
-        self._adopt(optimizer, fresh=True)
+        self._adopt(optimizer, initial=True)
         self._optimizer = weakref.ref(optimizer)
         return True
 
@@ -83,11 +83,11 @@ class Follower:
         """Give host memory to state that appeared in a step."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
-            self._adopt(optimizer, fresh=False)
+            self._adopt(optimizer, initial=False)
 
     @torch.no_grad()
     def order_gradient(self, optimizer: Optimizer) -> None:
-        """On the CPU, add up the gradients of repeated rows in the order in which a plain table would.
+        """Add up the gradients of repeated rows, on the CPU, in the order in which a plain table would.
 
         Optimizers but SGD begin with `coalesce`, whose order of sums depends on the order of indices; rows are in
         another order than their slots.
@@ -108,7 +108,7 @@ class Follower:
             slots, summed.values(), gradient.shape, check_invariants=False
         )
 
-    def _adopt(self, optimizer: Optimizer, *, fresh: bool) -> None:
+    def _adopt(self, optimizer: Optimizer, *, initial: bool) -> None:
         if self._weight not in optimizer.state:
             return
         for key, value in optimizer.state[self._weight].items():
@@ -116,7 +116,7 @@ class Follower:
                 continue
             pair = self._rows.pairs.get(STATE + key)
             if pair is None:
-                self._rows.pairs[STATE + key] = Pair(self._host(key, value, fresh), value)
+                self._rows.pairs[STATE + key] = Pair(self._host(key, value, initial), value)
             elif pair.cache is not value:
                 raise PlanError(
                     f"optimizer state {key!r} of a cached embedding was replaced",
@@ -124,8 +124,11 @@ class Follower:
                     fix="save with embedding.optimizer_state and restore with embedding.load_optimizer_state",
                 )
 
-    def _host(self, key: str, value: torch.Tensor, fresh: bool) -> torch.Tensor:
-        """Host rows of a state tensor, all at the value an unused row has."""
+    def _host(self, key: str, value: torch.Tensor, initial: bool) -> torch.Tensor:
+        """Make the host rows of a state tensor, all at the value an unused row has.
+
+        initial: the optimizer meets the cache now, so its state is what it starts with.
+        """
         if value.is_sparse or value.shape[0] != self._weight.shape[0]:
             raise PlanError(
                 f"optimizer state {key!r} of a cached embedding does not follow rows",
@@ -134,13 +137,13 @@ class Follower:
             )
         self._stream.join()
         idle = self._map.held[: self._map.slots] == 0
-        if not fresh and bool(value[idle].any()):
+        if not initial and bool(value[idle].any()):
             raise PlanError(
                 f"optimizer state {key!r} of a cached embedding starts neither at zero nor before the first step",
                 fix="use an optimizer that makes its state when it is built, or starts it at zero",
             )
-        start = value[0].cpu() if fresh else torch.zeros(value.shape[1:], dtype=value.dtype)
-        if fresh and not bool((value == value[:1]).all()):
+        start = value[0].cpu() if initial else torch.zeros(value.shape[1:], dtype=value.dtype)
+        if initial and not bool((value == value[:1]).all()):
             raise PlanError(
                 f"optimizer state {key!r} of a cached embedding does not say which rows it is of",
                 cause="optimizer.load_state_dict restored what the cache held in another run",

@@ -48,13 +48,13 @@ def lookahead(
 def _ahead(batches, embeddings, ids, depth):
     waiting: deque = deque()
     for batch in batches:
-        asked = ids(batch)
-        if len(asked) != len(embeddings):
+        lookups = ids(batch)
+        if len(lookups) != len(embeddings):
             raise PlanError(
-                "lookahead: ids of another number of embeddings", got=len(asked), expected=len(embeddings)
+                "lookahead: ids of another number of embeddings", got=len(lookups), expected=len(embeddings)
             )
-        for embedding, each in zip(embeddings, asked, strict=True):
-            embedding.prefetch(*(each if isinstance(each, tuple) else (each,)))
+        for embedding, lookup in zip(embeddings, lookups, strict=True):
+            embedding.prefetch(*(lookup if isinstance(lookup, tuple) else (lookup,)))
         waiting.append(batch)
         if len(waiting) > depth:
             yield waiting.popleft()

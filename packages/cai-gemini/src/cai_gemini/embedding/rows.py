@@ -47,7 +47,7 @@ class Rows:
     """Fetches and returns the rows of several pairs together.
 
     Args:
-        stream: on which rows move. Everything but `finish` is called inside its `work`.
+        stream: the stream on which rows move. Everything but `finish` is called inside its `work`.
     """
 
     def __init__(self, stream: SideStream):

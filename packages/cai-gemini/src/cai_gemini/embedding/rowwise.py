@@ -21,7 +21,7 @@ class RowwiseAdagrad(Optimizer):
     Args:
         params: parameters [rows, D] whose gradients are sparse.
         lr: step size.
-        initial_accumulator_value: what every sum starts at.
+        initial_accumulator_value: the value every sum starts at.
         eps: keeps the divisor from zero.
 
     Raises `PlanError` for a negative number or, in `step`, a dense gradient.

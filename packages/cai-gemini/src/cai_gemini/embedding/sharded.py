@@ -42,10 +42,10 @@ class ShardedEmbedding(CachedEmbedding):
 
     Args:
         mesh: one-dimensional; its ranks share the table.
-        num_embeddings, dim: of the whole table.
+        num_embeddings, dim: rows and columns of the whole table.
         by: "rows" or "columns".
         mode, padding_idx, dtype: as for `CachedEmbedding`.
-        frequencies: of the whole table, [num_embeddings].
+        frequencies: expected uses of each row of the whole table, [num_embeddings].
         weight: the whole table in host memory, of which this rank takes its part (by rows a view); None: normal
             values that depend on torch's seed and on no layout.
         options: `cache` (of this rank's part), `device`, `policy` of `CachedEmbedding`.
@@ -71,12 +71,12 @@ class ShardedEmbedding(CachedEmbedding):
         layout = _layout(mesh, num_embeddings, dim, by)
         (first, rows), (column, width) = layout.segments(0)[0], layout.segments(1)[0]
         padding = padding_row(padding_idx, num_embeddings)
-        held = padding is not None and first <= padding < first + rows
+        has_padding = padding is not None and first <= padding < first + rows
         if weight is None:
             part = torch.empty(rows, width, dtype=dtype, device="cpu")
             stream = rng.key(torch.initial_seed(), "embedding", num_embeddings, dim)
             rng.normal_(part, stream, layout=layout)
-            if held and padding is not None:
+            if has_padding and padding is not None:
                 part[padding - first] = 0
         else:
             _whole("weight", weight, (num_embeddings, dim))
@@ -88,14 +88,14 @@ class ShardedEmbedding(CachedEmbedding):
             rows,
             width,
             mode=mode,
-            padding_idx=padding - first if held and padding is not None else None,
+            padding_idx=padding - first if has_padding and padding is not None else None,
             frequencies=frequencies,
             weight=part,
             **options,
         )
         self.num_embeddings, self.dim, self.by, self.padding_idx = num_embeddings, dim, by, padding
         self._layout, self._first, self._group = layout, first, mesh.get_group()
-        self._asked: dict[int, tuple[weakref.ref[torch.Tensor], int, Questions]] = {}
+        self._prefetched: dict[int, tuple[weakref.ref[torch.Tensor], int, Questions]] = {}
         attach(self._cache.table, layout)
         attach(self.weight, reduce=ReduceSpec(sum_axes=()))
         world = mesh.size()
@@ -107,44 +107,46 @@ class ShardedEmbedding(CachedEmbedding):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `CachedEmbedding.forward`, for this rank's batch. Collective.
+        """Look up this rank's batch, as `CachedEmbedding.forward` does. Collective.
 
         Raises `DataError` on every rank when one has an id outside the table. A rank whose cache is too small raises
         alone; the others fail when it leaves.
         """
         self._check_call(ids, offsets, per_sample_weights)
-        asked = self._questions(ids, offsets)
+        questions = self._questions(ids, offsets)
         weights = None
         if per_sample_weights is not None:
-            weights = send_weights(per_sample_weights.reshape(-1), asked, self._group)
+            weights = send_weights(per_sample_weights.reshape(-1), questions, self._group)
         if self.mode is None:
-            found = self._serve(asked.ids, None, None, None)
+            rows = self._serve(questions.ids, None, None, None)
             if self.by == "columns":
-                found = answer_columns(found, self._widths(), asked, self._group)
+                rows = answer_columns(rows, self._widths(), questions, self._group)
             else:
-                found = answer_rows(found, asked, self._group)
-            return found.view(*ids.shape, self.dim)
+                rows = answer_rows(rows, questions, self._group)
+            return rows.view(*ids.shape, self.dim)
         if self.by == "columns":
-            found = self._serve(asked.ids, asked.offsets(), weights, self.mode)
-            return answer_columns(found, self._widths(), asked, self._group)
-        sums = answer_sums(self._serve(asked.ids, asked.offsets(), weights, "sum"), asked, self._group)
+            rows = self._serve(questions.ids, questions.offsets(), weights, self.mode)
+            return answer_columns(rows, self._widths(), questions, self._group)
+        sums = answer_sums(
+            self._serve(questions.ids, questions.offsets(), weights, "sum"), questions, self._group
+        )
         return sums / self._lengths(ids, offsets) if self.mode == "mean" else sums
 
     def prefetch(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> bool:
-        """As `CachedEmbedding.prefetch`; `offsets` must be those of the forward. Collective.
+        """Bring rows ahead, as `CachedEmbedding.prefetch` does; `offsets` must be the forward's. Collective.
 
         Its exchange of ids waits for what the compute stream was given so far.
         """
-        asked = self._ask(ids, offsets)
+        questions = self._ask(ids, offsets)
         key, mine = id(ids), weakref.ref(self)
 
         def gone(_: Any) -> None:
             module = mine()
             if module is not None:
-                module._asked.pop(key, None)
+                module._prefetched.pop(key, None)
 
-        self._asked[key] = (weakref.ref(ids, gone), version(ids), asked)
-        return super().prefetch(asked.ids)
+        self._prefetched[key] = (weakref.ref(ids, gone), version(ids), questions)
+        return super().prefetch(questions.ids)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """As `CachedEmbedding.optimizer_state`, of this rank's part."""
@@ -166,9 +168,9 @@ class ShardedEmbedding(CachedEmbedding):
         return [self._layout.at({step.axis: rank}).local_shape[1] for rank in range(step.degree)]
 
     def _questions(self, ids: torch.Tensor, offsets: torch.Tensor | None) -> Questions:
-        held = self._asked.pop(id(ids), None)
-        if held is not None and held[0]() is ids and held[1] == version(ids):
-            return held[2]
+        entry = self._prefetched.pop(id(ids), None)
+        if entry is not None and entry[0]() is ids and entry[1] == version(ids):
+            return entry[2]
         return self._ask(ids, offsets)
 
     @torch.no_grad()
@@ -178,9 +180,9 @@ class ShardedEmbedding(CachedEmbedding):
         bags = self._bags(ids, offsets).to(device)
         count = flat.numel() if self.mode is None else len(ids if offsets is None else offsets)
         per_rank = None if self.by == "columns" else -(-self.num_embeddings // self._group.size())
-        asked = ask(flat, bags, count, self.num_embeddings, self._group, rows_per_rank=per_rank)
-        asked.ids.sub_(self._first)
-        return asked
+        questions = ask(flat, bags, count, self.num_embeddings, self._group, rows_per_rank=per_rank)
+        questions.ids.sub_(self._first)
+        return questions
 
     def _bags(self, ids: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
         """The bag of each id, int64 [T]."""

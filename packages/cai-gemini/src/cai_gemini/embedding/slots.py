@@ -65,11 +65,11 @@ class SlotMap:
     nothing has to be sorted or probed, for 4 bytes of device memory a row (a row of 64 floats takes 256 on the host).
 
     Args:
-        rows: of the table.
-        slots: of the cache.
+        rows: rows of the table.
+        slots: rows of the cache.
         policy: "lfu": the row with the smallest count leaves first, among equals the one used longest ago (Fang et
             al., arXiv:2208.05321); "lru": the row used longest ago.
-        device: of the cache.
+        device: the cache's device.
         reserved: slot 0 never gives up its row.
     """
 
@@ -86,7 +86,7 @@ class SlotMap:
         self.count = torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
     def look(self, ids: torch.Tensor, floor: int) -> Lookup:
-        """What `ids` (int64 [L]) ask for. Slots held by a use numbered `floor` or later are in use.
+        """Return what `ids` (int64 [L]) ask for. Slots held by a use numbered `floor` or later are in use.
 
         The host waits once, for the missing rows and the counts together.
         """
@@ -98,12 +98,12 @@ class SlotMap:
         in_use[self.slots :] = False
         if self.reserved:
             in_use[:1] = True
-        wanted = torch.where(missing, ids, self.rows).sort().values
-        first = wanted < self.rows
-        first[1:] &= wanted[1:] != wanted[:-1]
+        missing_ids = torch.where(missing, ids, self.rows).sort().values
+        first = missing_ids < self.rows
+        first[1:] &= missing_ids[1:] != missing_ids[:-1]
         length = ids.numel()
         report = torch.full((length + 5,), self.rows, device=ids.device)
-        report.scatter_(0, torch.where(first, first.cumsum(0) + 3, length + 4), wanted)
+        report.scatter_(0, torch.where(first, first.cumsum(0) + 3, length + 4), missing_ids)
         report[:4] = torch.stack([(~valid).sum(), missing.sum(), first.sum(), in_use.sum()])
         host = report.cpu()
         invalid, missed, distinct, used = host[:4].tolist()
@@ -111,17 +111,17 @@ class SlotMap:
 
     def place(self, lookup: Lookup) -> Placement:
         """Give every missing row a slot: empty ones first, then those the policy gives up. They must suffice."""
-        wanted = len(lookup.missing)
+        count = len(lookup.missing)
         key = self._priority()
         key.masked_fill_(lookup.in_use, _NEVER)
         key.masked_fill_(self.row_of[: self.slots] < 0, -1)
-        slots = torch.topk(key, wanted, largest=False, sorted=True).indices
-        leaving = max(0, wanted - (self.slots - self.filled))
-        left_slots = slots[wanted - leaving :]
+        slots = torch.topk(key, count, largest=False, sorted=True).indices
+        leaving = max(0, count - (self.slots - self.filled))
+        left_slots = slots[count - leaving :]
         left_rows = self.row_of[left_slots]
         rows = to_device(lookup.missing, self.row_of.device)
         self.put(rows, slots, left_rows)
-        self.filled += wanted - leaving
+        self.filled += count - leaving
         return Placement(rows, slots, left_slots, left_rows)
 
     def put(self, rows: torch.Tensor, slots: torch.Tensor, left_rows: torch.Tensor | None = None) -> None:

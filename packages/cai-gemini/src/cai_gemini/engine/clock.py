@@ -16,8 +16,8 @@ class Clock:
     """Watches uses on one device.
 
     Args:
-        device: whose compute stream is timed.
-        ledger: of the bytes that chunks take there.
+        device: the device whose compute stream is timed.
+        ledger: the bytes that chunks take there.
         observe: bytes in use on the device at most since the last call; default: of torch's allocator on CUDA, and
             what the ledger has on a CPU, where nothing else is counted.
     """
@@ -58,7 +58,7 @@ class Clock:
         return 0 if self._observe is None else max(self._observe() - chunks, 0)
 
     def seconds(self) -> list[float]:
-        """Of every use so far, and forget them. Waits for the device."""
+        """Return the seconds of every use so far, and forget them. Waits for the device."""
         spans, self._spans = self._spans, []
         if not spans:
             return []

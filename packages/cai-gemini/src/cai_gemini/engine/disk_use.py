@@ -39,25 +39,25 @@ def open_store(
     return store
 
 
-def rates_with_disk(store: NvmeStore | None, known: Rates) -> Rates:
-    """`known`, with what the disk of `store`, if there is one, was measured to do."""
+def rates_with_disk(store: NvmeStore | None, rates: Rates) -> Rates:
+    """Return `rates` with what the disk of `store`, if there is one, was measured to do."""
     if store is None:
-        return known
+        return rates
     read, written = measure_disk(os.path.dirname(store.path))
-    return replace(known, disk_read=read, disk_write=written)
+    return replace(rates, disk_read=read, disk_write=written)
 
 
 def disk_traffic(chunks: Sequence[OffloadedChunk]) -> dict[int, DiskBytes]:
-    """What chunks move from and to the disk, by index, as far as it is known before the first step."""
-    found: dict[int, DiskBytes] = {}
+    """Return what chunks move from and to the disk, by index, as far as it is known before the first step."""
+    traffic: dict[int, DiskBytes] = {}
     for index, chunk in enumerate(chunks):
         if chunk.disk is not None:
             weights = chunk.sizes.weights if chunk.host_weights.disk is not None else 0
             steps = chunk.step is not None
             read = sum(region.nbytes for region in chunk.disk.regions) if steps else 0
             written = sum(region.nbytes for region in chunk.disk_regions()) if steps else 0
-            found[index] = DiskBytes(read, written, weights)
-    return found
+            traffic[index] = DiskBytes(read, written, weights)
+    return traffic
 
 
 def disk_user(

@@ -67,7 +67,7 @@ class Engine:
     A pass is what lies between `begin` and `end`, usually a forward and a backward. While `recording`, it is traced.
 
     Args:
-        device: where the chunks are used.
+        device: the device on which the chunks are used.
     """
 
     def __init__(self, device: torch.device):
@@ -147,7 +147,7 @@ class Engine:
                 self._beside.append(self._clock.beside())
             self._seen.append(use)
             self._also.append(frozenset(i for i, h in enumerate(self.chunks) if h.in_use and i != index))
-        moves = self._moves(use, known=backward is not None)
+        moves = self._moves(use, direction_known=backward is not None)
         for other in moves.free:
             if not self.chunks[other].in_use:
                 self.chunks[other].free()
@@ -168,13 +168,15 @@ class Engine:
         if self.copies.recorder is not None:
             self.copies.recorder.used(chunk.name)
 
-    def _moves(self, use: Use, *, known: bool) -> Moves:
+    def _moves(self, use: Use, *, direction_known: bool) -> Moves:
         present = [
             i for i, h in enumerate(self.chunks) if h.state is not State.FREE and i not in self.plan.weights
         ]
         if self.trace is not None and self.planned:
             after = self._moment
-            moment = self.trace.find(use, after + 1) if known else self.trace.follow(use.chunk, after)
+            moment = (
+                self.trace.find(use, after + 1) if direction_known else self.trace.follow(use.chunk, after)
+            )
             if moment is not None:
                 self._moment = moment
                 return decide(self.trace, moment, present, self._sizes, self.plan, self._room)
@@ -285,7 +287,9 @@ class Engine:
     def _heaviest(self) -> str:
         assert self.trace is not None
         sizes = self.sizes
-        needs = [b + sizes[u.chunk].weights for u, b in zip(self.trace.uses, self.trace.beside, strict=True)]
+        needs = [
+            b + sizes[u.chunk].weights for u, b in zip(self.trace.uses, self.trace.other_bytes, strict=True)
+        ]
         return repr(self.chunks[self.trace.uses[needs.index(max(needs))].chunk].name)
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -320,8 +324,8 @@ class Engine:
         """These were frozen and are trained from now on: the next pass is traced, and the plan must fit it."""
         if self.planned:
             self._sizes, self._surprised = self.sizes, True
-            found = set(chunks)
-            self._fresh |= {i for i, chunk in enumerate(self.chunks) if chunk in found} - self.plan.state
+            chunk_set = set(chunks)
+            self._fresh |= {i for i, chunk in enumerate(self.chunks) if chunk in chunk_set} - self.plan.state
 
     def _keep_fresh(self) -> None:
         """Where all state is on the device, that of chunks trained since follows, as far as there is room."""

@@ -82,7 +82,7 @@ class Arriving:
         self._chunk.use()
 
 
-def check_device(stored: Sequence[StoredShard], budget: int, asked: int | str | None) -> None:
+def check_device(stored: Sequence[StoredShard], budget: int, device_memory: int | str | None) -> None:
     """Raise `PlanError` where one unsharded chunk, its shard and gradients on their way do not fit."""
     needs = {id(s): _bytes(s.unit.unsharded) + _weight_bytes(s) for s in stored}
     sending = sorted(
@@ -93,7 +93,7 @@ def check_device(stored: Sequence[StoredShard], budget: int, asked: int | str | 
         largest = max(stored, key=lambda s: needs[id(s)])
         raise PlanError(
             "the device memory is too small for one layer at a time",
-            got=f"{budget:,} bytes" + (f" ({asked})" if isinstance(asked, str) else ""),
+            got=f"{budget:,} bytes" + (f" ({device_memory})" if isinstance(device_memory, str) else ""),
             expected=f"more than {least:,} bytes, and room for activations",
             cause=f"the chunk of {largest.unit.chunk.names[0]!r}, unsharded, and {IN_FLIGHT} gradients on their way",
             fix="raise device_memory, shard over more ranks, or compute in a smaller dtype",
@@ -116,7 +116,7 @@ def shard_bytes(stored: Sequence[StoredShard], optimizer: torch.optim.Optimizer)
             gradient=shard.numel() * stored.gradients.itemsize if stored.gradients is not None else 0,
         )
 
-    return [one(each) for each in stored]
+    return [one(member) for member in stored]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

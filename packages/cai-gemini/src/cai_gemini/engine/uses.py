@@ -33,10 +33,10 @@ class ModuleUses:
     """A `LifecycleListener` over the units of a model on one device.
 
     Args:
-        engine: what moves their chunks; its trace is a pass, forward and backward.
+        engine: the engine that moves their chunks; its trace is a pass, forward and backward.
         root: the model, whose forward begins a pass.
         units: the chunks of every unit.
-        chunks: and where they are.
+        chunks: the same chunks, each with the places of its parts.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ModuleUses:
 
     def _admit(self) -> None:
         """Train what has been unfrozen since."""
-        found = {chunk: indices for chunk in self._index if (indices := unfrozen(chunk))}
-        for chunk, indices in found.items():
+        indices_of = {chunk: indices for chunk in self._index if (indices := unfrozen(chunk))}
+        for chunk, indices in indices_of.items():
             unit = chunk.unit
             for i in indices:
                 unit.used[i].requires_grad_(True)
@@ -69,7 +69,7 @@ class ModuleUses:
                 chunk.gradients.buffer.watch()
             direct_linears(self._root, [*unit.kept, *unit.used])
         self._lifecycle.watch(self._used())
-        self._engine.trains_more(found)
+        self._engine.trains_more(indices_of)
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         chunks = self._index if unit is self._root else self._chunks[unit]
@@ -85,8 +85,8 @@ class ModuleUses:
                 self._engine.computing(chunk)
 
     def after_use(self, unit: nn.Module) -> None:
-        for made in self._units[unit]:
-            made.check_unwritten()
+        for flat_unit in self._units[unit]:
+            flat_unit.check_unwritten()
         for chunk in self._chunks[unit]:
             chunk.forward_over()
 

@@ -9,13 +9,13 @@ import torch
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def expand_segments(device: torch.device, *, wanted: bool) -> bool:
-    """If wanted, let memory that torch takes from now on be mapped page by page, unless the user has configured it.
+def expand_segments(device: torch.device, *, enabled: bool) -> bool:
+    """Let memory that torch takes from now on be mapped page by page, if enabled and not configured by the user.
 
     Otherwise chunks, gradients and activations, which come and go in other sizes, leave holes: a tenth of a GPU that is
     used to its end. Returns whether it was done.
     """
-    if not wanted or device.type != "cuda" or any(os.environ.get(name) for name in _VARIABLES):
+    if not enabled or device.type != "cuda" or any(os.environ.get(name) for name in _VARIABLES):
         return False
     setting = "expandable_segments:True"
     new = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -19,9 +19,9 @@ class Copied:
     """A copy under way.
 
     Args:
-        event: behind the copy; None: it is done.
-        stream: that copies.
-        kept: the device tensors it reads or writes. They are kept until somebody has waited; where nobody ever does,
+        event: the event behind the copy; None: it is done.
+        stream: the stream that copies.
+        tensors: the device tensors it reads or writes. They are kept until somebody has waited; where nobody ever does,
             the allocator is told of the stream before they are let go.
     """
 
@@ -29,22 +29,22 @@ class Copied:
         self,
         event: torch.cuda.Event | None,
         stream: torch.cuda.Stream | None = None,
-        kept: Sequence[torch.Tensor] = (),
+        tensors: Sequence[torch.Tensor] = (),
     ):
-        self.event, self._stream, self._kept = event, stream, kept
+        self.event, self._stream, self._tensors = event, stream, tensors
 
     def wait(self) -> None:
         """Let the current stream, of the device of the copy, wait for it."""
         if self.event is not None:
             device = None if self._stream is None else self._stream.device
             torch.cuda.current_stream(device).wait_event(self.event)
-        self._kept = ()
+        self._tensors = ()
 
     def synchronize(self) -> None:
         """Wait on the host."""
         if self.event is not None:
             self.event.synchronize()
-        self._kept = ()
+        self._tensors = ()
 
     @property
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class Copied:
 
     def __del__(self) -> None:
         if self._stream is not None:
-            for tensor in self._kept:
+            for tensor in self._tensors:
                 tensor.record_stream(self._stream)
 
 
@@ -62,22 +62,22 @@ class Scalar:
     No other work of the device is waited for, and any thread may ask, whatever its current stream is.
 
     Args:
-        there: 0-d, on the device.
-        here: [1] on the host.
-        copied: from there to here.
+        device_value: 0-d, on the device.
+        host_value: [1] on the host.
+        copied: the copy from device to host.
     """
 
-    def __init__(self, there: torch.Tensor, here: torch.Tensor, copied: Copied):
-        self.there, self._here, self._copied = there, here, copied
+    def __init__(self, device_value: torch.Tensor, host_value: torch.Tensor, copied: Copied):
+        self.device_value, self._host_value, self._copied = device_value, host_value, copied
 
     def __float__(self) -> float:
         self._copied.synchronize()
-        return float(self._here[0])
+        return float(self._host_value[0])
 
 
 def there(value: float | Scalar) -> float | torch.Tensor:
     """A number as work on the device takes it."""
-    return value.there if isinstance(value, Scalar) else value
+    return value.device_value if isinstance(value, Scalar) else value
 
 
 class Copies:
@@ -110,22 +110,22 @@ class Copies:
         source: torch.Tensor,
         after: torch.cuda.Event | None,
         *,
-        kept: bool = False,
+        hold: bool = False,
         name: str = "activations",
     ) -> Copied:
         """Copy pinned host memory to the device, once the compute stream has passed `after`.
 
-        kept: the device memory is not given up before the compute stream has waited for the copy. Otherwise the
+        hold: the device memory is not given up before the compute stream has waited for the copy. Otherwise the
             allocator keeps it until all that the copying stream has been given by then is done.
-        name: of what is copied, on a timeline.
+        name: the name of what is copied, on a timeline.
         """
-        return self._copy((self._up, "to_device"), [target], [source], after, kept, name)
+        return self._copy((self._up, "to_device"), [target], [source], after, hold, name)
 
     def to_host(
-        self, target: torch.Tensor, source: torch.Tensor, *, kept: bool = False, name: str = "activations"
+        self, target: torch.Tensor, source: torch.Tensor, *, hold: bool = False, name: str = "activations"
     ) -> Copied:
         """Copy a device tensor to pinned host memory, after what has been queued so far; otherwise as `to_device`."""
-        return self._copy((self._down, "to_host"), [target], [source], self.mark(), kept, name)
+        return self._copy((self._down, "to_host"), [target], [source], self.mark(), hold, name)
 
     def all_to_device(
         self, targets: Tensors, sources: Tensors, after: torch.cuda.Event | None, name: str
@@ -143,8 +143,8 @@ class Copies:
             return value
         if value.device.type == "cpu":
             return Scalar(value, value.reshape(1), Copied(None))
-        here = host_memory(1, value.dtype, self.device)
-        return Scalar(value, here, self.to_host(here, value.reshape(1), name="scale"))
+        host_value = host_memory(1, value.dtype, self.device)
+        return Scalar(value, host_value, self.to_host(host_value, value.reshape(1), name="scale"))
 
     def _copy(
         self,
@@ -152,7 +152,7 @@ class Copies:
         targets: Tensors,
         sources: Tensors,
         after: torch.cuda.Event | None,
-        kept: bool,
+        hold: bool,
         name: str,
     ) -> Copied:
         stream, recorder = lane[0].stream, self.recorder
@@ -166,9 +166,9 @@ class Copies:
             if stream is None:
                 return Copied(None)
             tensors = targets if targets[0].is_cuda else sources
-            if not kept:
+            if not hold:
                 for tensor in tensors:
                     lane[0].keep(tensor)
             done = torch.cuda.Event(blocking=True)  # a thread that spins takes a core from host steps
             done.record(stream)
-            return Copied(done, stream, tensors if kept else ())
+            return Copied(done, stream, tensors if hold else ())

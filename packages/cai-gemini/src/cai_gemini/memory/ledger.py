@@ -15,7 +15,7 @@ class Ledger:
 
     Args:
         limit: raise where the sum passes it (None: only count).
-        nbytes: by kind.
+        nbytes: bytes by kind.
     """
 
     limit: int | None = None

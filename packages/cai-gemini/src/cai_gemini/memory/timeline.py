@@ -34,7 +34,7 @@ class Timeline:
         budget: bytes of device memory that may be used; None: no limit.
         times: seconds of every change of memory, increasing.
         memory: bytes by kind, each as long as `times`: weights, gradients, state, and beside (all else).
-        lanes: by lane, spans (start, end, chunk) in seconds.
+        lanes: spans (start, end, chunk) in seconds, by lane.
     """
 
     budget: int | None = None
@@ -82,8 +82,8 @@ class Recorder:
     """Takes down what happens on one device and its host, from now on.
 
     Args:
-        device: whose streams are timed.
-        ledger: of the bytes that chunks take there.
+        device: the device whose streams are timed.
+        ledger: the bytes that chunks take there.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger):

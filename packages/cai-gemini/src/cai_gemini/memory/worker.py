@@ -23,9 +23,10 @@ class Worker:
     what was submitted: a thread that is in the middle of torch's code then would take the process down.
 
     Args:
-        name: of the thread.
-        device: that its work is for.
-        threads: for its arithmetic; None: as many as steps want. A team of threads stays once it has done something.
+        name: the thread's name.
+        device: the device that its work is for.
+        threads: the threads of its arithmetic; None: as many as steps want. A team of threads stays once it has done
+            something.
     """
 
     def __init__(self, name: str, device: torch.device, threads: int | None = None):
@@ -71,8 +72,8 @@ def host_threads() -> int:
     """
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     share = max(cores // max(processes, 1), 1)
-    wanted = torch.get_num_threads() if processes == 1 else share
-    return max(min(wanted, share - 2), 1)
+    threads = torch.get_num_threads() if processes == 1 else share
+    return max(min(threads, share - 2), 1)
 
 
 def leave_cores() -> None:

@@ -21,8 +21,8 @@ class Block:
 
     Attributes:
         name: the region's name, for errors.
-        index: which block of the region.
-        position: where the block starts in the file.
+        index: the block's number in the region.
+        position: the block's first byte in the file.
         size: bytes of the block that belong to the region.
         start: first byte of the block that the request covers.
         view: the request's memory for bytes `start` to `start + len(view)` of the block.
@@ -42,14 +42,14 @@ class Block:
 
 
 def write_block(
-    block: Block, file: ScratchFile, known: int | None, checksums: bool, bounce: Bounce
+    block: Block, file: ScratchFile, expected: int | None, checksums: bool, bounce: Bounce
 ) -> tuple[int, int]:
     """Write a block, or the part of it that the request covers.
 
     Args:
-        block: what and where.
+        block: the block and the request's memory for it.
         file: the scratch file.
-        known: the checksum of what the file holds; None: nothing was written there, and it counts as zeros.
+        expected: the checksum of what the file holds; None: nothing was written there, and it counts as zeros.
         checksums: whether they are kept; otherwise 0 stands for every checksum.
         bounce: scratch memory of at least the block's size and one alignment unit.
 
@@ -63,24 +63,24 @@ def write_block(
         file.write(views, block.position)
         return checksum, copied
     padded = bounce.view(0, _padded(block.size, file))
-    if known is None:
+    if expected is None:
         _zero(padded)
     else:
         file.read([padded], block.position)
-        _verify(block, padded[: block.size], known, checksums, file)
+        _verify(block, padded[: block.size], expected, checksums, file)
     _copy(padded[block.start :], block.view)
     checksum = zlib.crc32(padded[: block.size]) if checksums else 0
     file.write([padded], block.position)
     return checksum, len(padded)
 
 
-def read_block(block: Block, file: ScratchFile, known: int | None, checksums: bool, bounce: Bounce) -> int:
+def read_block(block: Block, file: ScratchFile, expected: int | None, checksums: bool, bounce: Bounce) -> int:
     """Read a block, or the part of it that the request covers; arguments as for `write_block`.
 
     All of the block is read and verified in any case. Returns how many bytes were copied through `bounce`. Raises
     `OSError`, and `NvmeError` when the file does not hold what was written.
     """
-    if known is None:
+    if expected is None:
         _zero(block.view)
         return 0
     if block.whole:
@@ -88,11 +88,11 @@ def read_block(block: Block, file: ScratchFile, known: int | None, checksums: bo
         file.read(views, block.position)
         if copied:
             _copy(block.view[block.size - copied :], _tail(views, block, copied))
-        _verify(block, block.view, known, checksums, file)
+        _verify(block, block.view, expected, checksums, file)
         return copied
     padded = bounce.view(0, _padded(block.size, file))
     file.read([padded], block.position)
-    _verify(block, padded[: block.size], known, checksums, file)
+    _verify(block, padded[: block.size], expected, checksums, file)
     _copy(block.view, padded[block.start : block.start + len(block.view)])
     return len(padded)
 
@@ -118,15 +118,15 @@ def _tail(views: list[memoryview], block: Block, copied: int) -> memoryview:
     return views[-1][:copied]
 
 
-def _verify(block: Block, data: memoryview, known: int, checksums: bool, file: ScratchFile) -> None:
+def _verify(block: Block, data: memoryview, expected: int, checksums: bool, file: ScratchFile) -> None:
     if not checksums:
         return
-    found = zlib.crc32(data)
-    if found != known:
+    actual = zlib.crc32(data)
+    if actual != expected:
         raise NvmeError(
             f"block {block.index} of {block.name} in {file.path} is not what was written there",
-            got=f"checksum {found:08x} of {block.size} bytes at offset {block.position}",
-            expected=f"checksum {known:08x}",
+            got=f"checksum {actual:08x} of {block.size} bytes at offset {block.position}",
+            expected=f"checksum {expected:08x}",
             cause="the disk or its connection returns damaged data without an error, or the tensor was changed while "
             "it was being written",
             fix="resume from a checkpoint; look at the disk's health (smartctl) and the kernel's log (dmesg)",

@@ -35,15 +35,15 @@ def check_directory(directory: Path, require_disk: bool) -> FileSystem:
         raise of_system(f"cannot use the NVMe directory {directory}", error) from error
     if not stat.S_ISDIR(mode):
         raise NvmeError(f"the NVMe directory {directory} is a file", fix="name a directory")
-    found = file_system(directory)
-    if found.in_memory and require_disk:
+    system = file_system(directory)
+    if system.in_memory and require_disk:
         raise NvmeError(
             f"the NVMe directory {directory} lies in memory",
-            got=found,
+            got=system,
             expected="a file system on a disk",
             fix="name a directory on an NVMe disk, or set residency='host' to use host memory",
         )
-    return found
+    return system
 
 
 class Stopped(Exception):
@@ -56,13 +56,13 @@ class ScratchFile:
     Args:
         directory: an existing directory.
         direct: True: O_DIRECT, or an error; False: through the page cache; "auto": O_DIRECT where it works.
-        syscalls: how to reach the system.
+        syscalls: the system calls.
         patience: seconds for which EAGAIN is answered by trying again.
 
     Attributes:
         path: the name it had, for messages.
         direct: whether O_DIRECT is in use.
-        alignment: what addresses, offsets and lengths must be multiples of when `direct`; regions start on it.
+        alignment: the bytes that addresses, offsets and lengths are multiples of when `direct`; regions start on it.
         size: preallocated bytes.
         stopped: set it and transfers raise `Stopped` before their next system call.
 
@@ -126,20 +126,20 @@ class ScratchFile:
         return False
 
     def grow(self, size: int, what: str) -> int:
-        """Preallocate `size` more bytes for `what`; where they start. Raises `NvmeError`, with nothing taken."""
+        """Preallocate `size` more bytes for `what`; return where they start. Raises `NvmeError`, with nothing taken."""
         start = self.size
         try:
             self._sys.fallocate(self._descriptor, start, size)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._sys.truncate(self._descriptor, start)
-            found = of_system(f"cannot reserve {size} bytes for {what} in {self.path}", error)
+            failure = of_system(f"cannot reserve {size} bytes for {what} in {self.path}", error)
             free = self._sys.free_bytes(os.path.dirname(self.path))
             raise NvmeError(
-                found.what,
-                got=f"{found.got}; {free} bytes are free, {start} are this store's",
-                cause=found.cause,
-                fix=found.fix,
+                failure.what,
+                got=f"{failure.got}; {free} bytes are free, {start} are this store's",
+                cause=failure.cause,
+                fix=failure.fix,
             ) from error
         self.size += size
         return start

@@ -48,11 +48,11 @@ class Contents:
 
     Attributes:
         name: the region's name.
-        position: where it starts in the file.
+        position: the region's first byte in the file.
         size: bytes.
         checksums: one a block; None where nothing was written.
-        written: which bytes have been.
-        poison: why nothing of it may be read; "" when it may.
+        written: the bytes that have been written.
+        poison: the reason why nothing of it may be read; "" when it may.
         last_write: the latest write asked for.
         reads: reads asked for since.
     """
@@ -80,7 +80,7 @@ class Request:
     blockers: int = 0
     followers: list[Request] = field(default_factory=list)
     started: bool = False
-    left: int = 0
+    remaining: int = 0
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -108,7 +108,7 @@ class Engine:
 
     Args:
         file: the scratch file; closed by the last thread to leave.
-        threads: how many blocks are under way at once.
+        threads: the number of blocks under way at once.
         block_bytes: the size of a block, a multiple of the file's alignment.
         checksums: whether blocks carry them.
     """
@@ -165,7 +165,7 @@ class Engine:
             request = ready.pop()
             request.error = request.error or self._refusal(request)
             blocks = [] if request.error else list(self._cut(request))
-            request.left, request.started = len(blocks), not request.error
+            request.remaining, request.started = len(blocks), not request.error
             for block in blocks:
                 self._queue.put((request, block))
             if not blocks:
@@ -248,22 +248,22 @@ class Engine:
             self._busy.pop(thread, None)
             self._progress = time.monotonic()
             request.error = request.error or error
-            request.left -= 1
+            request.remaining -= 1
             if error is None and request.error is None:
                 self._count(request, len(block.view), bounced)
-            if not request.left:
+            if not request.remaining:
                 self._start(self._finish(request))
         return True
 
     def _move(self, request: Request, block: Block, bounce: Bounce) -> int:
-        known = request.contents.checksums
+        checksums = request.contents.checksums
         if request.kind == "read":
-            return read_block(block, self.file, known[block.index], self._checksums, bounce)
-        checksum, bounced = write_block(block, self.file, known[block.index], self._checksums, bounce)
+            return read_block(block, self.file, checksums[block.index], self._checksums, bounce)
+        checksum, bounced = write_block(block, self.file, checksums[block.index], self._checksums, bounce)
         if not (self.file.direct or self._checksums):
             # Through the page cache a failed write shows later, here or as a wrong checksum.
             self.file.sync()
-        known[block.index] = checksum
+        checksums[block.index] = checksum
         return bounced
 
     def _count(self, request: Request, size: int, bounced: int) -> None:

@@ -30,9 +30,9 @@ class Region:
     """Space of one tensor in a store; made by `NvmeStore.reserve`.
 
     Attributes:
-        name: of the parameter or chunk, for errors.
+        name: the name of the parameter or chunk, for errors.
         numel: elements.
-        dtype: of every tensor written to or read from it.
+        dtype: the dtype of every tensor written to or read from it.
     """
 
     name: str
@@ -71,8 +71,8 @@ class NvmeStore:
     """Tensors on a disk. Use it as a context manager, or `close` it; it also goes with its last reference.
 
     Args:
-        directory: on the disk. The store keeps one file there, without a name, so its space is free again when the
-            process ends, however it ends.
+        directory: a directory on the disk. The store keeps one file there, without a name, so its space is free again
+            when the process ends, however it ends.
         capacity: the most bytes that may be reserved; None: what the disk has. Checked against the free space at once.
         threads: requests in flight. A few saturate one disk; checksums take a core for every 4 GB/s.
         block_bytes: the unit of requests and checksums, a multiple of 4096 (of 65536 for disks with large sectors).
@@ -80,11 +80,11 @@ class NvmeStore:
         checksums: a CRC-32 for every block, kept in memory, computed by the threads and verified by every read.
         timeout: seconds without progress after which `Handle.wait` gives up.
         require_disk: refuse a directory that lies in memory (tmpfs), where otherwise a warning is given.
-        syscalls: how to reach the system; for tests.
+        syscalls: the system calls, which tests replace.
 
     Attributes:
         path: the file, for messages.
-        file_system: of the directory, and how that is known.
+        file_system: the directory's file system.
         direct: whether O_DIRECT is in use.
         alignment: bytes that `buffer` aligns to.
 
@@ -152,9 +152,9 @@ class NvmeStore:
         """Preallocate space for a tensor.
 
         Args:
-            name: of the parameter or chunk, for errors.
+            name: the name of the parameter or chunk, for errors.
             numel: elements, at least 1.
-            dtype: of the tensor.
+            dtype: the tensor's dtype.
             zeros: read as zeros what was never written, without touching the disk, as optimizer state starts;
                 otherwise reading it is an error.
 
@@ -190,9 +190,9 @@ class NvmeStore:
         To page-lock memory takes longer than to fill it from a disk. Give them back with `keep_scratch`.
         """
         with self._growing:
-            found, self._scratch = self._scratch, []
-        found = [buffer for buffer in found if buffer.numel() >= nbytes][:count]
-        return found + [self.buffer(nbytes, torch.uint8) for _ in range(count - len(found))]
+            buffers, self._scratch = self._scratch, []
+        buffers = [buffer for buffer in buffers if buffer.numel() >= nbytes][:count]
+        return buffers + [self.buffer(nbytes, torch.uint8) for _ in range(count - len(buffers))]
 
     def keep_scratch(self, buffers: list[torch.Tensor]) -> None:
         """Keep buffers for the next loop; nothing uses them any more."""
@@ -205,7 +205,7 @@ class NvmeStore:
         """Start writing `tensor` to elements `offset` and on of `region`, behind all earlier requests for it.
 
         Args:
-            region: of this store.
+            region: a region of this store.
             tensor: contiguous, on the CPU, of the region's dtype, any shape; it must be complete (copies from a GPU
                 finished) and must not change until the handle's `wait` returns. Memory from `buffer` goes to the disk
                 as it is; other memory through a bounce buffer, one block a thread.

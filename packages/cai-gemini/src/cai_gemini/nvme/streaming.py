@@ -32,7 +32,7 @@ def stream(
         work: gets flat host tensors in memory from the store's `buffer`, one a region, and changes them in place. They
             are its own until it returns: it waits for copies to or from a GPU that it started.
         buffers: chunks in memory, at least 2. Their size is that of the largest chunk.
-        writes: which positions of a chunk are written back; None: all.
+        writes: the positions of a chunk that are written back; None: all.
         unread: regions that are not read: `work` gives all of their tensors new values.
         wrote: called once the writes of a chunk are under way; what reads its regions from then on, reads those.
 
@@ -78,11 +78,11 @@ class _Loop:
         return -(-region.nbytes // self._store.alignment) * self._store.alignment
 
     def _tensors(self, index: int) -> list[torch.Tensor]:
-        slot, start, found = self._slots[index % len(self._slots)], 0, []
+        slot, start, tensors = self._slots[index % len(self._slots)], 0, []
         for region in self._chunks[index]:
-            found.append(slot[start : start + region.nbytes].view(region.dtype))
+            tensors.append(slot[start : start + region.nbytes].view(region.dtype))
             start += self._room(region)
-        return found
+        return tensors
 
     def read_ahead(self, index: int) -> None:
         """Start every read that has a slot and whose regions no chunk from `index` on will still write."""

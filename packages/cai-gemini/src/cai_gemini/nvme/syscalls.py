@@ -85,18 +85,18 @@ def file_system(directory: Path, mountinfo: str | None = None) -> FileSystem:
             mountinfo = Path("/proc/self/mountinfo").read_text()
         except OSError:
             mountinfo = ""
-    wanted = os.path.realpath(directory)
-    found, longest = FileSystem("unknown", "/", ""), -1
+    target = os.path.realpath(directory)
+    best, longest = FileSystem("unknown", "/", ""), -1
     for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        before, after = left.split(), right.split()
+        mount, _, device = line.partition(" - ")
+        before, after = mount.split(), device.split()
         if len(before) < 5 or len(after) < 2:
             continue
         point = _unescape(before[4])
-        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= longest:
-            found, longest = FileSystem(after[0], point, _unescape(after[1])), len(point)
-    return found
+            best, longest = FileSystem(after[0], point, _unescape(after[1])), len(point)
+    return best
 
 
 def _unescape(word: str) -> str:

@@ -22,10 +22,10 @@ Units = Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]]
 
 def kinds(params: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
     """Parameters of a unit by chunk: one for every dtype, trained and frozen apart."""
-    found: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    by_kind: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:
-        found.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-    return list(found.values())
+        by_kind.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    return list(by_kind.values())
 
 
 def usable(memory: int, device: torch.device) -> int:
@@ -57,8 +57,8 @@ def device_budget(device_memory: int | str | None, device: torch.device, *, need
 
 
 def _fraction(device: torch.device) -> float:
-    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if known is None else known(device)
+    memory_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if memory_fraction is None else memory_fraction(device)
 
 
 def least_device(found: Units, model: nn.Module, compute: torch.dtype | None) -> tuple[int, nn.Module]:

@@ -121,15 +121,15 @@ def disk_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
 def last(
     chunks: Sequence[ChunkBytes], fraction: float, which: Callable[[ChunkBytes], bool]
 ) -> frozenset[int]:
-    """Of the chunks that are `which`, those used last that hold `fraction` of all elements, or a little more."""
+    """Return the chunks used last, of those that are `which`, with `fraction` of all elements or a little more."""
     of = [i for i, chunk in enumerate(chunks) if which(chunk)]
-    wanted, total, found = fraction * sum(chunks[i].numel for i in of), 0, []
+    elements, total, chosen = fraction * sum(chunks[i].numel for i in of), 0, []
     for i in reversed(of):
-        if total >= wanted:
+        if total >= elements:
             break
-        found.append(i)
+        chosen.append(i)
         total += chunks[i].numel
-    return frozenset(found)
+    return frozenset(chosen)
 
 
 def choose(
@@ -140,21 +140,21 @@ def choose(
     *,
     disk: bool,
 ) -> OnDisk:
-    """Which chunks use the disk: as asked by fractions, and more where host memory would not do, state first.
+    """Choose the chunks on the disk: as asked by fractions, and more where host memory would not do, state first.
 
     Raises `PlanError` where that is not possible, with what host memory would do.
     """
     if (state or weights) and not disk:
         raise PlanError("no directory for state on the disk", fix="pass nvme='/path/on/a/disk'")
     also = last(chunks, weights, lambda chunk: True)
-    asked = last(chunks, state, lambda chunk: chunk.trains) | {i for i in also if chunks[i].trains}
+    state_chunks = last(chunks, state, lambda chunk: chunk.trains) | {i for i in also if chunks[i].trains}
     least = math.inf
     allowed = math.inf if host_memory is None else parse_bytes(host_memory)
-    first = OnDisk(asked, also)
-    for found in _more(chunks, first) if disk else [first]:
-        needed = host_bytes(chunks, found)
+    first = OnDisk(state_chunks, also)
+    for on_disk in _more(chunks, first) if disk else [first]:
+        needed = host_bytes(chunks, on_disk)
         if needed <= allowed:
-            return found
+            return on_disk
         least = min(least, needed)
     raise PlanError(
         "the host memory is too small for what may have to live there",
@@ -167,14 +167,14 @@ def choose(
     )
 
 
-def _more(chunks: Sequence[ChunkBytes], found: OnDisk) -> Iterator[OnDisk]:
-    """`found`, then with one more chunk after the other on the disk, those used last first."""
-    yield found
+def _more(chunks: Sequence[ChunkBytes], on_disk: OnDisk) -> Iterator[OnDisk]:
+    """Yield `on_disk`, then the same with one more chunk after the other on the disk, those used last first."""
+    yield on_disk
     for i in reversed(range(len(chunks))):
-        if chunks[i].trains and i not in found.state:
-            found = OnDisk(found.state | {i}, found.weights)
-            yield found
+        if chunks[i].trains and i not in on_disk.state:
+            on_disk = OnDisk(on_disk.state | {i}, on_disk.weights)
+            yield on_disk
     for i in reversed(range(len(chunks))):
-        if i not in found.weights:
-            found = OnDisk(found.state, found.weights | {i})
-            yield found
+        if i not in on_disk.weights:
+            on_disk = OnDisk(on_disk.state, on_disk.weights | {i})
+            yield on_disk

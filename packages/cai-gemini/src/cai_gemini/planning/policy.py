@@ -57,7 +57,7 @@ class Plan:
 
     Args:
         weights: chunks whose weights stay.
-        places: where chunks are stepped; on the host those that are not in it.
+        places: the place where each chunk is stepped; on the host those that are not in it.
         buffers: bytes for the pieces of chunks that are streamed.
     """
 
@@ -106,10 +106,10 @@ class Plan:
         for moment, use in enumerate(trace.uses):
             if use.backward and use.chunk in self.state and not sizes[use.chunk].sums:
                 first.setdefault(use.chunk, moment)
-        come = [0] * len(trace.uses)
+        arrivals = [0] * len(trace.uses)
         for chunk, moment in first.items():
-            come[moment] += sizes[chunk].gradients
-        return list(accumulate(come))
+            arrivals[moment] += sizes[chunk].gradients
+        return list(accumulate(arrivals))
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,12 @@ class Moves:
 
 def room(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> list[int]:
     """Bytes for the weights of chunks that do not stay, at every moment."""
-    left = budget - plan.resident(sizes)
+    free_bytes = budget - plan.resident(sizes)
     gradients = plan.gradients(trace, sizes)
-    return [left - beside - more for beside, more in zip(trace.beside, gradients, strict=True)]
+    return [
+        free_bytes - other_bytes - more
+        for other_bytes, more in zip(trace.other_bytes, gradients, strict=True)
+    ]
 
 
 def decide(
@@ -139,7 +142,7 @@ def decide(
 
     Args:
         present: chunks that do not stay and are on the device or on their way.
-        room: of `room`.
+        room: bytes for weights at every moment, as `room` returns them.
 
     What is brought ahead fits until it is used, beside every chunk used before it.
     """
@@ -152,13 +155,13 @@ def decide(
         return [total + sum(sizes[c].weights for c in more) for more in used]
 
     pinned = trace.in_use(moment)
-    here = [c for c in present if c not in plan.weights and c not in pinned]
-    distance = {c: _distance(trace, c, moment) for c in here}
+    movable = [c for c in present if c not in plan.weights and c not in pinned]
+    distance = {c: _distance(trace, c, moment) for c in movable}
     current = trace.uses[moment].chunk
     bring: list[int] = []
     if current not in plan.weights:
         distance[current] = moment
-        if current not in here:
+        if current not in movable:
             bring.append(current)
     nearest = sorted(distance, key=lambda c: distance[c])  # soonest first
     for chunk, when in _upcoming(trace, moment, plan, AHEAD):
@@ -175,7 +178,7 @@ def decide(
     for chunk in reversed(nearest):
         if total <= room[moment]:
             break
-        if chunk in here and chunk != current:
+        if chunk in movable and chunk != current:
             free.append(chunk)
             total -= sizes[chunk].weights
     return Moves(tuple(free), tuple(bring))
@@ -188,14 +191,14 @@ def _distance(trace: Trace, chunk: int, moment: int) -> int:
 
 def _upcoming(trace: Trace, moment: int, plan: Plan, count: int) -> list[tuple[int, int]]:
     """The next `count` chunks that do not stay, other than the current one, and when they are used."""
-    found: dict[int, int] = {}
+    next_use: dict[int, int] = {}
     for later in range(moment + 1, len(trace.uses)):
         chunk = trace.uses[later].chunk
-        if chunk != trace.uses[moment].chunk and chunk not in plan.weights and chunk not in found:
-            found[chunk] = later
-            if len(found) == count:
+        if chunk != trace.uses[moment].chunk and chunk not in plan.weights and chunk not in next_use:
+            next_use[chunk] = later
+            if len(next_use) == count:
                 break
-    return list(found.items())
+    return list(next_use.items())
 
 
 def smallest_budget(trace: Trace, sizes: Sequence[Sizes], stays: Collection[int] = ()) -> int:
@@ -204,7 +207,7 @@ def smallest_budget(trace: Trace, sizes: Sequence[Sizes], stays: Collection[int]
     resident = least.resident(sizes)
     return max(
         resident
-        + trace.beside[moment]
+        + trace.other_bytes[moment]
         + sum(sizes[c].weights for c in {use.chunk, *trace.in_use(moment)} - least.weights)
         for moment, use in enumerate(trace.uses)
     )
@@ -214,8 +217,8 @@ def fits(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> bool:
     """Whether every moment has room for the chunks it uses."""
     return all(
         sum(sizes[c].weights for c in {trace.uses[moment].chunk, *trace.in_use(moment)} - plan.weights)
-        <= left
-        for moment, left in enumerate(room(trace, sizes, plan, budget))
+        <= free_bytes
+        for moment, free_bytes in enumerate(room(trace, sizes, plan, budget))
     )
 
 
@@ -263,23 +266,23 @@ def on_device(state: Iterable[int], streamed: Iterable[int] = ()) -> dict[int, S
 
 
 def _first(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
-    most, total, found = fraction * sum(bytes_of), 0, []
+    most, total, chosen = fraction * sum(bytes_of), 0, []
     for chunk in order:
         if total + bytes_of[chunk] > most * (1 + 1e-9):
             break
         total += bytes_of[chunk]
-        found.append(chunk)
-    return frozenset(found)
+        chosen.append(chunk)
+    return frozenset(chosen)
 
 
 def _spread(order: Sequence[int], bytes_of: Sequence[int], fraction: float) -> frozenset[int]:
     """Chunks with a fraction of all bytes, evenly between those that are left out."""
-    asked = fraction * sum(bytes_of)
-    share = min(asked / max(sum(bytes_of[c] for c in order), 1), 1.0)
-    passed, total, found = 0.0, 0, []
+    target = fraction * sum(bytes_of)
+    share = min(target / max(sum(bytes_of[c] for c in order), 1), 1.0)
+    passed, total, chosen = 0.0, 0, []
     for chunk in order:
         passed += share * bytes_of[chunk]
         if total + bytes_of[chunk] / 2 < passed * (1 + 1e-9):
             total += bytes_of[chunk]
-            found.append(chunk)
-    return frozenset(found)
+            chosen.append(chunk)
+    return frozenset(chosen)

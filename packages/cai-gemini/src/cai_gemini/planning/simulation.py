@@ -37,7 +37,7 @@ class Rates:
         both: the sum of both directions when they run at once.
         host_step: host memory moved by the optimizer.
         device_step: device memory moved by the optimizer.
-        disk_read, disk_write: of the disk; infinite where it costs nothing.
+        disk_read, disk_write: the disk's rates; infinite where it costs nothing.
         host_beside: as `host_step`, while both directions of the link are busy; None: as without.
     """
 
@@ -51,7 +51,7 @@ class Rates:
     host_beside: float | None = None
 
     def link_seconds(self, up: int, down: int) -> float:
-        """For bytes in both directions at once."""
+        """Return the seconds of copies in both directions at once."""
         return max(up / self.to_device, down / self.to_host, (up + down) / self.both)
 
 
@@ -75,7 +75,7 @@ class DiskBytes:
     """What a chunk moves from and to a disk.
 
     Args:
-        read, written: by its optimizer step.
+        read, written: bytes of its optimizer step.
         weights: read before each copy to the device.
     """
 
@@ -91,8 +91,8 @@ class Step:
     Args:
         parameters: their number by chunk.
         passes: backward passes a step.
-        disk: what chunks on a disk move there.
-        streamable: what may be stepped on the device though it lives on the host.
+        disk: the bytes that chunks on a disk move, by chunk.
+        streamable: the chunks that may be stepped on the device though their state lives on the host.
     """
 
     parameters: Sequence[int]
@@ -102,7 +102,7 @@ class Step:
 
 
 def _piece_bytes(sizes: Sizes) -> tuple[int, int]:
-    """To the device and back, by a step there of state on the host."""
+    """Return the bytes to the device and back, by a step there of state on the host."""
     return sizes.state + max(sizes.gradients, sizes.sums), sizes.state + sizes.weights
 
 
@@ -119,9 +119,9 @@ def simulate(
 
 class _Run:
     def __init__(
-        self, trace: Trace, sizes: Sequence[Sizes], plan: Plan, left: Sequence[int], rates: Rates, step: Step
+        self, trace: Trace, sizes: Sequence[Sizes], plan: Plan, room: Sequence[int], rates: Rates, step: Step
     ):
-        self._trace, self._sizes, self._plan, self._left = trace, sizes, plan, left
+        self._trace, self._sizes, self._plan, self._room = trace, sizes, plan, room
         self._rates, self._step = rates, step
         # with both directions busy each gets its share of `both`; steps are long enough that they mostly are
         shared = rates.both / (rates.to_device + rates.to_host)
@@ -146,13 +146,13 @@ class _Run:
     def _pass(self) -> None:
         present: dict[int, float] = {}
         for moment, use in enumerate(self._trace.uses):
-            moves = decide(self._trace, moment, present, self._sizes, self._plan, self._left)
+            moves = decide(self._trace, moment, present, self._sizes, self._plan, self._room)
             for chunk in moves.free:
                 del present[chunk]
             for chunk in moves.bring:
                 present[chunk] = self._bring(chunk)
-            there = present.get(use.chunk, self._ready[use.chunk])
-            begin = max(self._compute, there)
+            ready = present.get(use.chunk, self._ready[use.chunk])
+            begin = max(self._compute, ready)
             self._compute = begin + self._trace.seconds[moment]
             self.lanes.compute.append(self._span(begin, self._compute, use.chunk))
             if use.backward and use.chunk not in self._plan.state:
@@ -171,10 +171,10 @@ class _Run:
         return self._disk
 
     def _bring(self, chunk: int) -> float:
-        there, disk = self._ready[chunk], self._step.disk.get(chunk)
+        ready, disk = self._ready[chunk], self._step.disk.get(chunk)
         if disk is not None and disk.weights and chunk not in self._plan.state:
-            there = self._on_disk(there, disk.weights / self._rates.disk_read, chunk)
-        begin = max(self._link_up, there)
+            ready = self._on_disk(ready, disk.weights / self._rates.disk_read, chunk)
+        begin = max(self._link_up, ready)
         self._link_up = begin + self._sizes[chunk].weights / self._up
         self.lanes.to_device.append(self._span(begin, self._link_up, chunk))
         self._hold_up(chunk, begin, self._link_up - begin)
@@ -193,7 +193,7 @@ class _Run:
         self._link_down = begin + self._sizes[chunk].gradients / self._down
         self.lanes.to_host.append(self._span(begin, self._link_down, chunk))
 
-    def _update(self, known: float) -> None:
+    def _update(self, norm_time: float) -> None:
         """The optimizer, once the norm is known: on the device at once, on the host in the order of use."""
         device = (
             sum(self._step.parameters[c] for c in self._plan.state) * HOST_BYTES / self._rates.device_step
@@ -207,15 +207,15 @@ class _Run:
             if chunk not in self._plan.state
         ]
         streamed = [chunk for chunk in order if chunk in self._plan.streamed]
-        self._streaming = max(self._streaming, known)
+        self._streaming = max(self._streaming, norm_time)
         self._streaming_until = self._streaming + sum(self._streaming_seconds(chunk) for chunk in streamed)
         reading = {c: d for c in order if (d := self._step.disk.get(c)) is not None and d.read}
         for chunk in order:
             if chunk in self._plan.streamed:
                 self._stepped(chunk, self._step_streamed(chunk))
             elif chunk not in reading:
-                self._stepped(chunk, self._step_on_host(chunk, known))
-        self._update_disk(reading, known)
+                self._stepped(chunk, self._step_on_host(chunk, norm_time))
+        self._update_disk(reading, norm_time)
 
     def _streaming_seconds(self, chunk: int) -> float:
         return self._rates.link_seconds(*_piece_bytes(self._sizes[chunk]))
@@ -227,8 +227,8 @@ class _Run:
             lane.append(self._span(begin, self._streaming, chunk))
         return self._streaming
 
-    def _step_on_host(self, chunk: int, there: float) -> float:
-        begin = max(self._host, there)
+    def _step_on_host(self, chunk: int, ready: float) -> float:
+        begin = max(self._host, ready)
         rate = self._rates.host_step
         if begin < self._streaming_until:
             rate = self._rates.host_beside or rate
@@ -241,13 +241,13 @@ class _Run:
         if chunk in self._plan.weights:
             self._ready[chunk] = self._bring(chunk)
 
-    def _update_disk(self, chunks: Mapping[int, DiskBytes], known: float) -> None:
+    def _update_disk(self, chunks: Mapping[int, DiskBytes], norm_time: float) -> None:
         """One chunk is read while the one before it is stepped and written."""
         order, read = list(chunks), dict[int, float]()
         for at, chunk in enumerate(order):
             for ahead in order[at : at + 2]:
                 if ahead not in read:
-                    read[ahead] = self._on_disk(known, chunks[ahead].read / self._rates.disk_read, ahead)
+                    read[ahead] = self._on_disk(norm_time, chunks[ahead].read / self._rates.disk_read, ahead)
             ready = self._step_on_host(chunk, read[chunk])
             written = self._on_disk(ready, chunks[chunk].written / self._rates.disk_write, chunk)
             self._stepped(chunk, written if chunks[chunk].weights else ready)
@@ -286,46 +286,46 @@ def best_plan(
     state of the others shared out between the host and the device, where the link has time.
     """
     order = [*dict.fromkeys(use.chunk for use in trace.uses)]
-    found: dict[bool, tuple[float, Plan]] = {}
+    fastest: dict[bool, tuple[float, Plan]] = {}
     for count in range(len(order) + 1):
         state = frozenset(order[:count])
         streamed = _shared_out(order[count:], sizes, rates, step)
         for some in dict.fromkeys([frozenset[int](), streamed]):
             least = Plan(state | frozenset(stays), on_device(state, some), step.streamable.buffers)
             most = _most_weights(trace, sizes, budget, least, order)
-            for kept in [] if most is None else {most, (count + most) // 2}:
-                plan = replace(least, weights=least.weights | frozenset(order[:kept]))
+            for resident_count in [] if most is None else {most, (count + most) // 2}:
+                plan = replace(least, weights=least.weights | frozenset(order[:resident_count]))
                 seconds, _ = simulate(trace, sizes, plan, budget, rates, step)
-                best = found.get(bool(some))
+                best = fastest.get(bool(some))
                 if best is None or seconds <= best[0]:  # of equals, the one with more on the device
-                    found[bool(some)] = (seconds, plan)
+                    fastest[bool(some)] = (seconds, plan)
     nothing = (math.inf, Plan(frozenset(stays)))
-    plain, pieces = found.get(False, nothing), found.get(True, nothing)
+    plain, pieces = fastest.get(False, nothing), fastest.get(True, nothing)
     return pieces[1] if pieces[0] < GAIN * plain[0] else plain[1]
 
 
 def _shared_out(order: Sequence[int], sizes: Sequence[Sizes], rates: Rates, step: Step) -> frozenset[int]:
-    """Of chunks whose state is on the host, those for the device: each goes where it is done first."""
+    """Choose those chunks with state on the host that the device steps: each goes where it is done first."""
     host = link = 0.0
-    found = []
+    streamed = []
     for chunk in order:
-        here = host + step.parameters[chunk] * HOST_BYTES / (rates.host_beside or rates.host_step)
-        there = link + rates.link_seconds(*_piece_bytes(sizes[chunk]))
-        if chunk in step.streamable.able and there < here:
-            found.append(chunk)
-            link = there
+        host_end = host + step.parameters[chunk] * HOST_BYTES / (rates.host_beside or rates.host_step)
+        link_end = link + rates.link_seconds(*_piece_bytes(sizes[chunk]))
+        if chunk in step.streamable.able and link_end < host_end:
+            streamed.append(chunk)
+            link = link_end
         else:
-            host = here
-    return frozenset(found)
+            host = host_end
+    return frozenset(streamed)
 
 
 def _most_weights(
     trace: Trace, sizes: Sequence[Sizes], budget: int, least: Plan, order: Sequence[int]
 ) -> int | None:
-    """Of how many chunks weights can stay beside what stays at least; None when that does not fit at all."""
+    """Return how many chunks' weights can stay beside what stays at least; None when that does not fit at all."""
 
-    def do(kept: int) -> bool:
-        return fits(trace, sizes, replace(least, weights=least.weights | frozenset(order[:kept])), budget)
+    def do(count: int) -> bool:
+        return fits(trace, sizes, replace(least, weights=least.weights | frozenset(order[:count])), budget)
 
     low, high = len(least.state), len(order)
     if not do(low):

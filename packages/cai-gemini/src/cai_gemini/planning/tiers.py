@@ -12,7 +12,7 @@ class Tiers:
     """How much stays on the device and how much goes to a disk, as fractions of all bytes; the rest lives on the host.
 
     Args:
-        weights: in the dtype of computation, that stay on the device. Others are copied there before each use.
+        weights: weights in the dtype of computation that stay on the device. Others are copied there before each use.
         state: master weights, optimizer state and gradients that stay on the device, and their weights with them. Other
             state is stepped on the host.
         streamed: state that lives on the host and is stepped on the device: it goes there in pieces and comes back.

@@ -22,14 +22,14 @@ class Trace:
     """A pass, forward and backward.
 
     Args:
-        uses: in order.
-        beside: bytes on the device that are not weights, gradients or optimizer state, at most, during each use.
-        seconds: what each use took to compute, at least.
+        uses: the uses of chunks, in order.
+        other_bytes: bytes on the device that are not weights, gradients or optimizer state, at most, during each use.
+        seconds: the compute time of each use, at least.
         also: other chunks in use at that moment, which cannot be freed; none where left out.
     """
 
     uses: tuple[Use, ...]
-    beside: tuple[int, ...]
+    other_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
     also: tuple[frozenset[int], ...] = ()
 

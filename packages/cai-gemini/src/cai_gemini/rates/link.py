@@ -21,21 +21,21 @@ REPEATS = 3
 def measure(device: torch.device, worker: Worker | None = None) -> Rates:
     """Rates of `device`. On a CPU, which then plays the device, copies cost what host memory costs.
 
-    worker: in whose thread the host's rate is taken; None: in one like it.
+    worker: the worker in whose thread the host's rate is taken; None: one like it.
     """
     copies = Copies(device)
     numel = COPY_BYTES if device.type == "cuda" else COPY_BYTES // 16
-    here = torch.empty(numel, dtype=torch.uint8, device=device)
-    there, other = (host_memory(numel, torch.uint8, device) for _ in range(2))
-    there.zero_()
-    also = torch.empty_like(here)
+    device_buffer = torch.empty(numel, dtype=torch.uint8, device=device)
+    host_buffer, host_target = (host_memory(numel, torch.uint8, device) for _ in range(2))
+    host_buffer.zero_()
+    device_source = torch.empty_like(device_buffer)
     elements = STEP_ELEMENTS if device.type == "cuda" else STEP_ELEMENTS // 32
 
     def up() -> None:
-        copies.to_device(here, there, copies.mark())
+        copies.to_device(device_buffer, host_buffer, copies.mark())
 
     def down() -> None:
-        copies.to_host(other, also)
+        copies.to_host(host_target, device_source)
 
     def both() -> None:
         up()
@@ -48,32 +48,32 @@ def measure(device: torch.device, worker: Worker | None = None) -> Rates:
         both=2 * numel / _seconds(both, device),
         host_step=_host_rate(elements, worker),
         device_step=_step_rate(device, elements // 8),
-        host_beside=_host_rate(elements, worker, beside=both) if device.type == "cuda" else None,
+        host_beside=_host_rate(elements, worker, load=both) if device.type == "cuda" else None,
     )
 
 
-def _host_rate(elements: int, worker: Worker, beside: Callable[[], None] | None = None) -> float:
-    """Of the host's steps, in the worker's thread; with `beside` done all the while."""
+def _host_rate(elements: int, worker: Worker, load: Callable[[], None] | None = None) -> float:
+    """Return the rate of the host's steps, in the worker's thread, while `load` is called again and again."""
     if torch.cuda.is_available():
         leave_cores()
-    found: list[float] = []
-    done = worker.submit(lambda: found.append(_step_rate(torch.device("cpu"), elements)))
-    while beside is not None and not done.done():
-        beside()
+    rates: list[float] = []
+    done = worker.submit(lambda: rates.append(_step_rate(torch.device("cpu"), elements)))
+    while load is not None and not done.done():
+        load()
         torch.cuda.synchronize()
     done.result()
-    return found[0]
+    return rates[0]
 
 
 def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    found = []
+    durations = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])
 
 
 def _step_rate(device: torch.device, numel: int) -> float:

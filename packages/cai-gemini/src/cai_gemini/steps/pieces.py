@@ -25,7 +25,7 @@ def buffer_bytes(chunks: Sequence[OffloadedChunk]) -> int:
 
 
 def _slot_bytes(chunk: OffloadedChunk) -> int:
-    """Of a piece: three of state, a gradient as wide as it, and the gradient as it comes, with new weights after it."""
+    """Return the bytes of a piece: three of state, a gradient as wide, and the gradient as it comes or new weights."""
     unit, gradient = chunk.unit, chunk.gradients.dtype
     assert gradient is not None
     numel, master = min(PIECE, unit.shard.numel()), unit.shard.dtype
@@ -49,19 +49,19 @@ class Piece:
 
 def pieces(blocks: Sequence[AdamBlock], most: int) -> list[Piece]:
     """Blocks of a chunk in pieces of up to `most` elements, `GRAIN` at least; blocks are cut where a piece is full."""
-    cut: list[list[AdamBlock]] = []
+    block_lists: list[list[AdamBlock]] = []
     full = 0
     for block in sorted(blocks, key=lambda b: b.low):
         at = block.low
         while at < block.high:
             until = block.high if block.high <= full else at + max(full - at, 0) // GRAIN * GRAIN
             if until == at:
-                cut.append([])
+                block_lists.append([])
                 full = at + most
             else:
-                cut[-1].append(replace(block, low=at, high=until))
+                block_lists[-1].append(replace(block, low=at, high=until))
                 at = until
-    return [Piece(some[0].low, some[-1].high, some) for some in cut]
+    return [Piece(some[0].low, some[-1].high, some) for some in block_lists]
 
 
 class Views(NamedTuple):
@@ -86,9 +86,9 @@ class Slot:
         self._memory, self._views = memory, dict[tuple, Views]()
         self.sent = sent
 
-    def views(self, here: Sequence[torch.Tensor]) -> Views:
-        """Views for tensors such as `here`, as in `StreamedSteps._step_piece`; the same for pieces of one shape."""
-        master, *_, gradient, weights = here
+    def views(self, host_tensors: Sequence[torch.Tensor]) -> Views:
+        """Return views for tensors such as `StreamedSteps._step_piece` takes; the same for pieces of one shape."""
+        master, *_, gradient, weights = host_tensors
         like = (master.numel(), master.dtype, gradient.dtype, weights.dtype)
         if like not in self._views:
             size = _aligned(master.numel() * master.element_size())

@@ -70,7 +70,7 @@ class _Job:
     """A chunk to be stepped."""
 
     chunk: OffloadedChunk
-    taken: Taken
+    inputs: Taken
     done: Future[None] = field(default_factory=Future)
 
 
@@ -92,11 +92,11 @@ class StreamedSteps:
         ledger.change("state", nbytes)
         memory = [torch.empty(nbytes // SLOTS, dtype=torch.uint8, device=copies.device) for _ in range(SLOTS)]
         free = Copied(copies.mark())  # of what the memory was before
-        self._slots = itertools.cycle([Slot(each, free) for each in memory])
+        self._slots = itertools.cycle([Slot(buffer, free) for buffer in memory])
 
     def step(self, chunks: Sequence[OffloadedChunk], scale: float | Scalar) -> None:
         """Step chunks in order, in the background: each is awaited where it is used."""
-        jobs = [_Job(chunk, taken) for chunk in chunks if (taken := chunk.take_gradient()) is not None]
+        jobs = [_Job(chunk, inputs) for chunk in chunks if (inputs := chunk.take_gradient()) is not None]
         if not jobs:
             return
         for job in jobs:
@@ -105,7 +105,7 @@ class StreamedSteps:
         free = self._copies.mark()
         self._worker.submit(lambda: self._run(jobs, scale, free))
         for job in jobs:
-            job.chunk.stepped_by(job.done, there=job.chunk.stays)
+            job.chunk.stepped_by(job.done, updates_device=job.chunk.stays)
 
     def _run(self, jobs: Sequence[_Job], scale: float | Scalar, free: torch.cuda.Event | None) -> None:
         """free: where the device has read the weights of chunks that stay."""
@@ -129,52 +129,62 @@ class StreamedSteps:
 
     def _pieces(self, job: _Job, scale: float) -> Iterator[tuple[Copied, bool]]:
         """Queue a chunk's pieces, one at a time; gives their copies to the host, and whether these are the last."""
-        chunk, (gradient, groups, step) = job.chunk, job.taken
+        chunk, (gradient, groups, step) = job.chunk, job.inputs
         ready, unit = gradient.settled(), chunk.unit
         chunk.host_weights.wait_until_read()
         chunk.host_weights.refresh()
         tensors = (unit.shard, *step.moments(), ready, chunk.host_weights.tensor)
         weights = unit.weights.data if chunk.stays else None
-        cut = pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE)
-        if not cut:  # the optimizer leaves the chunk's parameters out
+        chunk_pieces = pieces(step.blocks(groups, unit.shard.numel(), self._copies.device), PIECE)
+        if not chunk_pieces:  # the optimizer leaves the chunk's parameters out
             yield Copied(None), True
-        for piece in cut:
+        for piece in chunk_pieces:
             part = slice(piece.low, piece.high)
-            here = [tensor[part] for tensor in tensors]
+            host_tensors = [tensor[part] for tensor in tensors]
             used = weights[part] if weights is not None else None
-            yield self._step_piece(job, piece, here, used, scale), piece is cut[-1]
+            yield self._step_piece(job, piece, host_tensors, used, scale), piece is chunk_pieces[-1]
 
     def _step_piece(
-        self, job: _Job, piece: Piece, here: list[torch.Tensor], used: torch.Tensor | None, scale: float
+        self,
+        job: _Job,
+        piece: Piece,
+        host_tensors: list[torch.Tensor],
+        used: torch.Tensor | None,
+        scale: float,
     ) -> Copied:
         """Bring a piece, step it and send it back; returns its copies back.
 
         Args:
-            here: on the host, master weights, both moments, gradient, and where new weights go.
+            host_tensors: master weights, both moments, gradient, and the memory of new weights, all on the host.
             used: weights on the device, that get the new ones, where they stay.
         """
-        slot, step, name = next(self._slots), job.taken[2], job.chunk.name
-        there = slot.views(here)
-        arriving = there.gradient if there.coming is None else there.coming
-        self._copies.all_to_device([*there.state, arriving], here[:4], slot.sent.event, name).wait()
-        if there.coming is not None:
-            there.gradient.copy_(there.coming)
+        slot, step, name = next(self._slots), job.inputs[2], job.chunk.name
+        views = slot.views(host_tensors)
+        arriving = views.gradient if views.coming is None else views.coming
+        self._copies.all_to_device([*views.state, arriving], host_tensors[:4], slot.sent.event, name).wait()
+        if views.coming is not None:
+            views.gradient.copy_(views.coming)
         if scale != 1.0:
-            there.gradient.mul_(scale)
+            views.gradient.mul_(scale)
         for block in piece.blocks:
             part = slice(block.low - piece.low, block.high - piece.low)
-            master, first, second = (tensor[part] for tensor in there.state)
-            step.adam(block, master, there.gradient[part], first, second)
-        there.leaving.copy_(there.state[0])
+            master, first, second = (tensor[part] for tensor in views.state)
+            step.adam(block, master, views.gradient[part], first, second)
+        views.leaving.copy_(views.state[0])
         if used is not None:
-            used.copy_(there.leaving)
-        slot.sent = self._copies.all_to_host([*here[:3], here[4]], [*there.state, there.leaving], name)
+            used.copy_(views.leaving)
+        slot.sent = self._copies.all_to_host(
+            [*host_tensors[:3], host_tensors[4]], [*views.state, views.leaving], name
+        )
         return slot.sent
 
     def _await(self, sent: Copied, over: _Job | None) -> None:
-        """over: the chunk whose pieces have all been sent then."""
+        """Wait for a piece, and finish the chunk that is over with it.
+
+        over: the chunk whose pieces have all been sent then.
+        """
         sent.synchronize()
         if over is not None:
             over.chunk.host_weights.adopt()
-            self._copies.host.give(over.taken[0].tensor)
+            self._copies.host.give(over.inputs[0].tensor)
             over.done.set_result(None)
