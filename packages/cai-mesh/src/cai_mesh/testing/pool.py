@@ -196,8 +196,8 @@ def preload(*modules: str) -> None:
     """Have modules imported once for all ranks of `run_ranks`, in the process that they are forked from.
 
     A rank otherwise imports by itself what its function needs: of transformers that is seconds, for each rank of each
-    new group. Call it before the first `run_ranks`, as a suite's `conftest.py` does; modules named later have no effect.
-    A module that cannot be imported there is passed over.
+    new group. Call it before the first `run_ranks`, as a suite's `conftest.py` does; modules named later have no
+    effect. A module that cannot be imported there is passed over.
     """
     _pool().preload(*modules)
 
