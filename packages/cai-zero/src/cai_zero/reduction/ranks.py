@@ -1,4 +1,4 @@
-"""Which ranks share a parameter's shards and which hold copies, by the parameter's reduce spec."""
+"""The ranks that share a parameter's shards and those that hold copies, by the parameter's reduce spec."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RankTable:
                 self.mesh.group(names)
 
     def of(self, spec: ReduceSpec = ReduceSpec()) -> DataRanks:  # noqa: B008 (frozen)
-        """Those of one spec; the default one is that of a dense parameter."""
+        """Return the ranks of one spec; the default one is that of a dense parameter."""
         if spec not in self._known:
             self._known[spec] = self._resolve(spec)
         return self._known[spec]
