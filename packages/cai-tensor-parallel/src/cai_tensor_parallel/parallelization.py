@@ -71,8 +71,9 @@ def parallelize(
         overlap: whether some tokens are multiplied while others travel between one host's GPUs; needs `sequence`, and
             is not for FP8 layers.
         logits: the form of a vocabulary-cut head's logits. "whole": [..., V] on every rank, as the model's loss,
-            `generate()` and a loss of your own expect. "sharded": [..., V/tp], never gathered; `vocab_parallel_cross_entropy` takes them,
-            and so does the model's `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
+            `generate()` and a loss of your own expect. "sharded": [..., V/tp], never gathered;
+            `vocab_parallel_cross_entropy` takes them, and so does the model's `loss_function` where it is the loss of
+            next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model. Raises `PlanError` for what cannot be cut, a glob of `plan` that matches nothing, or a small

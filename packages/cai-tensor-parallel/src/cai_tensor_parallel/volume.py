@@ -1,4 +1,4 @@
-"""How many numbers a rank receives for one layer, and how many it keeps for backward, in each mode: closed forms.
+"""The numbers a rank receives for one layer, and those it keeps for backward, in each mode: closed forms.
 
 With p ranks and rings, a gather of parts x receives (p-1) |x|, a sum of x scattered over the ranks (p-1)/p |x|, a sum
 of x for all of them twice that. A sum for each rank in turn receives (p-1)/p |x| on average, and so does a part that

@@ -66,7 +66,7 @@ class Ema:
         return [param for _, param in self._named if param.requires_grad]
 
     def _join(self) -> None:
-        """What is trained from now on begins with its value: that was its average while it was frozen."""
+        """Begin the average of what is trained from now on with its value: that was its average while it was frozen."""
         weight_ids = {id(weight) for weight in self._weights}
         for weight in self._trained():
             if id(weight) not in weight_ids:

@@ -1,4 +1,4 @@
-"""What a loop calls: `shard_optimizer` for stages 0 to 2, `shard_module` for stage 3, and what finds either again."""
+"""A loop's entries: `shard_optimizer` for stages 0 to 2, `shard_module` for stage 3, and what finds either again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from cai_mesh.layout import Box, BoxedTensor, canonical_name
 
 @dataclass(frozen=True)
 class _Holding:
-    """What one rank holds of one tensor, without its values."""
+    """One rank's part of one tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

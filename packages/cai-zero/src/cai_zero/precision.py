@@ -1,4 +1,4 @@
-"""Which dtype for what."""
+"""The dtypes of a sharded model."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
 def own_boxes(
     optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str = ""
 ) -> dict[str, BoxedTensor] | None:
-    """What an optimizer itself says of its state by `boxed_state(param, name)`; None if it is an ordinary one."""
+    """Return what an optimizer says of its state by `boxed_state(param, name)`; None if it is an ordinary one."""
     say = getattr(optimizer, "boxed_state", None)
     return None if say is None else say(param, name)
 

@@ -60,7 +60,7 @@ class Cut:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those of the mesh that play `tp`."""
+        """The axes of the mesh that play `tp`."""
         return GRIDS[self.mode].axes if self.mode in GRIDS else ("tp",)
 
     @property

@@ -121,7 +121,7 @@ def _roles(module: nn.Module, part: PartLayers) -> dict[str, str]:
 
 
 def _obstacle(module: nn.Module, part: PartLayers, ranks: int) -> str:
-    """Why a part cannot be cut over so many ranks; "" where it can."""
+    """Return the reason why a part cannot be cut over so many ranks; "" where it can."""
     class_name, allowed = _how(module, part), HEAD_BY_HEAD if part.counts else tuple(BLOCKS)
     if class_name not in allowed:
         return (

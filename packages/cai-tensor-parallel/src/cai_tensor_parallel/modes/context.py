@@ -1,4 +1,4 @@
-"""What a mode needs to know to change one module."""
+"""The knowledge with which a mode changes one module."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModeContext:
 
     @property
     def grid(self) -> Grid:
-        """How activations lie in a mode that cuts samples and features."""
+        """The form of activations in a mode that cuts samples and features."""
         return GRIDS[self.mode]
 
     def members(self, axes: Axes) -> Members | None:

@@ -16,7 +16,7 @@ WIDE_BYTES = 128 << 20
 
 
 class ColumnMaths(Protocol):
-    """What a rank computes on its columns of the logits. Sums and gradients are of float32, or float64 for float64."""
+    """A rank's computations on its columns of the logits. Sums and gradients are of float32, or float64 for float64."""
 
     def scan(
         self, logits: torch.Tensor, target: torch.Tensor, *, vocab_start: int, ignore_index: int

@@ -1,4 +1,4 @@
-"""How activations and weights lie over the ranks of a mode: data that the roles read."""
+"""The layout of activations and weights over the ranks of a mode: data that the roles read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """How an activation [batch, ..., features] lies over the ranks.
+    """The layout of an activation [batch, ..., features] over the ranks.
 
     Args:
         batch: axes over which the samples are cut, in mesh order.

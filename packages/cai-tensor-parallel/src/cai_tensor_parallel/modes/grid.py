@@ -238,7 +238,7 @@ def _feature_parameters(module: nn.Module, role: Role, context: ModeContext) -> 
 
 
 def _fetch(module: nn.Module, context: ModeContext) -> None:
-    """What begins the stream gets the inputs of the stream's samples, where attention sees others."""
+    """Give what begins the stream the inputs of the stream's samples, where attention sees others."""
     if context.grid.stream == context.grid.inner:
         return
     exchange = Exchange(context)

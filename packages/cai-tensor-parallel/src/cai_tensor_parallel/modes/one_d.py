@@ -74,7 +74,7 @@ class Column(Local):
     def of_product(
         self, product: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
-        """As `forward`, of a product [tokens, out/tp] that is there, where a layer `leads`."""
+        """Do as `forward` does, with a product [tokens, out/tp] that is there, where a layer `leads`."""
         y = product.view(*x.shape[:-1], product.shape[-1])
         return (y if bias is None else y + bias), (x,)
 
@@ -92,7 +92,7 @@ class Column(Local):
     def own_gradients(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[torch.Tensor | None, Tensors, torch.Tensor | None]:
-        """As `backward`, but of the gradient of x this rank's part of the sum."""
+        """Do as `backward` does, but return of the gradient of x this rank's part of the sum."""
         if self.gather:
             start = min(self.ranks.rank * -(-self.gather // self.ranks.size), self.gather)
             dy = dy[..., start : start + weight.shape[int(self.products is TRANSPOSED)]].contiguous()

@@ -1,4 +1,4 @@
-"""Which column-cut layers may read the same input: those directly inside one module."""
+"""The column-cut layers that may read the same input: those directly inside one module."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def watch_readers(
 
 
 def readers_of(name: str, readers: dict[str, Readers]) -> Readers | None:
-    """Those a layer belongs to: its own, where it is by itself, or those of the module around it."""
+    """Return the readers a layer belongs to: its own, where it is by itself, or those of the module around it."""
     return readers.get(name) or readers.get(name.rpartition(".")[0])

@@ -34,7 +34,7 @@ INWARD = ("colwise", "packed_colwise", GATHERED, *ALIKE)
 """Roles of layers that use the whole sequence."""
 
 OF_HEADS = ("q_", "k_", "kv_", "qk_", "query", "key")
-"""How transformers begins the names of norms inside an attention."""
+"""The beginnings of the names of norms inside an attention of transformers."""
 
 
 class Sequence:
@@ -119,7 +119,7 @@ def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class Places:
-    """Where the stream of a model is cut, gathered and put together: names of modules.
+    """The places where the stream of a model is cut, gathered and put together: names of modules.
 
     Args:
         first, last: the blocks at which the stream is cut and put together, of every stack of blocks, or of every

@@ -1,4 +1,4 @@
-"""What the rules of grids share: the gradient of a weight is put together over ranks before it is given on."""
+"""The part that the rules of grids share: the gradient of a weight is put together over ranks before it is given on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank holds its part of the tokens: gathered, and summed and scattered, without a copy of their own.
+"""The exchange of a rank's part of the tokens: gathered, and summed and scattered, without a copy of their own.
 
 The tokens of all samples are counted one after the other and dealt out in equal runs. A rank's run has the shape
 [samples, sequence/p, ...]: what works token by token never sees that these need not be the tokens of that sample. Parts

@@ -13,6 +13,6 @@ from cai_mesh.protocols import GradSync
 
 
 def sync_of(model: nn.Module, optimizer: Any = None) -> GradSync | None:
-    """Who reduces the gradients of a model: its sharding, or the sharded optimizer over it; None under offload."""
+    """Return what reduces a model's gradients: its sharding, or the sharded optimizer over it; None under offload."""
     owner = getattr(model, "cai_sharding", None) or optimizer
     return owner if isinstance(owner, GradSync) else None

@@ -43,7 +43,7 @@ class ZeroStrategy(DDPStrategy):
         return module
 
     def module_to_device(self, module: nn.Module) -> None:
-        """What is sharded or offloaded already is where it belongs."""
+        """Leave what is sharded or offloaded where it is."""
         if self.stage is not None:
             super().module_to_device(module)
 

@@ -34,7 +34,8 @@ class ZeroTrainer(Trainer):
 
     Args:
         mesh: the mesh of all ranks. Those along its data axes (`dp_replicate`, `dp_shard`) read different samples; all
-            others, such as the tensor-parallel ranks of a model that `parallelize` has cut, the same. None: all are data ranks.
+            others, such as the tensor-parallel ranks of a model that `parallelize` has cut, the same. None: all are
+            data ranks.
         stage: 0 to 3: the model and the Trainer's own optimizer are sharded here. None: they are already, by
             `shard_optimizer`, `shard_module` or `cai_gemini.offload`, and the optimizer is handed over:
             `ZeroTrainer(model, args, optimizers=(optimizer, None))`.
@@ -71,7 +72,7 @@ class ZeroTrainer(Trainer):
             )
 
     def get_tp_size(self) -> int:
-        """How many ranks read the same samples."""
+        """The number of ranks that read the same samples."""
         if not isinstance(self.mesh, ParallelMesh):
             return super().get_tp_size()
         return self.args.world_size // self.mesh.degree(DATA_AXES)
@@ -120,7 +121,7 @@ class ZeroTrainer(Trainer):
         return any(is_kept(p) or layout_of(p).sharded_axes for p in self.model.parameters())
 
     def _load_weights(self, directory: str) -> None:
-        """What `save_model` wrote there, read by rank 0 into host memory."""
+        """Load what `save_model` wrote there, read by rank 0 into host memory."""
         if not isinstance(self.model, PreTrainedModel):
             raise PlanError(
                 "weights of a checkpoint cannot be loaded into a sharded model that is not transformers' own",

@@ -81,7 +81,7 @@ class AdamW(BoxedOptimizer):
         return dict.fromkeys(MOMENTS)
 
     def plan(self):
-        """As of `BoxedOptimizer`; parameters are checked for rounding."""
+        """Plan as `BoxedOptimizer` does; parameters are checked for rounding."""
         before, plan = self._planned, super().plan()
         if self._planned is not before and self.stochastic_rounding:
             odd = next((p for p in plan if p.dtype != torch.bfloat16), None)
@@ -156,7 +156,7 @@ class AdamW(BoxedOptimizer):
                         tensor.copy_(values.view(tensor.shape))
 
     def _step_exactly(self, params: list[torch.Tensor], by: Scalars) -> None:
-        """As `torch.optim.AdamW`, in a few operations over all tensors."""
+        """Step as `torch.optim.AdamW` does, in a few operations over all tensors."""
         first, second = ([self.state[p][slot] for p in params] for slot in MOMENTS)
         grads = [local(p.grad).to(m.dtype) for p, m in zip(params, first, strict=True)]
         weights = [local(p.detach()) for p in params]

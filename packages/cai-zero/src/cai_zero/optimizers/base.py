@@ -1,4 +1,4 @@
-"""What the optimizers over parts share: state, the step's bookkeeping, checkpoints."""
+"""The common part of the optimizers over parts: state, the step's bookkeeping, checkpoints."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class BoxedOptimizer(torch.optim.Optimizer, abc.ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def boxed_state(self, param: torch.Tensor, name: str = "") -> dict[str, BoxedTensor]:
-        """What `cai_mesh.checkpoint` saves of a tensor of the param groups, by `NAME.SLOT`; nothing for a stranger.
+        """Return what `cai_mesh.checkpoint` saves of a tensor of the param groups, by `NAME.SLOT`; none for a stranger.
 
         Args:
             name: the parameter's name, where the tensor is of one and does not carry it.

@@ -71,7 +71,7 @@ def encode(
 
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """What `encode` gave, as float32 [n]."""
+    """Return what `encode` gave, as float32 [n]."""
     n = numbers.numel()
     padded = torch.nn.functional.pad(levels[numbers.int()], (0, scales.numel() * BLOCK - n))
     return (padded.view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)[:n]

@@ -115,7 +115,7 @@ class Muon(PartOptimizer):
             exchange.give_back(orthogonalized(full, self.newton_schulz), pieces, dtype, device)
 
     def _exchanges(self, entries: list[Entry]) -> list[tuple[Exchange, list[int]]]:
-        """Who works on which entries, one exchange a set of axes; planned once. Collective then."""
+        """The exchanges of the entries, one a set of axes; planned once. Collective then."""
         plan = self.plan()
         if self._shared is None or self._shared[0] is not plan:
             members: dict[Axes, list[int]] = {}

@@ -11,7 +11,7 @@ from cai_mesh.errors import PlanError
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """How a matrix is orthogonalised: `steps` times X = a X + (b A + c A²) X with A = X Xᵀ, from X of norm 1.
+    """The iteration to orthogonal matrices: `steps` times X = a X + (b A + c A²) X with A = X Xᵀ, from X of norm 1.
 
     The coefficients (Jordan et al., "Muon", kellerjordan.github.io/posts/muon) push the singular values into
     about [0.7, 1.2] in five steps, and no closer; (2, -1.5, 0.5) converges to 1 but slowly from small ones.

@@ -1,4 +1,4 @@
-"""Which part of which global parameter a tensor of a param group holds: bookkeeping without arithmetic.
+"""The parts of global parameters that tensors of a param group hold: bookkeeping without arithmetic.
 
 A param group may hold full tensors, tensor-parallel parts (a `Layout` attached), DTensors, flat shards of many
 parameters (stages 0 to 2) and shards of one (stage 3). All become `Part`s.
@@ -18,7 +18,7 @@ from cai_mesh.layout import Box, BoxedTensor, Layout, Piece, layout_of, record_o
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one tensor holds of one parameter; ranks that hold nothing of it have an empty part of it.
+    """The part of one parameter that one tensor holds; ranks that hold nothing of it have an empty part of it.
 
     Args:
         name: canonical name, or None where the tensor does not carry it.

@@ -1,4 +1,4 @@
-"""Which parameters had a gradient in a step: an optimizer leaves the others as they are, weight decay and all.
+"""The parameters that had a gradient in a step: an optimizer leaves the others as they are, weight decay and all.
 
 So do torch's, which pass over a parameter whose `.grad` is None; in a chunk its gradient would be zero. What one rank
 does not use another may, so the ranks agree: one small message a step. Only a rank that lacks a gradient looks at the

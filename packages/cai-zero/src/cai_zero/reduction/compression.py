@@ -41,7 +41,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Compression:
-    """What travels between the ranks that share a chunk in one byte an element instead of two or four.
+    """The tensors that travel between the ranks of a chunk in one byte an element instead of two or four.
 
     Args:
         weights: form in which parameters are gathered. Every rank computes with the values read back, its own

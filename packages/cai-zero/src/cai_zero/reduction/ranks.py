@@ -1,4 +1,4 @@
-"""Which ranks share a parameter's shards and which hold copies, by the parameter's reduce spec."""
+"""The ranks that share a parameter's shards and those that hold copies, by the parameter's reduce spec."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RankTable:
     def __init__(self, mesh: AnyMesh | None, specs: Iterable[ReduceSpec] = (), *, sharded: bool = True):
         self.mesh = None if mesh is None else ParallelMesh.of(mesh, alone="dp_shard")
         self._sharded = sharded
-        self._known: dict[ReduceSpec, DataRanks] = {}
+        self._ranks_by_spec: dict[ReduceSpec, DataRanks] = {}
         self.turns = Turns(())
         if self.mesh is None:
             return
@@ -107,10 +107,10 @@ class RankTable:
                 self.mesh.group(names)
 
     def of(self, spec: ReduceSpec = ReduceSpec()) -> DataRanks:  # noqa: B008 (frozen)
-        """Those of one spec; the default one is that of a dense parameter."""
-        if spec not in self._known:
-            self._known[spec] = self._resolve(spec)
-        return self._known[spec]
+        """Return the ranks of one spec; the default one is that of a dense parameter."""
+        if spec not in self._ranks_by_spec:
+            self._ranks_by_spec[spec] = self._resolve(spec)
+        return self._ranks_by_spec[spec]
 
     def _resolve(self, spec: ReduceSpec) -> DataRanks:
         mesh = self.mesh

@@ -100,7 +100,7 @@ class GradReducer(Generic[Key]):
         self._next, self._ready = 0, set[Key]()  # of the backward under way
 
     def take(self, of: Mapping[Key, Sequence[Reducible]], order: Sequence[Key]) -> None:
-        """What is to be reduced, by key, and the keys in order."""
+        """Take what is to be reduced, by key, and the keys in order."""
         self._of, self.order = of, list(order)
 
     # -- a backward ----------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Chunk:
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where this rank's part of each parameter's gradient lies in what users see of it."""
+        """The places of this rank's parts of the parameters' gradients in what users see of them."""
         return [self._place(param, part) for param, part in zip(self.params, self.slices, strict=True)]
 
     def _place(self, param: nn.Parameter, part: Slice) -> Place:

@@ -100,7 +100,7 @@ class ChunkKeeper:
         return self._chunk.params[index]
 
     def about_to_write(self, index: int) -> None:
-        """What is written to a parameter is there; its master weights take it before the next step."""
+        """Leave what is written to a parameter there; its master weights take it before the next step."""
         chunk = self._weak()
         if chunk is not None:
             chunk.weights.join()
@@ -116,7 +116,7 @@ class FrozenKeeper:
         self._owner, self._param = weakref.ref(owner), weakref.ref(param)
 
     def _successor(self, *, with_gradient: torch.Tensor | None = None) -> tuple[ChunkKeeper, int] | None:
-        """Who answers, and by which index, if the parameter is to be trained by now."""
+        """The keeper that answers, and its index there, if the parameter is to be trained by now."""
         owner, param = self._owner(), self._param()
         if owner is None or not isinstance(param, ShownParameter):
             return None

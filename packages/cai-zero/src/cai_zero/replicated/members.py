@@ -1,4 +1,4 @@
-"""Which parameters an optimizer of stages 0 to 2 was given, and which of them lie in chunks by now."""
+"""The parameters that an optimizer of stages 0 to 2 has, and those of them that lie in chunks by now."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Members:
 
     @property
     def waiting(self) -> list[nn.Parameter]:
-        """What lies in no chunk."""
+        """The parameters that lie in no chunk."""
         return self._waiting
 
     def add(self, group: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Members:
             _check_owned(new_params, self._model)
 
     def units(self) -> Units:
-        """What is to be trained and lies in no chunk, by unit and with names."""
+        """Return what is to be trained and lies in no chunk, by unit and with names."""
         param_ids = {id(p) for p in self._waiting if p.requires_grad or raw_grad(p) is not None}
         if not param_ids:
             return {}

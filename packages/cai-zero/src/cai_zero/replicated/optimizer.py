@@ -43,7 +43,7 @@ from cai_zero.state import restore_groups, saved_groups
 
 
 class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
-    """What `shard_optimizer` returns: steps flat shards, then gives every rank the unsharded parameters again.
+    """The optimizer of `shard_optimizer`: steps flat shards, then gives every rank the unsharded parameters again.
 
     It is a `GradSync`: backwards under `defer()` only accumulate. Learning-rate schedulers, `param_groups` and
     `zero_grad` work as on the optimizer it was made from; its groups hold this rank's part of each parameter.
@@ -245,7 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
 
     @property
     def buffers(self) -> list[GradBuffer]:
-        """Where gradients of chunks accumulate."""
+        """The buffers in which gradients of chunks accumulate."""
         return self._gradients.buffers
 
     @property
@@ -313,7 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's: more parameters, with options of their own. Collective; they move into chunks of their own.
+        """Add parameters with options of their own, as torch does. Collective; they move into chunks of their own.
 
         Raises `PlanError` for parameters that the model does not have or another group has.
         """

@@ -1,4 +1,4 @@
-"""What the optimizer of stages 0 to 2 steps, and loops find in `param_groups`: each parameter's part of a shard.
+"""The pieces that the optimizer of stages 0 to 2 steps, in its `param_groups`: each parameter's part of a shard.
 
 A loop that writes there writes to this rank's part of the (master) weights. The unsharded parameters of all ranks
 follow at once: all ranks write alike, also where a part is empty.
@@ -36,7 +36,7 @@ class PieceKeeper(ChunkKeeper):
 
     @property
     def chunk(self) -> Chunk:
-        """Where the pieces lie."""
+        """The chunk in which the pieces lie."""
         return self._chunk
 
     def publish(self) -> None:

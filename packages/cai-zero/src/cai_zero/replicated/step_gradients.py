@@ -63,7 +63,7 @@ class StepGradients(LifecycleListener):
 
     @property
     def buffers(self) -> list[GradBuffer]:
-        """Where gradients of chunks accumulate."""
+        """The buffers in which gradients of chunks accumulate."""
         return [chunk.gradients.buffer for chunk in self._chunks]
 
     @property

@@ -26,7 +26,7 @@ from cai_zero.stage3.order import GatherOrder
 
 @dataclass(frozen=True)
 class Gather:
-    """When and how stage 3 gathers.
+    """The times and means of stage 3's gathers.
 
     Args:
         reshard_after_forward: False keeps parameters unsharded until their backward: one gather less, the memory of
@@ -199,7 +199,7 @@ class Gatherer:
         self._reset(stepped=True)
 
     def begin_step(self) -> None:
-        """As `end_step`; then gather what the next forward uses first, before it is asked for."""
+        """Do as `end_step` does; then gather what the next forward uses first, before it is asked for."""
         self.end_step()
         self.order.begin(backward=False)
         root = self.units[0]
@@ -257,7 +257,7 @@ class Gatherer:
             self._pass_by(self._prefetched.popleft())
 
     def _pass_by(self, unit: Sharded) -> None:
-        """What happens to a unit this rank does not use is what happens to it where it is used."""
+        """Do to a unit that this rank does not use what happens to it where it is used."""
         if unit in self._in_backward:
             return
         self.finish(unit)

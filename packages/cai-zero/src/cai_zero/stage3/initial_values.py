@@ -1,4 +1,4 @@
-"""Where the parameters of a model of stage 3 go, and what is in them first."""
+"""The device of the parameters of a model of stage 3, and their first values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Materialize = Callable[[str, nn.Parameter], torch.Tensor]
 
 
 def device_of(param: torch.Tensor, device: torch.device | None) -> torch.device:
-    """Where a model of such parameters runs. Raises `PlanError` where that is nowhere."""
+    """Return the device on which a model of such parameters runs. Raises `PlanError` where that is nowhere."""
     if device is None and param.is_meta:
         raise PlanError("a model on the meta device needs to be told where to go", fix="pass device=...")
     target = device or param.device

@@ -54,7 +54,7 @@ class ShardKeeper:
         return None if grad is None else (grad, self.place(index))
 
     def place(self, index: int) -> Place:
-        """Where this rank's part of the gradient lies in what users see of it."""
+        """The place of this rank's part of the gradient in what users see of it."""
         if self._owner() is None:
             raise owner_gone()
         if index not in self._places:
@@ -79,7 +79,7 @@ class ShardKeeper:
         return self._unit.used[index]
 
     def about_to_write(self, index: int) -> None:
-        """What was gathered ahead of the next forward may soon be old; what is unsharded is, and must be kept."""
+        """Note that what was gathered ahead may soon be old; what is unsharded is, and must be kept."""
         unit = self._weak()
         if unit is None:
             return

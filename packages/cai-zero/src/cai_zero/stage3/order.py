@@ -53,7 +53,7 @@ class GatherOrder(Generic[Key]):
 
     @property
     def last(self) -> Key:
-        """What the forward ends with."""
+        """The key with which the forward ends."""
         return self._forward[-1]
 
     def learn(self, forward: Sequence[Key], backward: Sequence[Key]) -> None:

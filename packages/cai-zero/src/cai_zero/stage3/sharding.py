@@ -398,7 +398,7 @@ class ModuleSharding:
 
     @property
     def buffers(self) -> list[GradBuffer]:
-        """Where gradients of units accumulate."""
+        """The buffers in which gradients of units accumulate."""
         return [buffer for _, buffer in self._reduced]
 
     def _collect(self, unit: Sharded) -> None:
@@ -432,7 +432,7 @@ class ModuleSharding:
     # -- what compression keeps ----------------------------------------------------------------------------------
 
     def residuals(self) -> list[torch.Tensor | None]:
-        """What compression has taken from this rank's gradients and not yet sent, for a resume on the same ranks.
+        """Return what compression took from this rank's gradients and has not sent, for a resume on the same ranks.
 
         On other ranks it starts from zero.
         """
