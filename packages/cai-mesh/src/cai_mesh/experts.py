@@ -18,8 +18,8 @@ def visited_share(config: Any, name: str, parameter: torch.Tensor) -> float:
 
     Args:
         config: the model's, of transformers; any other object says nothing of experts.
-        name: of the parameter in the model.
-        parameter: of one expert, or stacked for all of a layer's, [experts, ...].
+        name: the parameter's name in the model.
+        parameter: the parameter of one expert, or stacked for all of a layer's, [experts, ...].
 
     Returns 1 for what is of no expert, and where the config does not say how many a token visits.
     """

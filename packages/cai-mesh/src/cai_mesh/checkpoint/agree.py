@@ -47,6 +47,6 @@ def together(
     action: Callable[[], T], group: dist.ProcessGroup | None, *, doing: str = "write the checkpoint"
 ) -> T:
     """This rank's own result of `action`, which stays here; raises as `agreed` does. Collective."""
-    kept: list[T] = []
-    agreed(lambda: kept.append(action()), group, doing=doing)
-    return kept[0]
+    outcomes: list[T] = []
+    agreed(lambda: outcomes.append(action()), group, doing=doing)
+    return outcomes[0]

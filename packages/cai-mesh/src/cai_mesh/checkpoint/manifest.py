@@ -105,11 +105,11 @@ class Manifest:
         if path.exists() and not path.is_file():
             return f"{path} is no regular file"
         try:
-            held, save = path.stat().st_size, save_of(path)
+            actual_size, save = path.stat().st_size, save_of(path)
             if save not in (None, self.save):
                 return self._of_another(path, save)
-            if held != size:
-                return f"{path} is truncated or grown: {held} bytes, expected {size}"
+            if actual_size != size:
+                return f"{path} is truncated or grown: {actual_size} bytes, expected {size}"
             if save is None or (digests and digest(path)[1] != sha):
                 return f"{path} is corrupt: its sha256 is not the one recorded when it was written"
         except FileNotFoundError:
@@ -193,8 +193,8 @@ def save_of(path: Path) -> str | None:
 
 
 def _sealed(raw: bytes) -> str | None:
-    found = _SEAL.search(raw[-_SEAL_BYTES:])
-    return found[1].decode() if found else None
+    match = _SEAL.search(raw[-_SEAL_BYTES:])
+    return match[1].decode() if match else None
 
 
 def problems(checkpoint: Path, *, part: int = 0, parts: int = 1, digests: bool = True) -> list[str]:
@@ -237,11 +237,11 @@ def raise_unless_done(checkpoint: Path) -> None:
         )
 
 
-def raise_for(found: list[str], checkpoint: Path) -> None:
+def raise_for(lines: list[str], checkpoint: Path) -> None:
     """Raise the `CheckpointError` of a list of problems, if there are any."""
-    if found:
+    if lines:
         raise CheckpointError(
             f"checkpoint {checkpoint} is damaged",
-            got="\n             ".join(found),
+            got="\n             ".join(lines),
             fix="load an older one, or restore the files from a copy",
         )

@@ -108,8 +108,8 @@ class BoxLoadPlanner(LoadPlanner):
         for name, boxed in self._state.items():
             saved = self._metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            wanted = [_chunk(box) for box, _ in boxed.pieces]
-            items += create_read_items_for_chunk_list(name, saved, wanted)
+            chunks = [_chunk(box) for box, _ in boxed.pieces]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -27,7 +27,8 @@ class Turns:
     """The turns of the ranks of some groups.
 
     Args:
-        groups: of ranks that must take the same turns; None and groups of one are left out. Collective over each.
+        groups: groups of ranks that must take the same turns; None and groups of one are left out. Collective over
+            each.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None]):

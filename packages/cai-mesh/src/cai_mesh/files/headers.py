@@ -21,7 +21,7 @@ BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-"""Of one number, by dtype."""
+"""The bits of one number, by dtype."""
 METADATA = "__metadata__"
 
 

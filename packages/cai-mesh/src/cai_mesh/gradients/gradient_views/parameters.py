@@ -109,8 +109,8 @@ class ShownParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         if self.cai_keeper is None or _asks_torch():
             return raw_grad(self)
-        found = self.cai_keeper.held(self.cai_index)
-        return None if found is None else shown(*found)
+        entry = self.cai_keeper.held(self.cai_index)
+        return None if entry is None else shown(*entry)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -142,9 +142,9 @@ class ShownParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        held = _DATA.__get__(self)
+        current = _DATA.__get__(self)
         if getattr(self.cai_keeper, "fixed", False) and (
-            value.data_ptr() != held.data_ptr() or value.dtype != held.dtype
+            value.data_ptr() != current.data_ptr() or value.dtype != current.dtype
         ):
             raise moved("that a module uses now")
         _DATA.__set__(self, value)
@@ -172,8 +172,8 @@ class ShardParameter(ShownParameter):
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     """What this rank holds of a parameter's gradient, as a plain tensor: its part, or all of it."""
     if isinstance(param, ShownParameter) and param.cai_keeper is not None and not in_backward():
-        found = param.cai_keeper.held(param.cai_index)
-        return None if found is None else found[0]
+        entry = param.cai_keeper.held(param.cai_index)
+        return None if entry is None else entry[0]
     grad = param.grad
     if isinstance(grad, ShardGradient):
         return grad.part
@@ -197,9 +197,9 @@ def show(params: Iterable[nn.Parameter]) -> None:
 @contextlib.contextmanager
 def plain(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters are hidden."""
-    held = list(params)
-    hide(held)
+    param_list = list(params)
+    hide(param_list)
     try:
         yield
     finally:
-        show(held)
+        show(param_list)

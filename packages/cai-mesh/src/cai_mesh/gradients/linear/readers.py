@@ -13,10 +13,10 @@ from cai_mesh.protocols import LinearRule
 
 @dataclass(frozen=True)
 class Reading:
-    """How a layer is to read a tensor.
+    """The way in which a layer is to read a tensor.
 
     Args:
-        source: what its gradient goes to: the tensor itself, its part, or what the reader before has handed on.
+        source: the tensor its gradient goes to: itself, its part, or what the reader before has handed on.
         first: nobody has read it before: in backward this layer comes last, and sums the gradients of all.
         part: `source` is this rank's part of the tensor, so the sum is scattered.
     """
@@ -93,8 +93,8 @@ class Readers:
         """The product of `x` that the layer with this rule is about to make, if it is there already."""
         if self._made is None or self._made[0] is not x or not getattr(rule, "leads", False):
             return None
-        made, self._made = self._made[1], None
-        return made
+        product, self._made = self._made[1], None
+        return product
 
     def hand_on(self, x: torch.Tensor) -> None:
         """What the next reader of the same tensor gives its gradient to."""
