@@ -1,4 +1,4 @@
-"""What one rank could not do, no rank has done: an error anywhere is raised everywhere, and nobody waits."""
+"""Agreement of ranks: what one could not do, none has done. An error is raised everywhere, and nobody waits."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from cai_mesh.layout.record import canonical_name
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that need no scale beside them, as safetensors names them."""
 STEMS = ("model", "diffusion_pytorch_model")
-"""How transformers and diffusers begin the names of files with weights."""
+"""The beginnings of names of files with weights, in transformers and diffusers."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -290,7 +290,7 @@ def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None)
 
 
 def _stem(model: nn.Module) -> str:
-    """What the files of a model begin with: diffusers' models write their configs themselves."""
+    """Return the beginning of a model's file names: diffusers' models write their configs themselves."""
     return STEMS[1] if hasattr(model, "save_config") else STEMS[0]
 
 

@@ -56,7 +56,7 @@ def newest_good(directory: str | os.PathLike, *, before: Path | None = None) -> 
 
 
 def _problems(checkpoint: Path, *, digests: bool = True) -> list[str]:
-    """What is wrong with a checkpoint; every rank looks at its part of the files."""
+    """Return what is wrong with a checkpoint; every rank looks at its part of the files."""
     group = control_group()
     rank, world = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
     rank_problems = all_gather_object(problems(checkpoint, part=rank, parts=world, digests=digests), group)
@@ -106,7 +106,7 @@ def _fill(path: Path, metadata: Metadata, boxes: Mapping[str, BoxedTensor]) -> N
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         tensors: shape and dtype by name.
@@ -118,7 +118,7 @@ class Contents:
 
 
 def contents(checkpoint: str | os.PathLike) -> Contents:
-    """What a checkpoint, or the newest of a directory, holds, without its tensors' values.
+    """Return the contents of a checkpoint, or of a directory's newest, without its tensors' values.
 
     Raises `CheckpointError` when there is none, or what it says of itself is not as it was written.
     """

@@ -65,7 +65,7 @@ class Holder:
 
     @staticmethod
     def read(path: Path) -> Holder | None:
-        """Who wrote a file of a lock; None when it does not say.
+        """Return the writer of a lock's file; None when it does not say.
 
         Raises `FileNotFoundError` when the holder has let go.
         """
@@ -101,7 +101,7 @@ class Holder:
 
 
 def job_name() -> str:
-    """What people call this job: the id its scheduler or launcher gave it, or else its command line."""
+    """Return the name of this job for people: the id its scheduler or launcher gave it, or else its command line."""
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         if os.environ.get(name, "none") != "none":
             return f"{name}={os.environ[name]}"
@@ -209,7 +209,7 @@ class Lock:
 
 
 class _Watch:
-    """What a process that wants a lock has seen of its holders."""
+    """The observations of a lock's holders by a process that waits for it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}

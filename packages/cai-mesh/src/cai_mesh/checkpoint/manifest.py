@@ -1,4 +1,4 @@
-"""What a checkpoint consists of and how each part is known: by size, digest, and the id of the save that wrote it."""
+"""The parts of a checkpoint and how each is known: by size, digest, and the id of the save that wrote it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VALUES = "values.json"
 FORMAT = 2
 STEP = re.compile(r"step-(\d+)")
 UNDONE = (".tmp", ".deleting")
-"""How directories end whose save or deletion was not finished."""
+"""The endings of directories whose save or deletion was not finished."""
 _SEAL = re.compile(rb'\{?"save": "([0-9a-f]{32})"\}\n\Z')
 _SEAL_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint consists of.
+    """The parts of a committed checkpoint.
 
     Args:
         step: the step it is of.
@@ -86,7 +86,7 @@ class Manifest:
         return Manifest(step, save, job, files)
 
     def bytes_of(self, directory: Path, name: str) -> bytes:
-        """What a file holds, as it was written. Raises `CheckpointError` that names it when it is not."""
+        """Return the contents of a file, as it was written. Raises `CheckpointError` that names it when it is not."""
         path = directory / name
         _refuse_pipes(path)
         try:
@@ -100,7 +100,7 @@ class Manifest:
         return raw
 
     def problem(self, path: Path, *, digests: bool) -> str | None:
-        """What is wrong with one of the files; None when nothing is. `digests` as for `problems`."""
+        """Return what is wrong with one of the files; None when nothing is. `digests` as for `problems`."""
         size, sha = self.files[path.name]
         if path.exists() and not path.is_file():
             return f"{path} is no regular file"
@@ -198,7 +198,7 @@ def _sealed(raw: bytes) -> str | None:
 
 
 def problems(checkpoint: Path, *, part: int = 0, parts: int = 1, digests: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a line each; empty when every file is as the manifest says.
+    """Return what is wrong with a checkpoint, a line each; empty when every file is as the manifest says.
 
     With `parts`, only every `parts`-th file from `part` on is read, so that ranks can share the work. Without
     `digests` files are not read: they must be there, have their size and be of the manifest's save.

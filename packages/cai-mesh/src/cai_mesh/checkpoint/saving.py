@@ -26,7 +26,7 @@ from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 
 Written = tuple[list[WriteResult], dict[str, tuple[int, str]]]
-"""What one rank wrote: where DCP put each item, and size and sha256 of each file."""
+"""The writes of one rank: where DCP put each item, and size and sha256 of each file."""
 
 
 class Saving:

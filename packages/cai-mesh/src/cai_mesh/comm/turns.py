@@ -20,7 +20,7 @@ from cai_mesh.errors import PlanError
 _KEPT = 64
 """Turns whose entries stay in the store; a rank that is further behind is not compared."""
 _PATIENCE = timedelta(seconds=60)
-"""How long a rank waits at most for all others in a turn that is not expected."""
+"""The seconds that a rank waits at most for all others in a turn that is not expected."""
 
 
 class Turns:

@@ -163,7 +163,7 @@ class GradBuffer:
 
     @property
     def written(self) -> set[int]:
-        """Which parameters have a gradient that `take` would return, by their place in the chunk."""
+        """Return the parameters with a gradient that `take` would return, by their place in the chunk."""
         late = set(self._late()) | self._waiting()
         return late | (set(range(len(self.params))) - self._unwritten if self.is_open else set())
 

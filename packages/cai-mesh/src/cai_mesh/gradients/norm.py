@@ -90,7 +90,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _device(grads: Iterable[torch.Tensor], mesh: ParallelMesh | None) -> torch.device:
-    """Where a norm is put together: with the first gradient, or where the ranks meet if that is in host memory."""
+    """Return the device of a norm: that of the first gradient, or where the ranks meet if that is in host memory."""
     devices = {g.device: None for g in grads}
     away = [device for device in devices if device.type != "cpu"]
     if away or mesh is None:

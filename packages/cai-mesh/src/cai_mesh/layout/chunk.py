@@ -20,7 +20,7 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in a chunk."""
+    """The place of one parameter in a chunk."""
 
     name: str
     layout: Layout
@@ -140,7 +140,7 @@ class FlatChunk:
         return overlaps
 
     def boxed(self, flat: torch.Tensor, low: int) -> dict[str, BoxedTensor]:
-        """What a 1-d tensor of elements [low, low + len) holds, by parameter name, as boxes of the global tensors.
+        """Return the contents of elements [low, low + len), by parameter name, as boxes of the global tensors.
 
         The pieces are views, so loading into them fills `flat`.
         """

@@ -1,4 +1,4 @@
-"""Where the elements of a local tensor lie in the global one.
+"""The places of a local tensor's elements in the global one.
 
 A `Layout` is a global shape and an ordered list of steps. Each step splits (or replicates) what the steps before
 left, along one mesh axis. Per dimension the result is a list of segments of the global index range; the local

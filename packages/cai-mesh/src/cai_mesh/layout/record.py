@@ -1,4 +1,4 @@
-"""What is attached to a parameter: one record a parameter, on the module that owns it, by its local name.
+"""The record attached to a parameter: one record a parameter, on the module that owns it, by its local name.
 
 The record stays when the `nn.Parameter` object does not: after `copy.deepcopy`, `load_state_dict(assign=True)`, or
 `fully_shard`. What is attached to the tensor itself is a cache, so that functions that see only tensors (norms,
@@ -54,7 +54,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Record:
-    """What is attached to one parameter, or to a tensor that pipeline stages send each other.
+    """The facts attached to one parameter, or to a tensor that pipeline stages send each other.
 
     Args:
         name: canonical name: that of its owner when it is a tied copy. None: the one the model gives it.
@@ -76,7 +76,7 @@ NOTHING = Record()
 
 
 def record_of(tensor: torch.Tensor) -> Record:
-    """What is attached to a tensor."""
+    """Return the record attached to a tensor."""
     return getattr(tensor, "cai_record", NOTHING)
 
 

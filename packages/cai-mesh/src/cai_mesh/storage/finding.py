@@ -1,4 +1,4 @@
-"""Which modules of a model are units: blocks, large layers, and the model itself for the rest."""
+"""The modules of a model that are units: blocks, large layers, and the model itself for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model and an optimizer must be before their parameters move, and what must not step them afterwards."""
+"""Checks of a model and an optimizer before their parameters move, and of what must not step them afterwards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_there(device: torch.device) -> None:
 
 
 class _NotForDDP:
-    """What DistributedDataParallel asks a module for before it does anything else."""
+    """The attribute that DistributedDataParallel asks a module for before it does anything else."""
 
     def __iter__(self) -> Iterator[str]:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""When a module's parameters are about to be used, no longer used, and have their gradients.
+"""Tells when a module's parameters are about to be used, no longer used, and have their gradients.
 
 Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLifecycle` watches a set of units
 (usually the blocks of a model) and tells its listeners.
@@ -19,7 +19,7 @@ from cai_mesh.gradients.buffer import accumulate_node, accumulates
 
 
 class LifecycleListener(Protocol):
-    """What a listener is told, in this order for each use."""
+    """The calls that a listener gets, in this order for each use."""
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         """The unit's parameters are needed now: its forward starts, or its backward (or a recompute within it)."""

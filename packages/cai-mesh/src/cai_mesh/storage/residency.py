@@ -1,4 +1,4 @@
-"""Where shards live between uses: what a residency is told of, and the one that leaves everything on the device."""
+"""The residency of shards between uses: its interface, and the one that leaves everything on the device."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FRAMES = 64
 SIDE = 64
 """Pixels along a side of an image, for a model whose config says no size."""
 MELS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
-"""How configs name the features of a frame."""
+"""The names of a frame's features in configs."""
 Shape = tuple[int, ...]
 Form = dict[str, Shape]
 """Shapes of one sample by name; those of `ONES` are of ones."""
@@ -26,7 +26,7 @@ ONES = ("attention_mask", "pixel_attention_mask", "spatial_shapes")
 
 
 def forms_of(model_class: type[nn.Module], config: Any) -> list[Form]:
-    """What the main input of a class may be, the likely form first. Text comes with padding, or has none.
+    """The forms that a class's main input may have, the likely one first. Text comes with padding, or has none.
 
     Raises AttributeError where the config does not say a size that is needed.
     """

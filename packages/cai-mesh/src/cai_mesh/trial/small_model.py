@@ -1,4 +1,4 @@
-"""What transforms try themselves on before they change a model: a small model of the same kind.
+"""A small model of the same kind, on which transforms try themselves before they change a model.
 
 `Trial` is brought by the caller. `shrunk` makes one of a transformers model: values of its config that only set the
 size become small; those that set what it computes, the number of layers among them, stay.
@@ -112,7 +112,7 @@ class SmallModel:
         return (flat * torch.linspace(-1.0, 1.0, flat.numel(), dtype=flat.dtype)).sum()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What its forward takes, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
+        """The arguments of its forward, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
         words = getattr(self.config.get_text_config(), "vocab_size", None) or VOCABULARY
         words = min(words, VOCABULARY)
         inputs = small_inputs(self.model_class, self.config, words, labelled=self.labelled, form=self.form)
@@ -137,7 +137,7 @@ def tensors_of(output: Any, name: str = "output") -> dict[str, torch.Tensor]:
 
 
 def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a forward is called with: the inputs, and no cache unless they ask for one."""
+    """Return a forward's arguments: the inputs, and no cache unless they ask for one."""
     cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
     return cache | dict(inputs)
 

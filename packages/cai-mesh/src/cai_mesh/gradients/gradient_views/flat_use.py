@@ -46,7 +46,7 @@ LOOKS = {
     for name, value in vars(torch._C.TensorBase).items()
     if type(value).__name__ == "getset_descriptor" and name not in ("T", "mT", "H", "mH")
 } | {getattr(torch.Tensor, name) for name in _DESCRIBING}
-"""What attributes and methods tell of a tensor: any of it may be asked of a flat parameter."""
+"""The attributes and methods that tell of a tensor: any of it may be asked of a flat parameter."""
 
 
 def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) -> None:

@@ -60,7 +60,7 @@ def is_kept(param: torch.Tensor) -> bool:
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """What autograd has accumulated in the parameter itself."""
+    """Return the gradient that autograd has accumulated in the parameter itself."""
     with torch._C.DisableTorchFunctionSubclass():
         return _FIELD.__get__(param)
 
@@ -124,11 +124,11 @@ class ShownParameter(nn.Parameter):
         self.grad = None
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As torch's; the hook is given this rank's gradient before it is reduced."""
+        """Register a hook as torch does; it is given this rank's gradient before it is reduced."""
         return torch.Tensor.register_hook(self._leaf(), hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As torch's; the hook is given a parameter with this rank's gradient before it is reduced."""
+        """Register a hook as torch does; it is given a parameter with this rank's gradient before it is reduced."""
         return torch.Tensor.register_post_accumulate_grad_hook(self._leaf(), hook)
 
     def _leaf(self) -> nn.Parameter:
@@ -170,7 +170,7 @@ class ShardParameter(ShownParameter):
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """What this rank holds of a parameter's gradient, as a plain tensor: its part, or all of it."""
+    """Return this rank's part of a parameter's gradient, or all of it, as a plain tensor."""
     if isinstance(param, ShownParameter) and param.cai_keeper is not None and not in_backward():
         entry = param.cai_keeper.held(param.cai_index)
         return None if entry is None else entry[0]

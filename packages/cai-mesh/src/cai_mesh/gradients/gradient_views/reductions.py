@@ -12,7 +12,7 @@ from cai_mesh.gradients.gradient_views.place import PlacedGradient
 
 
 def _power(part: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """What adds up to a norm: the sum of powers, or the largest."""
+    """Return the summand of a norm: the sum of powers, or the largest."""
     part = part.to(dtype)
     if order == math.inf:
         return part.abs().max() if part.numel() else part.new_zeros(())

@@ -18,7 +18,7 @@ from cai_mesh.gradients.buffer import buffer_of, has_hooks
 
 @dataclass(frozen=True)
 class Rows:
-    """How the gradient of a table is made, from (ids [...], dy [..., width]).
+    """The rule by which the gradient of a table is made, from (ids [...], dy [..., width]).
 
     Args:
         padding: the id whose row gets no gradient; -1: none.

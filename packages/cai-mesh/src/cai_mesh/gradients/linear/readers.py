@@ -72,7 +72,7 @@ class Readers:
         return self._shares() and part.requires_grad
 
     def lend(self, x: torch.Tensor, part: torch.Tensor, made: torch.Tensor | None = None) -> None:
-        """What is read next is probably `x`, put together from every rank's `part`.
+        """Expect that `x`, put together from every rank's `part`, is read next.
 
         Args:
             made: the product of `x` and the weight of the layer that `leads`, where there is one already.
@@ -82,7 +82,7 @@ class Readers:
             self._made = None if made is None else (x, made)
 
     def take(self, x: torch.Tensor) -> Reading | None:
-        """How the layer that is called with `x` reads it; None: by itself."""
+        """Return how the layer that is called with `x` reads it; None: by itself."""
         if not (self._shares() and x.requires_grad):
             return None
         if x is not self._read:
@@ -97,7 +97,7 @@ class Readers:
         return product
 
     def hand_on(self, x: torch.Tensor) -> None:
-        """What the next reader of the same tensor gives its gradient to."""
+        """Let the next reader of the same tensor give its gradient to `x`."""
         self._next = Reading(x, False, False)
 
 
