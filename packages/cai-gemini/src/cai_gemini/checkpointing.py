@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an offloaded model, with one chunk of a disk in memory at a time.
+"""The contents of an offloaded model's checkpoint, with one chunk of a disk in memory at a time.
 
 Values of a chunk on a disk are not there when a checkpoint begins. `BoxedTensor.lend` is called for each tensor when it
 is written or filled, and loads its chunk then; the chunk before it goes back to the disk.

@@ -68,13 +68,13 @@ class Factory:
         check_streamed(self.tiers.streamed, optimizer)
 
     def on_disk(self, sizes: Sequence[ChunkBytes]) -> OnDisk:
-        """Which chunks use the disk. Raises `PlanError` where the host has no room for the others."""
+        """Return which chunks use the disk. Raises `PlanError` where the host has no room for the others."""
         return choose(
             sizes, self.tiers.disk, self.tiers.disk_weights, self.host_memory, disk=self.nvme is not None
         )
 
     def disk_user(self, engine: Engine, sizes: Sequence[ChunkBytes], on_disk: OnDisk) -> UseDisk:
-        """What puts chunks, by index, on the disk as soon as they are made, so that one at a time is in memory.
+        """Return what puts chunks, by index, on the disk as soon as they are made, so that one at a time is in memory.
 
         Raises `PlanError` where the disk has no room, `NvmeError` for a bad directory.
         """
@@ -84,7 +84,7 @@ class Factory:
         return disk_user(engine, sizes, on_disk)
 
     def schedule(self, engine: Engine, chunks: Sequence[OffloadedChunk], budget: int) -> Schedule:
-        """When and within what an engine plans its chunks; rates are measured now, where a plan needs them."""
+        """Return the moment and limits of an engine's plan; rates are measured now, where a plan needs them."""
         return Schedule(
             budget, planner(self.fractions, engine, chunks, budget, self.tuning), self.tuning.warmup
         )
@@ -92,7 +92,7 @@ class Factory:
     def optimizer(
         self, optimizer: torch.optim.Optimizer, engine: Engine, mesh: AnyMesh | None = None
     ) -> OffloadedOptimizer:
-        """What steps an engine's chunks where they are, of an optimizer that has taken them over."""
+        """Return the optimizer that steps an engine's chunks where they are, of one that has taken them over."""
         return OffloadedOptimizer(optimizer, engine, self.tuning.overlap, engine.copies.device, mesh)
 
 

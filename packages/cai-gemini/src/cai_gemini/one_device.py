@@ -191,7 +191,7 @@ def _fill(
 def _device(
     model: nn.Module, device: torch.device | str | None, materialize: Callable | None
 ) -> torch.device:
-    """Where the model runs. Raises `PlanError` where that is nowhere, or nothing says what its values are."""
+    """Return the device the model runs on. Raises `PlanError` where there is none, or nothing gives its values."""
     place = torch.device(device) if device is not None else next(model.parameters()).device
     check_there(place)
     if place.type == "cuda" and place.index is None:

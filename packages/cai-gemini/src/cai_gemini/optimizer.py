@@ -32,7 +32,7 @@ from cai_mesh.layout import BoxedTensor
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """What `offload` returns beside the model, and `ChunkResidency.optimizer` for shards.
+    """The optimizer that `offload` returns beside the model, and `ChunkResidency.optimizer` for shards.
 
     `param_groups`, learning-rate schedulers and `zero_grad` work as on the optimizer it was made from. `step` returns
     once the chunks on the device are stepped; those on the host are stepped while the next forward runs, each awaited
@@ -102,14 +102,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine.record()
 
     def timeline(self) -> Timeline:
-        """What happened since `record_timeline()`, usually a step; waits until the step is done everywhere.
+        """Return the timeline since `record_timeline()`, usually of a step; waits until the step is done everywhere.
 
         Raises `PlanError` where nothing was recorded.
         """
         return self._engine.recorded()
 
     def placement(self) -> Placement:
-        """What stays where from now on: as planned after the first steps; before, little is on the device."""
+        """The placement from now on: as planned after the first steps; before, little is on the device."""
         return Placement.of(self._engine.chunks, planned=self._engine.planned)
 
     # -- what it holds -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             chunk.regroup()
 
     def boxed_state(self, param: torch.Tensor, name: str = "") -> dict[str, BoxedTensor]:
-        """What `cai_mesh.checkpoint` saves and loads of a flat parameter, by `NAME.SLOT`: views of where it is.
+        """Return what `cai_mesh.checkpoint` saves and loads of a flat parameter, by `NAME.SLOT`: views of where it is.
 
         Waits for the parameter's last step. The moments of Adam and AdamW are there before the first step too; what
         another optimizer makes in its first step is not. Empty for a parameter that is not trained.
@@ -167,7 +167,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint_state(self) -> dict[str, BoxedTensor | list[dict[str, Any]]]:
-        """What `cai_mesh.checkpoint` saves, and loads where this optimizer has stepped before or is Adam.
+        """Return what `cai_mesh.checkpoint` saves, and loads where this optimizer has stepped before or is Adam.
 
         `model.NAME` (master weights), `optimizer.NAME.SLOT` and `optimizer.param_groups`. One chunk of the disk is in
         memory at a time, the last one until the next step.

@@ -1,4 +1,4 @@
-"""Which memory the shards of a model live in: what `offload` does for a model, done for one rank's shards.
+"""The memory that a model's shards live in: what `offload` does for a model, done for one rank's shards.
 
 Whoever shards the model (cai-zero, stage 3) gathers, frees and reduces chunks over ranks. What is decided here concerns
 one rank's shards alone: whose optimizer state stays on the device, whose weights stay there, which come from the host
@@ -136,7 +136,7 @@ class ChunkResidency:
     # -- the optimizer -------------------------------------------------------------------------------------------
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer:
-        """What steps the shards where they are, those on the host in the background.
+        """Return the optimizer that steps the shards where they are, those on the host in the background.
 
         Args:
             optimizer: any elementwise torch optimizer over the sharded model's parameters; its state comes along. Adam

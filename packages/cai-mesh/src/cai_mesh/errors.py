@@ -16,9 +16,9 @@ class CaiError(Exception):
     Args:
         what: one sentence: what is wrong, naming the object (parameter, file, config key, axis).
         got: the value that was found.
-        expected: what would have been accepted.
+        expected: the values that would have been accepted.
         cause: the likely reason.
-        fix: what to do about it.
+        fix: the advice.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DataError(CaiError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A fix line for an unknown name: the closest known name, or the list of all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(known)}"
+    """Return a fix line for an unknown name: the closest known name, or the list of all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""How many of a model's parameters one token goes through: of experts, those that it visits."""
+"""Counts the parameters one token goes through: of experts, those that it visits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["visited_share"]
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 VISITED = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-"""What configs of transformers call the number of a layer's experts, and of those that a token visits."""
+"""The names in configs of transformers for the number of a layer's experts, and of those that a token visits."""
 
 
 def visited_share(config: Any, name: str, parameter: torch.Tensor) -> float:
@@ -18,8 +18,8 @@ def visited_share(config: Any, name: str, parameter: torch.Tensor) -> float:
 
     Args:
         config: the model's, of transformers; any other object says nothing of experts.
-        name: of the parameter in the model.
-        parameter: of one expert, or stacked for all of a layer's, [experts, ...].
+        name: the parameter's name in the model.
+        parameter: the parameter of one expert, or stacked for all of a layer's, [experts, ...].
 
     Returns 1 for what is of no expert, and where the config does not say how many a token visits.
     """

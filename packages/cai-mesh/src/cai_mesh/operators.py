@@ -27,14 +27,14 @@ def operator(
 
     The function's annotations are the schema. It returns new tensors, never an argument. Not differentiable.
     """
-    namespace, _, own = name.partition("::")
+    namespace, _, op_name = name.partition("::")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         library = torch.library.Library(namespace, "FRAGMENT")
         _KEPT.append(library)
-        library.define(own + torch.library.infer_schema(run, mutates_args=mutates))
-        library.impl(own, run, "CompositeExplicitAutograd")
+        library.define(op_name + torch.library.infer_schema(run, mutates_args=mutates))
+        library.impl(op_name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=library)
-        return getattr(getattr(torch.ops, namespace), own).default
+        return getattr(getattr(torch.ops, namespace), op_name).default
 
     return register

@@ -1,4 +1,4 @@
-"""What packages that never import each other know of one another."""
+"""The protocols by which packages that never import each other know one another."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LinearProducts(Protocol):
 
 @runtime_checkable
 class LinearRule(Protocol):
-    """How a linear layer computes: its products, and what ranks that share the layer say to each other around them.
+    """The rule of a linear layer: its products, and what ranks that share the layer say to each other around them.
 
     As `LinearProducts`, but for `backward`: the gradient of the input may still be under way when it returns, and is
     waited for only after the weight's gradient has been issued.
@@ -149,7 +149,7 @@ class Stored(Protocol):
 
 @runtime_checkable
 class Residency(Protocol):
-    """Which memory a rank's shards, their gradients and what steps them live in."""
+    """The memory that a rank's shards, their gradients and what steps them live in."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The home of a new shard: the tensor itself, or a copy in another memory, complete on return."""
@@ -169,7 +169,7 @@ class Residency(Protocol):
         ...
 
     def release(self, stored: Stored) -> None:
-        """What was fetched has been read by all that the current stream has waited for; its memory may be taken."""
+        """Give up what was fetched: all that the current stream has waited for has read it; its memory may be taken."""
 
     def version(self, stored: Stored) -> int:
         """Another number whenever the shard has, or will have, got other values: by a step or a checkpoint."""

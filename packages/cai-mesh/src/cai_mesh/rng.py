@@ -98,7 +98,7 @@ def truncated_normal_(
     *,
     layout: Layout | None = None,
 ) -> torch.Tensor:
-    """As `normal_`, restricted to [low, high] (absolute bounds, as in `torch.nn.init.trunc_normal_`)."""
+    """Fill as `normal_` does, restricted to [low, high] (absolute bounds, as in `torch.nn.init.trunc_normal_`)."""
     a, b = (0.5 * (1 + math.erf((x - mean) / (std * math.sqrt(2)))) for x in (low, high))
     for block, index in _index_blocks(tensor, layout):
         block.copy_((torch.special.ndtri(unit(stream, index) * (b - a) + a) * std + mean).clamp_(low, high))

@@ -81,7 +81,7 @@ def _check_plain(block: nn.Module) -> None:
 
 
 class ActivationOffload:
-    """What `offload_activations` has done to a model.
+    """The offload of a model's activations, which can be removed again.
 
     Args:
         model, blocks: the model and the blocks that are changed, in the order of the forward.
@@ -136,7 +136,7 @@ class ActivationOffload:
         self._last = _nothing
 
     def boundary(self, tensors: Sequence[torch.Tensor], stays: bool) -> Boundary:
-        """Where a block is entered with `tensors`; starts their copies unless they stay."""
+        """Make the boundary of a block that is entered with `tensors`; starts their copies unless they stay."""
         device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
         if device not in self._stores:
             self._stores[device] = HostStore(device, self._in_flight)
@@ -190,7 +190,7 @@ Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def key_of(tensor: torch.Tensor) -> Key:
-    """What tells apart the inputs of one call: equal keys, equal values."""
+    """The key of an input of one call: equal keys, equal values."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return (id(tensor), tensor.dtype, tuple(tensor.shape), ())
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -220,7 +220,7 @@ class Boundary:
         self._claimed: set[Key] = set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Boundary, Key]:
-        """What is kept of a saved tensor."""
+        """Return what stands for a saved tensor."""
         key = key_of(tensor)
         return (self, key) if key in self._entries else tensor
 

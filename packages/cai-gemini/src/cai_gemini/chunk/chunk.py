@@ -67,7 +67,7 @@ class OffloadedChunk:
 
     @property
     def step(self) -> ChunkStep | None:
-        """What steps it; None while it is frozen."""
+        """The step of its optimizer; None while it is frozen."""
         return self._step if self.trains else None
 
     @property
@@ -162,7 +162,7 @@ class OffloadedChunk:
             self._stepping.add_done_callback(copy)
 
     def show_writes(self) -> None:
-        """Where somebody has written to the master weights, copy them to the host weights and to the device."""
+        """Copy the master weights to the host weights and to the device, where somebody has written to them."""
         if self.host_weights.is_old:
             self.host_weights.refresh()
             self._renew()
@@ -254,7 +254,7 @@ class OffloadedChunk:
             writing.result()
 
     def disk_regions(self) -> list[Region]:
-        """What a step reads and writes: master weights, state, and the weights where they are apart."""
+        """The memory that a step reads and writes: master weights, state, and the weights where they are apart."""
         assert self.disk is not None
         return self.disk.regions + self.host_weights.regions
 

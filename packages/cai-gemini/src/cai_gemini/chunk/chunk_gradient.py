@@ -17,7 +17,7 @@ from cai_mesh.gradients import GradBuffer, in_backward, raw_grad, set_raw_grad
 
 
 class Shared(Protocol):
-    """What the chunks of a model share."""
+    """The parts that the chunks of a model share."""
 
     copies: Copies
     worker: Worker
@@ -110,7 +110,7 @@ class ChunkGradient:
         return sent
 
     def _clear_dropped(self, gradient: Gradient) -> None:
-        """What somebody has dropped counts no more when another backward adds to it."""
+        """Forget gradients that somebody has dropped, before another backward adds to them."""
         for index in set(range(len(self._unit.kept))) - self.touched:
             low, high = self._unit.ranges[index]
             gradient.settled()[low:high].zero_()

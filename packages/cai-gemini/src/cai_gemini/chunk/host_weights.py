@@ -99,7 +99,7 @@ class HostWeights:
         return [] if self.disk is None or self.disk.own is None else [self.disk.own]
 
     def among(self, tensors: Sequence[torch.Tensor], *, partly: bool) -> torch.Tensor:
-        """Where a step on a disk puts new weights: into the host copy, or into one of the tensors that it read.
+        """Return where a step on a disk puts new weights: into the host copy, or into one of the tensors that it read.
 
         Args:
             tensors: its tensors as read: the master weights first, those of `regions` last.

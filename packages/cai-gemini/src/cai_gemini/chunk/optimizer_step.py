@@ -176,7 +176,7 @@ class ChunkStep:
                 weights[part].copy_(master[part])
 
     def blocks(self, groups: Groups, size: int, device: torch.device) -> list[AdamBlock]:
-        """What a step of Adam runs over, at most `size` elements each, and counts that step.
+        """Return the blocks of a step of Adam, at most `size` elements each, and count that step.
 
         One parameter after the other: the host's kernel rounds the last few elements of a tensor in its own way.
         """

@@ -76,10 +76,10 @@ class KeptParameter(nn.Parameter):
     cai_keeper: Keeper
     cai_index: int
     cai_place: Callable[[], Place] | None = None
-    """Where in the whole gradient this one lies, where several ranks have parts of it."""
+    """The place in the whole gradient, where several ranks have parts of it."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain parameter of its values."""
+        """Return a plain parameter of its values."""
         self.cai_keeper.settle()
         with torch._C.DisableTorchFunctionSubclass():
             return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
@@ -156,4 +156,4 @@ class UsedParameters:
         return keeper.leaf(index)
 
     def about_to_write(self, index: int) -> None:
-        """What is written to the weights on the device goes with them."""
+        """Let writes to the weights on the device go with them."""

@@ -1,4 +1,4 @@
-"""What of an offloaded model stays where between uses, counted from its chunks."""
+"""The placement of an offloaded model between uses, counted from its chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cai_gemini.planning.policy import StepPlace
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the chunks of a model live between their uses.
+    """The memory in which the chunks of a model live between their uses.
 
     Args:
         planned: whether that was planned from traced steps; before, as little as possible is on the device.

@@ -8,7 +8,7 @@ from cai_mesh.errors import PlanError
 
 
 class State(enum.Enum):
-    """Where a chunk's weights are and what they are doing.
+    """The place of a chunk's weights and what they are doing.
 
     FREE: on the host or a disk only. COMING: on their way to the device. HOLD: there, not used in this pass yet.
     COMPUTE: in use. HOLD_AFTER_FORWARD: there, used by the forward. HOLD_AFTER_BACKWARD: there, used by the backward;
@@ -24,7 +24,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happens to a chunk. RENEWED: the optimizer has given it other weights."""
+    """An event of a chunk. RENEWED: the optimizer has given it other weights."""
 
     BRING = "bring"
     ARRIVED = "arrived"

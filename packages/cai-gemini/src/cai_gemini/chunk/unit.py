@@ -1,4 +1,4 @@
-"""What a chunk is to whoever moves it: a part that stays, with the parameters in it, and a part that comes and goes."""
+"""A chunk as whoever moves it sees it: a part that stays, with the parameters in it, and a part that comes and goes."""
 
 from __future__ import annotations
 

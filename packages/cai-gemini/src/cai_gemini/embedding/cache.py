@@ -22,7 +22,7 @@ COUNT = "count"
 
 @dataclass
 class CacheStats:
-    """What a cache did since its statistics were last reset.
+    """Counts of a cache since its statistics were last reset.
 
     Args:
         batches: batches looked up, a batch that was prefetched counted once.

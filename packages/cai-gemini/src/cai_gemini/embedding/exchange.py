@@ -1,4 +1,4 @@
-"""How ranks ask each other for embeddings: ids out, embeddings back."""
+"""Ranks ask each other for embeddings: ids out, embeddings back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cai_mesh.errors import DataError
 
 @dataclass(frozen=True)
 class Questions:
-    """What all ranks ask of this one, and what it asked of them.
+    """The ids that all ranks ask of this one, and those it asked of them.
 
     Args:
         ids: asked of this rank, int64 [K], those of rank 0 first; each rank's in the order of its bags.
@@ -33,7 +33,7 @@ class Questions:
     order: torch.Tensor
 
     def offsets(self) -> torch.Tensor:
-        """Where each bag begins in `ids`, int64 [sum(bag_counts)]."""
+        """Return the first place of each bag in `ids`, int64 [sum(bag_counts)]."""
         lengths = torch.bincount(self.bags, minlength=sum(self.bag_counts))
         return lengths.cumsum(0) - lengths
 
@@ -75,7 +75,8 @@ def ask(
     if any(count < 0 for count, _ in incoming_sizes):
         raise DataError(
             "ids outside the embedding table",
-            got=f"rank {next(r for r, (count, _) in enumerate(incoming_sizes) if count < 0)} of {world} has such ids",
+            got=f"rank {next(rank for rank, (count, _) in enumerate(incoming_sizes) if count < 0)} "
+            f"of {world} has such ids",
             expected=f"0 to {rows - 1}",
         )
     sent, received = [count for count, _ in sent], [count for count, _ in incoming_sizes]

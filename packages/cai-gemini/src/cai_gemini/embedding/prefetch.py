@@ -14,7 +14,7 @@ Batch = TypeVar("Batch")
 
 
 class Prefetches(Protocol):
-    """What `lookahead` needs of an embedding."""
+    """The method that `lookahead` needs of an embedding."""
 
     def prefetch(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> bool: ...
 

@@ -149,7 +149,7 @@ class ShardedEmbedding(CachedEmbedding):
         return super().prefetch(questions.ids)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As `CachedEmbedding.optimizer_state`, of this rank's part."""
+        """Return `CachedEmbedding.optimizer_state` of this rank's part."""
         state = super().optimizer_state(optimizer)
         for value in state.values():
             if isinstance(value, torch.Tensor):

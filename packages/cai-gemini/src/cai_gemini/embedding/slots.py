@@ -1,4 +1,4 @@
-"""Which rows of a table are cached, in which slots, and which leave next. Bookkeeping only: no row is copied here.
+"""The rows of a table that are cached, their slots, and which leave next. Bookkeeping only: no row is copied here.
 
 All tensors are on the cache's device and no function but `look` makes the host wait for them.
 """
@@ -17,7 +17,7 @@ LARGEST_COUNT = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a batch of ids asks of the cache. Looking changes nothing.
+    """The demand of a batch of ids on the cache. Looking changes nothing.
 
     Args:
         ids: the batch, int64 [L], on the device.
@@ -43,7 +43,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where missing rows go and what leaves for them.
+    """The slots that missing rows go to, and the rows that leave for them.
 
     Args:
         rows: the missing rows, int64 [M], on the device.

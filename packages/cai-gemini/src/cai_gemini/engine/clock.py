@@ -1,4 +1,4 @@
-"""What a pass took: seconds of compute and bytes beside the chunks, use by use."""
+"""Measures a pass: seconds of compute and bytes beside the chunks, use by use."""
 
 from __future__ import annotations
 

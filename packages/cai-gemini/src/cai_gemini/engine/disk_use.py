@@ -63,7 +63,7 @@ def disk_traffic(chunks: Sequence[OffloadedChunk]) -> dict[int, DiskBytes]:
 def disk_user(
     engine: Engine, sizes: Sequence[ChunkBytes], on_disk: OnDisk
 ) -> Callable[[int, OffloadedChunk], None]:
-    """What puts chunks, by index, on the disk as soon as they are made, so that one at a time is in memory."""
+    """Return what puts chunks, by index, on the disk as soon as they are made, so that one at a time is in memory."""
     store = engine.store
     if store is None:
         return lambda index, chunk: None

@@ -48,7 +48,7 @@ Planner = Callable[[Trace, Sequence[Sizes], int], Plan]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When and within what the engine plans.
+    """The moment and the limits of the engine's plan.
 
     Args:
         budget: bytes of device memory for everything.
@@ -110,7 +110,7 @@ class Engine:
         self._schedule, self.plan = schedule, self._first_plan()
 
     def _first_plan(self) -> Plan:
-        """As little as possible on the device, and every chunk stepped where it is."""
+        """The plan with as little as possible on the device, and every chunk stepped where it is."""
         return Plan(self._always, {i: chunk.place for i, chunk in enumerate(self.chunks)})
 
     def use_store(self, store: NvmeStore) -> None:
@@ -328,7 +328,7 @@ class Engine:
             self._fresh |= {i for i, chunk in enumerate(self.chunks) if chunk in chunk_set} - self.plan.state
 
     def _keep_fresh(self) -> None:
-        """Where all state is on the device, that of chunks trained since follows, as far as there is room."""
+        """Let state of chunks trained since follow to the device, where all other state is, as far as there is room."""
         assert self.trace is not None
         trained = {i for i, chunk in enumerate(self.chunks) if chunk.step is not None}
         if trained - self._fresh == self.plan.state:
@@ -355,7 +355,7 @@ class Engine:
         self.copies.recorder, self.ledger.changed = recorder, recorder.changed
 
     def recorded(self) -> Timeline:
-        """What happened since `record`, host steps to their end. Raises `PlanError` where nothing was recorded."""
+        """Return the timeline since `record`, host steps to their end. Raises `PlanError` where there is none."""
         recorder = self.copies.recorder
         if recorder is None:
             raise PlanError("no timeline was recorded", fix="call record_timeline() before the step")

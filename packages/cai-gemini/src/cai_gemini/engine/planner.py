@@ -19,7 +19,7 @@ from cai_gemini.steps.streaming import can_stream
 
 @dataclass(frozen=True)
 class Tuning:
-    """How `offload` works, and what it would otherwise measure.
+    """The workings of `offload`, and rates that it would otherwise measure.
 
     Args:
         overlap: whether host steps run in the background; False: `step` waits for them.

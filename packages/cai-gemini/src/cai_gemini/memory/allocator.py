@@ -1,4 +1,4 @@
-"""How torch's allocator takes device memory where little is left of it."""
+"""Sets how torch's allocator takes device memory where little is left of it."""
 
 from __future__ import annotations
 

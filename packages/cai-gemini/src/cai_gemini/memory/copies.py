@@ -97,7 +97,7 @@ class Copies:
         self._up, self._down = SideStream(device, priority=FIRST), SideStream(device, priority=FIRST)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Where the compute stream is now."""
+        """Return a mark of where the compute stream is now."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""What a step did when: bytes on the device by kind, and spans of compute, copies and host steps. Off unless asked for.
+"""The timeline of a step: bytes on the device by kind, and spans of compute, copies and host steps. Off at first.
 
 Times on a CUDA device come from events on the streams that do the work; on the host, from its clock. Both start at the
 same moment, at which the device is idle.

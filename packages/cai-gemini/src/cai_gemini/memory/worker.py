@@ -64,7 +64,7 @@ def _close_all() -> None:
 
 
 def host_threads() -> int:
-    """How many threads do the worker's arithmetic: two cores of a process are left to those that drive its GPU.
+    """Return the threads of the worker's arithmetic: two cores of a process are left to those that drive its GPU.
 
     One that shares a core with a thread that launches kernels, or spins for them, keeps all others waiting at the end
     of every block: on 16 cores of an H200's host, 16 threads beside a busy one made half of what 14 did, and beside two

@@ -44,7 +44,7 @@ class Spans:
 
 @dataclass(eq=False)
 class Contents:
-    """What the file holds of a region; guarded by the engine's lock.
+    """The state of a region in the file; guarded by the engine's lock.
 
     Attributes:
         name: the region's name.
@@ -95,7 +95,7 @@ class Request:
 
 @dataclass
 class Traffic:
-    """What a store has moved. Bounced bytes were copied once more because of their address or extent."""
+    """The traffic of a store. Bounced bytes were copied once more because of their address or extent."""
 
     read_bytes: int = 0
     written_bytes: int = 0

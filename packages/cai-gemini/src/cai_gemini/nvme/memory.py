@@ -24,7 +24,7 @@ def view_of(tensor: torch.Tensor) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the first byte of a writable view lies."""
+    """Return the address of the first byte of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 

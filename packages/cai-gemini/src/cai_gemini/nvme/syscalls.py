@@ -51,7 +51,7 @@ class Syscalls:
         os.close(descriptor)
 
     def free_bytes(self, path: str) -> int:
-        """What an ordinary user may still write to the file system of `path`."""
+        """Return the bytes an ordinary user may still write to the file system of `path`."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 

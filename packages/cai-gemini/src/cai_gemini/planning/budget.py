@@ -29,7 +29,7 @@ def kinds(params: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn
 
 
 def usable(memory: int, device: torch.device) -> int:
-    """What tensors may take where torch may take `memory` bytes of `device`."""
+    """Return the bytes tensors may take where torch may take `memory` bytes of `device`."""
     if device.type != "cuda":
         return memory
     return memory - max(min(memory // SMALL, AT_LEAST), int(memory * UNUSABLE))

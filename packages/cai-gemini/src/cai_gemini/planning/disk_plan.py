@@ -1,4 +1,4 @@
-"""What host memory a model takes and which of its chunks go to a disk, known before anything is moved."""
+"""Computes a model's host memory and the chunks that go to a disk, before anything is moved."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _pages(nbytes: int) -> int:
 
 
 def disk_bytes(chunks: Sequence[ChunkBytes], disk: OnDisk) -> int:
-    """What the chunks take of the disk."""
+    """Return the bytes that the chunks take of the disk."""
     return sum(chunks[i].master + chunks[i].state for i in disk.every) + sum(
         chunks[i].weights_on_disk for i in disk.weights
     )

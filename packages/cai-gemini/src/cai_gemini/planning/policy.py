@@ -1,4 +1,4 @@
-"""Which chunks are on the device when: pure functions of a trace and a budget.
+"""Decides which chunks are on the device when: pure functions of a trace and a budget.
 
 Two questions. What stays for the whole of training (`Plan`): where each chunk is stepped, and the weights of some.
 And at each moment, for the chunks that do not stay (`decide`): what to free and what to bring, so that the chunk in use
@@ -38,7 +38,7 @@ class Sizes:
 
 
 class StepPlace(enum.Enum):
-    """Where a chunk is stepped, in the order in which an optimizer's step begins there.
+    """The place where a chunk is stepped, in the order in which an optimizer's step begins there.
 
     DEVICE: there, where its state stays, with its gradients and weights. STREAMED: on the device, piece by piece; its
     state lives on the host. HOST: there, where its state lives. DISK: on the host, while its state is read from a disk
@@ -53,7 +53,7 @@ class StepPlace(enum.Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What stays on the device, and where chunks are stepped.
+    """The chunks that stay on the device, and where chunks are stepped.
 
     Args:
         weights: chunks whose weights stay.
@@ -72,7 +72,7 @@ class Plan:
             )
 
     def place(self, chunk: int) -> StepPlace:
-        """Where a chunk is stepped."""
+        """Return the place where a chunk is stepped."""
         return self.places.get(chunk, StepPlace.HOST)
 
     @cached_property
@@ -114,7 +114,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Moves:
-    """What to do before a moment: chunks to free, then chunks to bring (the one in use first, if it is not there)."""
+    """The moves before a moment: chunks to free, then chunks to bring (the one in use first, if it is not there)."""
 
     free: tuple[int, ...] = ()
     bring: tuple[int, ...] = ()
@@ -224,7 +224,7 @@ def fits(trace: Trace, sizes: Sequence[Sizes], plan: Plan, budget: int) -> bool:
 
 @dataclass(frozen=True)
 class Streamable:
-    """What may be stepped on the device piece by piece.
+    """The chunks that may be stepped on the device piece by piece.
 
     Args:
         able: chunks.

@@ -1,4 +1,4 @@
-"""How long a step would take: compute, the two directions of the link, the host's steps and the disk as lanes.
+"""Predicts how long a step would take: compute, the two directions of the link, the host's steps and the disk as lanes.
 
 The model behind `auto`, and the floor that a measured step is held to.
 """
@@ -30,7 +30,7 @@ GAIN = 0.95  # of the seconds without it, at most, for state to be stepped on th
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does, in bytes a second.
+    """The rates of the machine, in bytes a second.
 
     Args:
         to_device, to_host: copies of pinned memory, one direction at a time.
@@ -72,7 +72,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """What a chunk moves from and to a disk.
+    """The bytes that a chunk moves from and to a disk.
 
     Args:
         read, written: bytes of its optimizer step.
@@ -86,7 +86,7 @@ class DiskBytes:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is made of.
+    """The parts of a step.
 
     Args:
         parameters: their number by chunk.

@@ -9,7 +9,7 @@ from cai_mesh.errors import PlanError
 
 @dataclass(frozen=True)
 class Tiers:
-    """How much stays on the device and how much goes to a disk, as fractions of all bytes; the rest lives on the host.
+    """The fractions of all bytes that stay on the device or go to a disk; the rest lives on the host.
 
     Args:
         weights: weights in the dtype of computation that stay on the device. Others are copied there before each use.

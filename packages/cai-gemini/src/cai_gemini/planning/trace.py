@@ -1,4 +1,4 @@
-"""What a pass over a model asked of the device: which chunk at which moment, and how many bytes lay beside them.
+"""The trace of a pass over a model: which chunk at which moment, and how many bytes lay beside them.
 
 The warm-up of PatrickStar (Fang et al., arXiv:2108.05818) and of Colossal-AI's Gemini (Li et al., arXiv:2110.14883): a
 pass is run once with as little on the device as possible, and what was seen decides what may stay there.

@@ -31,7 +31,7 @@ def measure_disk(directory: str | os.PathLike[str]) -> tuple[float, float]:
 def _moved(
     start: Callable[[int, torch.Tensor], Handle], pieces: int, buffers: Sequence[torch.Tensor]
 ) -> tuple[int, float]:
-    """How many pieces were moved, with as many at once as there are buffers, and in how many seconds."""
+    """Return how many pieces were moved, with as many at once as there are buffers, and in how many seconds."""
     begin, under_way = time.perf_counter(), list[Handle]()
     for i in range(pieces):
         if len(under_way) == len(buffers):

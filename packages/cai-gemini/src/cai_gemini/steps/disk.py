@@ -64,7 +64,7 @@ class DiskSteps:
 
 
 def _job(chunk: OffloadedChunk, scale: float | Scalar) -> Job | None:
-    """What steps tensors that were read from the chunk's `disk_regions`; None where there is no gradient."""
+    """Return what steps tensors read from the chunk's `disk_regions`; None where there is no gradient."""
     disk = chunk.disk
     assert disk is not None
     chunk.finish_writing()

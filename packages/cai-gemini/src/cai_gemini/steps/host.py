@@ -21,7 +21,7 @@ class HostSteps:
 
 
 def _work(chunk: OffloadedChunk, job: Taken, scale: float | Scalar) -> Callable[[], None]:
-    """What the worker does for one chunk."""
+    """Return the work of the worker's thread for one chunk."""
     gradient, groups, step = job
 
     def run() -> None:

@@ -20,7 +20,7 @@ ALIGNMENT = 256  # bytes
 
 
 def buffer_bytes(chunks: Sequence[OffloadedChunk]) -> int:
-    """What the device needs for pieces of any of the chunks."""
+    """Return the bytes that the device needs for pieces of any of the chunks."""
     return SLOTS * max((_slot_bytes(chunk) for chunk in chunks), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What one rank could not do, no rank has done: an error anywhere is raised everywhere, and nobody waits."""
+"""Agreement of ranks: what one could not do, none has done. An error is raised everywhere, and nobody waits."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def together(
     action: Callable[[], T], group: dist.ProcessGroup | None, *, doing: str = "write the checkpoint"
 ) -> T:
     """This rank's own result of `action`, which stays here; raises as `agreed` does. Collective."""
-    kept: list[T] = []
-    agreed(lambda: kept.append(action()), group, doing=doing)
-    return kept[0]
+    outcomes: list[T] = []
+    agreed(lambda: outcomes.append(action()), group, doing=doing)
+    return outcomes[0]

@@ -25,7 +25,7 @@ class Draft:
     """A checkpoint that is being written. All ranks know its names; one of them begins, commits and closes it.
 
     Args:
-        directory: of checkpoints.
+        directory: the directory of checkpoints.
         step: the step to be saved.
         save: id of the save, 32 hexadecimal digits, the same on all ranks. It is in the name of the temporary
             directory, so that no two saves ever write into one.
@@ -124,10 +124,10 @@ def _check_part(path: Path, size: int, save: str) -> None:
         )
 
 
-def _prune(kept: Path, keep_last: int, save: str) -> None:
-    """Delete the oldest checkpoints beyond `keep_last`, never `kept`. What cannot be deleted is told, not raised."""
-    for old in steps(kept.parent)[:-keep_last]:
-        if old == kept:
+def _prune(current: Path, keep_last: int, save: str) -> None:
+    """Delete the oldest checkpoints beyond `keep_last`, never `current`. What cannot be deleted is told, not raised."""
+    for old in steps(current.parent)[:-keep_last]:
+        if old == current:
             continue
         doomed = old.with_name(f"{old.name}.{save}.deleting")
         try:
@@ -142,9 +142,9 @@ def _prune(kept: Path, keep_last: int, save: str) -> None:
 
 def _sweep(directory: Path, lock: Lock) -> None:
     """Remove what saves and deletions that were killed have left behind."""
-    left = [(path, match) for path in directory.iterdir() if (match := _LEFT.fullmatch(path.name))]
+    leftovers = [(path, match) for path in directory.iterdir() if (match := _LEFT.fullmatch(path.name))]
     under_way = lock.saves
-    for path, match in left:
+    for path, match in leftovers:
         if match[2] == "deleting" or match[1] not in under_way:
             remove(path)
     locks.sweep(lock.path)
@@ -155,15 +155,15 @@ def steps(directory: str | os.PathLike) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = [
+    numbered = [
         (int(m[1]), path)
         for path in directory.iterdir()
         if (m := STEP.fullmatch(path.name)) and path.is_dir()
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(numbered)]
 
 
 def latest(directory: str | os.PathLike) -> Path | None:
     """The newest committed checkpoint below a directory, not verified; None when there is none."""
-    found = steps(directory)
-    return found[-1] if found else None
+    committed = steps(directory)
+    return committed[-1] if committed else None

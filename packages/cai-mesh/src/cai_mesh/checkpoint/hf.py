@@ -36,7 +36,7 @@ from cai_mesh.layout.record import canonical_name
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that need no scale beside them, as safetensors names them."""
 STEMS = ("model", "diffusion_pytorch_model")
-"""How transformers and diffusers begin the names of files with weights."""
+"""The beginnings of names of files with weights, in transformers and diffusers."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -70,42 +70,42 @@ def load_hf(
 
     Args:
         within: load only parameters whose names begin so; the files have them without it.
-        names: what the files call a parameter of that name; None: they do not have it, and it stays as it is.
+        names: the files' name of a parameter of that name; None: they do not have it, and it stays as it is.
 
     A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
     with a table of the parameters that are missing or of another shape, before anything is written.
     """
     directory = Path(directory)
     where = _index(directory)
-    held = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
-    wanted = _within(_named(held, names), within)
+    params = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
+    targets = _within(_named(params, names), within)
     prefix = getattr(model.get_submodule(within.removesuffix(".")), "base_model_prefix", "")
     buffers = _within({n: BoxedTensor.from_param(b) for n, b in _buffers(model).items()}, within)
-    wanted |= {name: boxed for name, boxed in buffers.items() if _find(name, where, prefix)}
-    found = {name: _find(name, where, prefix) for name in wanted}
+    targets |= {name: boxed for name, boxed in buffers.items() if _find(name, where, prefix)}
+    keys = {name: _find(name, where, prefix) for name in targets}
     files = {
-        file: _open(directory / file, {k for k in found.values() if k and where[k] == file})
-        for file in sorted({where[k] for k in found.values() if k})
+        file: _open(directory / file, {k for k in keys.values() if k and where[k] == file})
+        for file in sorted({where[k] for k in keys.values() if k})
     }
     rows = []
-    for name, key in found.items():
+    for name, key in keys.items():
         shape = tuple(files[where[key]].get_slice(key).get_shape()) if key else None
-        if shape != wanted[name].global_shape:
-            rows.append(f"{name}: this model {wanted[name].global_shape}, directory {shape or 'nothing'}")
+        if shape != targets[name].global_shape:
+            rows.append(f"{name}: this model {targets[name].global_shape}, directory {shape or 'nothing'}")
         elif key and not _converts(
-            dtype := str(files[where[key]].get_slice(key).get_dtype()), wanted[name].dtype
+            dtype := str(files[where[key]].get_slice(key).get_dtype()), targets[name].dtype
         ):
-            rows.append(f"{name}: {dtype} in the directory, which needs a scale to be {wanted[name].dtype}")
+            rows.append(f"{name}: {dtype} in the directory, which needs a scale to be {targets[name].dtype}")
     if rows:
         raise CheckpointError(
-            f"{directory} holds another model: {len(rows)} of {len(wanted)} parameters differ",
+            f"{directory} holds another model: {len(rows)} of {len(targets)} parameters differ",
             got="\n             ".join(rows[:SHOWN]),
             fix="check that config.json is the one these weights were made with",
         )
-    for name, key in found.items():
+    for name, key in keys.items():
         assert key is not None
         stored = files[where[key]].get_slice(key)
-        for box, view in wanted[name].pieces:
+        for box, view in targets[name].pieces:
             view.copy_(stored[box.slices()] if box.shape else files[where[key]].get_tensor(key))
 
 
@@ -116,13 +116,13 @@ def _converts(stored: str, dtype: torch.dtype) -> bool:
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Those that a state dict holds, by name, and that are in memory."""
-    kept = {
+    persistent = {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in kept.items() if not buffer.is_meta}
+    return {name: buffer for name, buffer in persistent.items() if not buffer.is_meta}
 
 
 def _index(directory: Path) -> dict[str, str]:
@@ -158,8 +158,8 @@ def _within(boxes: Mapping[str, BoxedTensor], prefix: str) -> dict[str, BoxedTen
 
 
 def _named(boxes: Mapping[str, BoxedTensor], names: Callable[[str], str | None]) -> dict[str, BoxedTensor]:
-    told = ((names(name), boxed) for name, boxed in boxes.items())
-    return {name: boxed for name, boxed in told if name is not None}
+    pairs = ((names(name), boxed) for name, boxed in boxes.items())
+    return {name: boxed for name, boxed in pairs if name is not None}
 
 
 def _find(name: str, where: Mapping[str, str], prefix: str) -> str | None:
@@ -198,9 +198,9 @@ def save_hf(
             `generation_config`) saved where it has them.
         directory: new, or empty; seen by all ranks. It appears whole or not at all.
         weights: boxes to write in place of the model's parameters of those names (master weights).
-        dtype: of floating-point tensors; None keeps each tensor's.
+        dtype: the dtype of floating-point tensors; None keeps each tensor's.
         within: write only what has names that begin so, without it: `model.get_submodule` of it, with its config.
-        names: what the files call a parameter of that name; None: it is not written.
+        names: the files' name of a parameter of that name; None: it is not written.
         max_file_bytes: a file holds at least one tensor and otherwise no more than this.
 
     A tied parameter is written once, under its canonical name. Raises `CheckpointError` when the directory is not
@@ -241,9 +241,9 @@ class _Export:
         self._lock = Lock(self._final.with_name(f"{self._final.name}.lock"), self._save)
         if self._final.exists() and any(self._final.iterdir()):
             raise CheckpointError(f"{self._final} is not empty", fix="export into a new directory")
-        for left in self._final.parent.glob(f"{glob.escape(self._final.name)}.{'[0-9a-f]' * 32}.tmp"):
-            if left != self.temporary:
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in self._final.parent.glob(f"{glob.escape(self._final.name)}.{'[0-9a-f]' * 32}.tmp"):
+            if leftover != self.temporary:
+                shutil.rmtree(leftover, ignore_errors=True)
         self.temporary.mkdir()
         _write_headers(self.temporary, entries)
 
@@ -268,24 +268,29 @@ class _Export:
 
 def _everyones(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):
     """Shape and dtype of every tensor of the job, by name."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for held in all_gather_object({n: (b.global_shape, b.dtype) for n, b in boxes.items()}, group):
-        for name, what in held.items():
-            found.setdefault(name, what)
-    return found
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for rank_tensors in all_gather_object({n: (b.global_shape, b.dtype) for n, b in boxes.items()}, group):
+        for name, what in rank_tensors.items():
+            tensors.setdefault(name, what)
+    return tensors
 
 
 def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):
     """This rank's boxes that no lower rank holds too, by name."""
     rank = dist.get_rank() if group is not None else 0
     mine = {name: [box for box, _ in boxed.pieces] for name, boxed in boxes.items()}
-    lower = all_gather_object({(name, box) for name, held in mine.items() for box in held}, group)[:rank]
-    taken = set().union(*lower)
-    return {name: {box for box in held if (name, box) not in taken} for name, held in mine.items()}
+    lower = all_gather_object(
+        {(name, box) for name, rank_boxes in mine.items() for box in rank_boxes}, group
+    )[:rank]
+    lower_boxes = set().union(*lower)
+    return {
+        name: {box for box in rank_boxes if (name, box) not in lower_boxes}
+        for name, rank_boxes in mine.items()
+    }
 
 
 def _stem(model: nn.Module) -> str:
-    """What the files of a model begin with: diffusers' models write their configs themselves."""
+    """Return the beginning of a model's file names: diffusers' models write their configs themselves."""
     return STEMS[1] if hasattr(model, "save_config") else STEMS[0]
 
 
@@ -297,7 +302,10 @@ def _lay_out(
 ) -> dict[str, _Entry]:
     groups: list[list[str]] = [[]]
     used = 0
-    dtypes = {n: dtype if dtype and own.is_floating_point else own for n, (_, own) in tensors.items()}
+    dtypes = {
+        n: dtype if dtype and stored_dtype.is_floating_point else stored_dtype
+        for n, (_, stored_dtype) in tensors.items()
+    }
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, (shape, _) in tensors.items()}
     for name in sorted(tensors):
         if groups[-1] and used + sizes[name] > limit:
@@ -338,11 +346,11 @@ def _header(entries: Mapping[str, _Entry]) -> bytes:
 
 
 def _write_headers(directory: Path, entries: Mapping[str, _Entry]) -> None:
-    for file, held in _by_file(entries).items():
-        header = _header(held)
+    for file, file_entries in _by_file(entries).items():
+        header = _header(file_entries)
         with (directory / file).open("wb") as out:
             out.write(header)
-            out.truncate(len(header) + sum(e.nbytes for e in held.values()))
+            out.truncate(len(header) + sum(e.nbytes for e in file_entries.values()))
 
 
 def _write_boxes(

@@ -44,10 +44,10 @@ def newest_good(directory: str | os.PathLike, *, before: Path | None = None) -> 
         before: a checkpoint there; only older ones are looked at.
     """
     skipped: list[str] = []
-    found = agreed(lambda: commit.steps(directory), control_group(), doing=f"look into {directory}")[0]
+    checkpoints = agreed(lambda: commit.steps(directory), control_group(), doing=f"look into {directory}")[0]
     if before is not None:
-        found = found[: found.index(before)]
-    for checkpoint in reversed(found):
+        checkpoints = checkpoints[: checkpoints.index(before)]
+    for checkpoint in reversed(checkpoints):
         wrong = _problems(checkpoint)
         if not wrong:
             return checkpoint, skipped
@@ -56,11 +56,11 @@ def newest_good(directory: str | os.PathLike, *, before: Path | None = None) -> 
 
 
 def _problems(checkpoint: Path, *, digests: bool = True) -> list[str]:
-    """What is wrong with a checkpoint; every rank looks at its part of the files."""
+    """Return what is wrong with a checkpoint; every rank looks at its part of the files."""
     group = control_group()
     rank, world = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    found = all_gather_object(problems(checkpoint, part=rank, parts=world, digests=digests), group)
-    return list(dict.fromkeys(line for lines in found for line in lines))
+    rank_problems = all_gather_object(problems(checkpoint, part=rank, parts=world, digests=digests), group)
+    return list(dict.fromkeys(line for lines in rank_problems for line in lines))
 
 
 def load(checkpoint: str | os.PathLike, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _fill(path: Path, metadata: Metadata, boxes: Mapping[str, BoxedTensor]) -> N
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         tensors: shape and dtype by name.
@@ -118,7 +118,7 @@ class Contents:
 
 
 def contents(checkpoint: str | os.PathLike) -> Contents:
-    """What a checkpoint, or the newest of a directory, holds, without its tensors' values.
+    """Return the contents of a checkpoint, or of a directory's newest, without its tensors' values.
 
     Raises `CheckpointError` when there is none, or what it says of itself is not as it was written.
     """
@@ -145,18 +145,18 @@ def _resolve(path: Path) -> Path:
 def _compare(path: Path, metadata: Metadata, boxes: Mapping[str, BoxedTensor]) -> None:
     """Raise on every rank when what all ranks together ask for is not what was saved."""
     mine = {name: (boxed.global_shape, _covered(metadata, name, boxed)) for name, boxed in boxes.items()}
-    asked: dict[str, tuple[tuple[int, ...], bool]] = {}
-    for held in all_gather_object(mine, control_group()):
-        for name, (shape, covered) in held.items():
-            asked[name] = (shape, covered and asked.get(name, (shape, True))[1])
+    requests: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for rank_boxes in all_gather_object(mine, control_group()):
+        for name, (shape, covered) in rank_boxes.items():
+            requests[name] = (shape, covered and requests.get(name, (shape, True))[1])
     saved = {
         n: tuple(m.size)
         for n, m in metadata.state_dict_metadata.items()
         if isinstance(m, TensorStorageMetadata)
     }
     rows = []
-    for name in sorted(asked.keys() | saved.keys()):
-        shape, covered = asked.get(name, (None, True))
+    for name in sorted(requests.keys() | saved.keys()):
+        shape, covered = requests.get(name, (None, True))
         if shape != saved.get(name):
             rows.append(f"{name}: this model {shape or 'nothing'}, checkpoint {saved.get(name) or 'nothing'}")
         elif not covered:
@@ -164,7 +164,8 @@ def _compare(path: Path, metadata: Metadata, boxes: Mapping[str, BoxedTensor]) -
     if rows:
         more = [f"... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
         raise CheckpointError(
-            f"checkpoint {path} is of another model: {len(rows)} of {len(asked.keys() | saved.keys())} tensors differ",
+            f"checkpoint {path} is of another model: {len(rows)} of "
+            f"{len(requests.keys() | saved.keys())} tensors differ",
             got="\n             ".join(rows[:SHOWN] + more),
             fix="load it into the model and optimizer it was saved from",
         )

@@ -44,9 +44,9 @@ class Holder:
         host: its machine, by name.
         pid: its process id there.
         job: the job it is part of: a scheduler's or launcher's id, or else its command line.
-        since: when it took the lock by its own clock, for people.
+        since: the time at which it took the lock by its own clock, for people.
         place: kernel and process name space that `pid` belongs to; empty where the system does not say.
-        started: when the process started, as the kernel counts; empty where the system does not say.
+        started: the start of the process, as the kernel counts; empty where the system does not say.
     """
 
     host: str
@@ -65,7 +65,7 @@ class Holder:
 
     @staticmethod
     def read(path: Path) -> Holder | None:
-        """Who wrote a file of a lock; None when it does not say.
+        """Return the writer of a lock's file; None when it does not say.
 
         Raises `FileNotFoundError` when the holder has let go.
         """
@@ -101,7 +101,7 @@ class Holder:
 
 
 def job_name() -> str:
-    """What people call this job: the id its scheduler or launcher gave it, or else its command line."""
+    """Return the name of this job for people: the id its scheduler or launcher gave it, or else its command line."""
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         if os.environ.get(name, "none") != "none":
             return f"{name}={os.environ[name]}"
@@ -131,7 +131,7 @@ class Lock:
     Args:
         path: the lock, beside what it protects. Its directory must exist.
         save: id of the save, or of what else is done under the lock.
-        doing: what a holder does, in an error.
+        doing: the holder's work, in an error.
 
     Raises `CheckpointError` that names the holder when another process that lives holds it. Waits for at most
     `PATIENCE` seconds, and only for one on another machine that gives no sign of life; takes over from the dead.
@@ -209,7 +209,7 @@ class Lock:
 
 
 class _Watch:
-    """What a process that wants a lock has seen of its holders."""
+    """The observations of a lock's holders by a process that waits for it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}
@@ -262,9 +262,9 @@ def _held(path: Path) -> Iterator[tuple[Path, Holder | None, int]]:
 def sweep(path: Path) -> None:
     """Remove what processes that were killed while they took the lock have left beside it."""
     for prepared in path.parent.glob(f"{path.name}.*"):
-        held = list(_held(prepared))
-        near = [holder for _, holder, _ in held if holder is not None and holder.is_near]
+        holders = list(_held(prepared))
+        near = [holder for _, holder, _ in holders if holder is not None and holder.is_near]
         with contextlib.suppress(FileNotFoundError):
-            last = max([beat / 1e9 for _, _, beat in held], default=prepared.stat().st_mtime)
+            last = max([beat / 1e9 for _, _, beat in holders], default=prepared.stat().st_mtime)
             if not near[0].is_running if near else time.time() - last > ABANDONED:
                 shutil.rmtree(prepared, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of and how each part is known: by size, digest, and the id of the save that wrote it."""
+"""The parts of a checkpoint and how each is known: by size, digest, and the id of the save that wrote it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VALUES = "values.json"
 FORMAT = 2
 STEP = re.compile(r"step-(\d+)")
 UNDONE = (".tmp", ".deleting")
-"""How directories end whose save or deletion was not finished."""
+"""The endings of directories whose save or deletion was not finished."""
 _SEAL = re.compile(rb'\{?"save": "([0-9a-f]{32})"\}\n\Z')
 _SEAL_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint consists of.
+    """The parts of a committed checkpoint.
 
     Args:
         step: the step it is of.
@@ -86,7 +86,7 @@ class Manifest:
         return Manifest(step, save, job, files)
 
     def bytes_of(self, directory: Path, name: str) -> bytes:
-        """What a file holds, as it was written. Raises `CheckpointError` that names it when it is not."""
+        """Return the contents of a file, as it was written. Raises `CheckpointError` that names it when it is not."""
         path = directory / name
         _refuse_pipes(path)
         try:
@@ -100,16 +100,16 @@ class Manifest:
         return raw
 
     def problem(self, path: Path, *, digests: bool) -> str | None:
-        """What is wrong with one of the files; None when nothing is. `digests` as for `problems`."""
+        """Return what is wrong with one of the files; None when nothing is. `digests` as for `problems`."""
         size, sha = self.files[path.name]
         if path.exists() and not path.is_file():
             return f"{path} is no regular file"
         try:
-            held, save = path.stat().st_size, save_of(path)
+            actual_size, save = path.stat().st_size, save_of(path)
             if save not in (None, self.save):
                 return self._of_another(path, save)
-            if held != size:
-                return f"{path} is truncated or grown: {held} bytes, expected {size}"
+            if actual_size != size:
+                return f"{path} is truncated or grown: {actual_size} bytes, expected {size}"
             if save is None or (digests and digest(path)[1] != sha):
                 return f"{path} is corrupt: its sha256 is not the one recorded when it was written"
         except FileNotFoundError:
@@ -193,12 +193,12 @@ def save_of(path: Path) -> str | None:
 
 
 def _sealed(raw: bytes) -> str | None:
-    found = _SEAL.search(raw[-_SEAL_BYTES:])
-    return found[1].decode() if found else None
+    match = _SEAL.search(raw[-_SEAL_BYTES:])
+    return match[1].decode() if match else None
 
 
 def problems(checkpoint: Path, *, part: int = 0, parts: int = 1, digests: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a line each; empty when every file is as the manifest says.
+    """Return what is wrong with a checkpoint, a line each; empty when every file is as the manifest says.
 
     With `parts`, only every `parts`-th file from `part` on is read, so that ranks can share the work. Without
     `digests` files are not read: they must be there, have their size and be of the manifest's save.
@@ -237,11 +237,11 @@ def raise_unless_done(checkpoint: Path) -> None:
         )
 
 
-def raise_for(found: list[str], checkpoint: Path) -> None:
+def raise_for(lines: list[str], checkpoint: Path) -> None:
     """Raise the `CheckpointError` of a list of problems, if there are any."""
-    if found:
+    if lines:
         raise CheckpointError(
             f"checkpoint {checkpoint} is damaged",
-            got="\n             ".join(found),
+            got="\n             ".join(lines),
             fix="load an older one, or restore the files from a copy",
         )

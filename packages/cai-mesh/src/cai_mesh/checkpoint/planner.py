@@ -108,8 +108,8 @@ class BoxLoadPlanner(LoadPlanner):
         for name, boxed in self._state.items():
             saved = self._metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            wanted = [_chunk(box) for box, _ in boxed.pieces]
-            items += create_read_items_for_chunk_list(name, saved, wanted)
+            chunks = [_chunk(box) for box, _ in boxed.pieces]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -167,7 +167,7 @@ _ALLOWED = {
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """What `getattr` stands for in metadata: Python below 3.11.4 so pickles a member of an enumeration."""
+    """The stand-in for `getattr` in metadata: Python below 3.11.4 so pickles a member of an enumeration."""
     if kind is not _MEM_FORMAT_ENCODING or not isinstance(name, str) or name not in kind.__members__:
         raise CheckpointError(
             "the checkpoint's .metadata asks for an attribute that metadata never has; it was not read",

@@ -26,7 +26,7 @@ from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 
 Written = tuple[list[WriteResult], dict[str, tuple[int, str]]]
-"""What one rank wrote: where DCP put each item, and size and sha256 of each file."""
+"""The writes of one rank: where DCP put each item, and size and sha256 of each file."""
 
 
 class Saving:
@@ -106,7 +106,7 @@ def save(
         group: gloo group of all ranks for the thread's own coordination; None makes one when `async_` needs it.
 
     Raises `CheckpointError` on every rank (from `Saving.wait` when async) when another job is saving into the
-    directory, the step exists, a value cannot be saved, or a rank failed to write: what was written is removed then,
+    directory, the step exists, a value cannot be saved, or a rank failed to write. What was written is removed then,
     and earlier checkpoints are untouched.
     """
     if keep_last is not None and keep_last < 1:
@@ -147,11 +147,11 @@ def _planned(
     ranks = agreed(
         lambda: (commit.Draft(directory, step, uuid.uuid4().hex), planner.create_local_plan()), control
     )
-    wanted = [draft.step for draft, _ in ranks]
-    if len(set(wanted)) > 1:
+    step_numbers = [draft.step for draft, _ in ranks]
+    if len(set(step_numbers)) > 1:
         raise CheckpointError(
             "the ranks are not saving the same step",
-            got=f"steps {wanted} of ranks 0 to {len(wanted) - 1}",
+            got=f"steps {step_numbers} of ranks 0 to {len(step_numbers) - 1}",
             fix="save at the same point of the run on all ranks",
         )
     return ranks[0][0], *planner.create_global_plan([plan for _, plan in ranks])

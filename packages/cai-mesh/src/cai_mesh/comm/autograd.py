@@ -149,7 +149,7 @@ def shift(x: torch.Tensor, group: dist.ProcessGroup | None, steps: int = 1) -> t
     """The `x` of the rank `steps` before this one around the ring of the group; the reverse shift backward.
 
     Args:
-        x: of the same shape on all ranks.
+        x: a tensor of the same shape on all ranks.
         steps: may be negative. Rank r sends to rank (r + steps) mod size.
 
     Only neighbours exchange anything: the all-to-all behind it has one part that is not empty.
@@ -166,7 +166,7 @@ def shift(x: torch.Tensor, group: dist.ProcessGroup | None, steps: int = 1) -> t
 def swap_shards(
     x: torch.Tensor, gather_dim: int, scatter_dim: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """From shards along `gather_dim` to shards along `scatter_dim`, in one all-to-all; the reverse swap backward.
+    """Turn shards along `gather_dim` into shards along `scatter_dim`, in one all-to-all; the reverse swap backward.
 
     Ulysses attention goes from sequence to heads and back so (Jacobs et al., arXiv:2309.14509).
 

@@ -24,4 +24,4 @@ EXPERT_GRADIENT_AXES = ("dp_replicate", "edp")
 """Axes over which the gradient of an expert's parameter is summed."""
 
 SHARD_AXES = ("dp_shard", "cp", "edp")
-"""Of the axes a gradient is summed over, those whose ranks may divide the parameter between them."""
+"""Those axes a gradient is summed over whose ranks may divide the parameter between them."""

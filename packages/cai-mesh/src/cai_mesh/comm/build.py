@@ -1,4 +1,4 @@
-"""From degrees to a torch `DeviceMesh`."""
+"""Builds a torch `DeviceMesh` from degrees."""
 
 from __future__ import annotations
 

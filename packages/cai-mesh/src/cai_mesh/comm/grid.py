@@ -18,7 +18,7 @@ def sub_axes(mode: str, degree: int, depth: int = 1) -> dict[str, int]:
     Args:
         mode: "1d", "2d", "2.5d" or "3d".
         degree: ranks in all.
-        depth: of 2.5d: how many grids hold the same weights.
+        depth: the number of grids that hold the same weights, in 2.5d.
 
     Raises `PlanError` for another mode, and where the mode has no such number of ranks: 2d takes q x q, 2.5d
     depth x q x q, 3d l x l x l, with q and l of 2 at least.

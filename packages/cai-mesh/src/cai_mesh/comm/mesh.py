@@ -61,7 +61,7 @@ class ParallelMesh:
         etp: int = 1,
         expert: DeviceMesh | None = None,
     ) -> ParallelMesh:
-        """From a user's mesh.
+        """Return the `ParallelMesh` of a user's mesh.
 
         Args:
             mesh: its dimensions carry known names, or are one, or are told by `axes`.
@@ -78,12 +78,12 @@ class ParallelMesh:
                 raise MeshError("this mesh has its roles already", got=mesh, fix="pass the DeviceMesh itself")
             return mesh
         names = axis_names(mesh)
-        given = {r: (d,) if isinstance(d, str) else tuple(d) for r, d in (axes or {}).items()}
-        _check_roles(given, names)
-        strangers = [n for n in names if n not in KNOWN and not any(n in dims for dims in given.values())]
+        roles = {r: (d,) if isinstance(d, str) else tuple(d) for r, d in (axes or {}).items()}
+        _check_roles(roles, names)
+        strangers = [n for n in names if n not in KNOWN and not any(n in dims for dims in roles.values())]
         if strangers and len(names) == 1:
             if alone is not None:
-                given[alone] = names
+                roles[alone] = names
         elif strangers:
             raise MeshError(
                 f"nobody knows what axis {strangers[0]!r} of this mesh is for",
@@ -93,10 +93,10 @@ class ParallelMesh:
                 + ", ".join(f'"ROLE": "{name}"' for name in strangers)
                 + "}), or pass a slice of the mesh",
             )
-        found = ParallelMesh(mesh, None, given)
+        dense = ParallelMesh(mesh, None, roles)
         if ep is not None:
-            expert = _expert_view(found, ep, etp)
-        return found if expert is None else ParallelMesh(mesh, _checked(expert, mesh), given)
+            expert = _expert_view(dense, ep, etp)
+        return dense if expert is None else ParallelMesh(mesh, _checked(expert, mesh), roles)
 
     def __deepcopy__(self, memo: dict) -> ParallelMesh:
         return self  # process groups belong to the process
@@ -120,15 +120,15 @@ class ParallelMesh:
         Raises `MeshError` for a name that is neither a role nor a dimension, and for an expert's role where the mesh
         has no expert view.
         """
-        wanted: set[str] = set()
+        dims: set[str] = set()
         for axis in (axes,) if isinstance(axes, str) else axes:
-            wanted.update(self._leaves_of(axis))
-        return tuple(name for name in self.names if name in wanted)
+            dims.update(self._leaves_of(axis))
+        return tuple(name for name in self.names if name in dims)
 
     def _leaves_of(self, axis: str) -> tuple[str, ...]:
-        found = self._played(axis)
-        if found or axis in AXES or (axis in KNOWN and axis not in EXPERT_AXES):
-            return found
+        dims = self._played(axis)
+        if dims or axis in AXES or (axis in KNOWN and axis not in EXPERT_AXES):
+            return dims
         if axis in EXPERT_AXES and self.expert is None:
             raise MeshError(
                 f"a mesh without an expert view was asked for axis {axis!r}",
@@ -159,32 +159,32 @@ class ParallelMesh:
 
     def coordinate(self) -> dict[str, int]:
         """This rank's index along every dimension of every view."""
-        found: dict[str, int] = {}
+        coordinate: dict[str, int] = {}
         for view in self.views:
-            here = view.get_coordinate()
-            if here is None:
+            indices = view.get_coordinate()
+            if indices is None:
                 raise MeshError(
                     "this rank is not part of the mesh", got=f"rank {dist.get_rank()}", expected=view
                 )
-            found.update(zip(axis_names(view), here, strict=True))
-        return found
+            coordinate.update(zip(axis_names(view), indices, strict=True))
+        return coordinate
 
     def index(self, axes: str | Sequence[str]) -> int:
         """This rank's row-major index along `axes`, in mesh order whatever theirs: its rank in `group(axes)`."""
-        position, here = 0, self.coordinate()
+        position, coordinate = 0, self.coordinate()
         for name in self.leaves(axes):
-            position = position * self._size(name) + here[name]
+            position = position * self._size(name) + coordinate[name]
         return position
 
     def view(self, axes: str | Sequence[str]) -> DeviceMesh:
         """The view that has all of these axes. Raises `MeshError` where none has."""
-        wanted = [name for name in self.leaves(axes) if self._size(name) > 1]
+        names = [name for name in self.leaves(axes) if self._size(name) > 1]
         for view in self.views:
-            if set(wanted) <= set(axis_names(view)):
+            if set(names) <= set(axis_names(view)):
                 return view
         raise MeshError(
             "no view of the ranks has all of these axes",
-            got=tuple(wanted),
+            got=tuple(names),
             expected=" or ".join(str(axis_names(view)) for view in self.views),
         )
 
@@ -211,18 +211,18 @@ class ParallelMesh:
             )
 
 
-def _check_roles(given: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> None:
-    unknown = [role for role in given if role not in ROLES]
+def _check_roles(roles: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> None:
+    unknown = [role for role in roles if role not in ROLES]
     if unknown:
         raise MeshError(
-            f"there is no role {unknown[0]!r}", got=dict(given), fix=did_you_mean(unknown[0], ROLES)
+            f"there is no role {unknown[0]!r}", got=dict(roles), fix=did_you_mean(unknown[0], ROLES)
         )
-    listed = [dim for dims in given.values() for dim in dims]
+    listed = [dim for dims in roles.values() for dim in dims]
     missing = [dim for dim in listed if dim not in names]
     if missing or len(set(listed)) != len(listed):
         raise MeshError(
             "axes name each dimension of the mesh at most once",
-            got=dict(given),
+            got=dict(roles),
             expected=f"names among {tuple(names)}",
         )
 

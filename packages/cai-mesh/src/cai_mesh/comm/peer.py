@@ -36,7 +36,7 @@ class PeerGather:
 
     Args:
         group: ranks that share a chunk, each with a GPU that can address the others'.
-        nbytes: of the largest shard.
+        nbytes: bytes of the largest shard.
         device: this rank's GPU.
 
     Collective. Raises `PlanError` where the GPUs cannot address each other.
@@ -67,7 +67,7 @@ class PeerGather:
 
 
 PIECE_BYTES = 2**27
-"""Of all contributions to a rank that travel at once: enough for the links, little memory however many ranks."""
+"""Bytes of the contributions to a rank that travel at once: enough for the links, little memory for many ranks."""
 ALIGNMENT = 512
 """Bytes at which a contribution begins, a multiple of every element's size."""
 
@@ -80,7 +80,7 @@ class PeerReduce:
 
     Args:
         group: ranks that share a chunk, each with a GPU that can address the others'.
-        nbytes: of the largest shard of what is reduced.
+        nbytes: bytes of the largest shard of what is reduced.
         device: this rank's GPU.
         whole: there is room for whole contributions, for who calls `give` and `meet`.
 
@@ -152,7 +152,7 @@ class Peers(Generic[P]):
     """A `PeerGather` or a `PeerReduce` for every group that needs one, where copy engines are wanted.
 
     Args:
-        kind: which of them.
+        kind: the class, one of the two.
         needs: (group, bytes of a rank's shard) of everything that will travel, in the same order on all ranks.
         device: this rank's GPU.
         wanted: False makes none.

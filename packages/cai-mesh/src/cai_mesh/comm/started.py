@@ -23,7 +23,7 @@ class Members:
     """A process group as constants, which a graph can hold and a copy of a model can share.
 
     Args:
-        name: of the group.
+        name: the group's name.
         size: number of ranks.
         rank: this rank's place.
     """
@@ -34,7 +34,7 @@ class Members:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Members:
-        """Those of a process group."""
+        """Return the constants of a process group."""
         return Members(group.group_name, group.size(), group.rank())
 
     @property

@@ -18,8 +18,8 @@ class SideStream:
     `work`.
 
     Args:
-        device: where the stream is.
-        priority: of a CUDA stream: a lower number is served first.
+        device: the stream's device.
+        priority: the priority of a CUDA stream: a lower number is served first.
 
     Attributes:
         stream: the CUDA stream; None where the device has none.
@@ -69,10 +69,10 @@ class Mark:
     """A point in a stream; a `CommHandle`.
 
     Args:
-        stream: where it is the end of what was issued; None: nothing is waited for.
+        stream: the stream that it marks the end of, as issued so far; None: nothing is waited for.
 
     Attributes:
-        event: at that point, for a host that waits; None without a stream.
+        event: the event at that point, for a host that waits; None without a stream.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None):

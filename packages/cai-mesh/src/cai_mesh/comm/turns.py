@@ -20,14 +20,15 @@ from cai_mesh.errors import PlanError
 _KEPT = 64
 """Turns whose entries stay in the store; a rank that is further behind is not compared."""
 _PATIENCE = timedelta(seconds=60)
-"""How long a rank waits at most for all others in a turn that is not expected."""
+"""The seconds that a rank waits at most for all others in a turn that is not expected."""
 
 
 class Turns:
     """The turns of the ranks of some groups.
 
     Args:
-        groups: of ranks that must take the same turns; None and groups of one are left out. Collective over each.
+        groups: groups of ranks that must take the same turns; None and groups of one are left out. Collective over
+            each.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup | None]):

@@ -1,4 +1,4 @@
-"""What files of weights say of themselves, checked before anything else of them is read: headers and indices."""
+"""The headers and indices of files of weights, checked before anything else of them is read: headers and indices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-"""Of one number, by dtype."""
+"""The bits of one number, by dtype."""
 METADATA = "__metadata__"
 
 
 class _Wrong(Exception):
-    """What is wrong with a header."""
+    """A fault of a header."""
 
 
 def check_header(path: Path, *, error: type[CaiError] = CheckpointError) -> dict[str, Any]:

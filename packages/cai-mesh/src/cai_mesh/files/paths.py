@@ -28,7 +28,7 @@ def inside(
 
     Args:
         said_by: the file that has the name, for the message.
-        error: what is raised.
+        error: the class of the error that is raised.
 
     Raises `error` for what is no text, empty, absolute, or has a backslash, a control character, or a part that is
     `.`, `..` or empty. Nothing is opened, and links are not looked at.
@@ -50,10 +50,10 @@ def inside(
 
 
 def folder(path: Path, *, mode: int = DIRECTORY) -> Path:
-    """Makes a directory, and those above it, unless it is there; a link to one is refused.
+    """Make a directory, and those above it, unless it is there; a link to one is refused.
 
     Args:
-        mode: of a new one; the umask may take bits away. Others may not write into it.
+        mode: the mode of a new one; the umask may take bits away. Others may not write into it.
 
     Raises `ConfigError` for a link or a file of this name.
     """
@@ -68,10 +68,10 @@ def folder(path: Path, *, mode: int = DIRECTORY) -> Path:
 
 
 def own_folder(path: Path, *, below: Path) -> Path:
-    """Makes a directory below another; a link or a file in its place, or on the way to it, is taken away first.
+    """Make a directory below another; a link or a file in its place, or on the way to it, is taken away first.
 
     Args:
-        path: of the directory; it and those on the way are below `below`, which may be a link.
+        path: the directory; it and those on the way are below `below`, which may be a link.
     """
     on_the_way = [below / part for part in path.relative_to(below).parents if part != Path()]
     for directory in [*reversed(on_the_way), path]:
@@ -143,7 +143,7 @@ def private_folder(path: Path, what: str) -> Path:
     """A directory that is this user's own; made with mode 0700 where it is not there.
 
     Args:
-        what: what is kept there, for the message, such as "data.cache".
+        what: the use of the directory, for the message, such as "data.cache".
 
     Raises `ConfigError` where it, or a link to it, belongs to another user, or others may write there.
     """
@@ -153,19 +153,19 @@ def private_folder(path: Path, what: str) -> Path:
         path.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
     except FileExistsError:
         raise ConfigError(f"{what} = {path} is not a directory", fix="name another") from None
-    found, link = path.stat(), path.lstat()
-    if {found.st_uid, link.st_uid} != {os.geteuid()}:
+    status, link = path.stat(), path.lstat()
+    if {status.st_uid, link.st_uid} != {os.geteuid()}:
         raise ConfigError(
             f"{what} = {path} belongs to another user",
-            got=f"owner {found.st_uid if found.st_uid != os.geteuid() else link.st_uid}",
+            got=f"owner {status.st_uid if status.st_uid != os.geteuid() else link.st_uid}",
             expected=f"owner {os.geteuid()}, who runs this",
             cause="what is kept there is trusted, and its owner can change it",
             fix=f"set {what} to a directory of your own",
         )
-    if found.st_mode & OTHERS_WRITE:
+    if status.st_mode & OTHERS_WRITE:
         raise ConfigError(
             f"others may write into {what} = {path}",
-            got=f"mode {stat.S_IMODE(found.st_mode):04o}",
+            got=f"mode {stat.S_IMODE(status.st_mode):04o}",
             expected="mode 0700",
             cause="what is kept there is trusted, and they can change it",
             fix=f"chmod 700 {path}, and delete what is in it unless you know who wrote it",

@@ -20,7 +20,7 @@ from cai_mesh.layout.chunk import FlatChunk
 from cai_mesh.protocols import LinearRule
 
 _BUFFERS: weakref.WeakValueDictionary[int, GradBuffer] = weakref.WeakValueDictionary()
-"""By storage: the op below sees a tensor, inside a compiled graph too, and must find whose memory it is."""
+"""Buffers by storage: the op below sees a tensor, inside a compiled graph too, and must find whose memory it is."""
 
 
 def buffer_of(view: torch.Tensor) -> GradBuffer | None:
@@ -53,14 +53,14 @@ class GradBuffer:
     Each trainable parameter's `cai_grad` is its view of the buffer; linear layers write there.
 
     Attributes:
-        deferred: who keeps the weight gradients that arrive now (None: they are made at once).
-        arrived: which parameters have had a gradient since their owner last cleared this, by place in the chunk.
+        deferred: the keeper of weight gradients that arrive now (None: they are made at once).
+        arrived: the parameters that have had a gradient since their owner last cleared this, by place in the chunk.
 
     Args:
-        chunk: what lies where.
+        chunk: the layout of the parameters in the memory.
         params: the leaf parameters autograd sees, in the chunk's order.
-        dtype: of the gradients.
-        device: of the buffer.
+        dtype: the gradients' dtype.
+        device: the buffer's device.
         before_open: called before the memory is taken, so that an owner can bound how much is in flight.
     """
 
@@ -119,7 +119,7 @@ class GradBuffer:
         """Add a weight gradient at `offset`, now or when it is flushed, unless this backward leaves it out.
 
         Args:
-            rule, operands: how it is made, and of what.
+            rule, operands: the rule that makes it, and the tensors it makes it of.
             borrowed: the operands' memory is used again as soon as this returns.
         """
         index = self._index[offset]
@@ -129,10 +129,11 @@ class GradBuffer:
         if self.deferred is None:
             self.write(index, rule, operands)
             return
-        held = tuple(t.clone() if borrowed else t.detach() for t in operands)  # not the graph behind them
-        kept = _Kept(self, index, rule, held)
-        self._kept.append(kept)
-        self.deferred.keep(kept)
+        # not the graph behind them
+        saved_operands = tuple(t.clone() if borrowed else t.detach() for t in operands)
+        product = _Kept(self, index, rule, saved_operands)
+        self._kept.append(product)
+        self.deferred.keep(product)
 
     def takes(self, offset: int) -> bool | None:
         """Whether a weight gradient at `offset` is for this buffer in the backward under way; None: for the caller."""
@@ -143,17 +144,17 @@ class GradBuffer:
     def write(self, index: int, rule: LinearRule, operands: tuple[torch.Tensor, ...]) -> None:
         """Make a weight gradient in the chunk: over what is there where it is the first, else added to it."""
         self.open()
-        fresh = index in self._unwritten
+        is_first = index in self._unwritten
         self._unwritten.discard(index)
         self.arrived.add(index)
-        rule.write_weight_grad(operands, self.views[index], fresh=fresh)
+        rule.write_weight_grad(operands, self.views[index], fresh=is_first)
 
     def _flush(self) -> None:
         while self._kept:
             self._kept.pop(0).flush()
 
     def _waiting(self) -> set[int]:
-        return {kept.index for kept in self._kept if kept.operands is not None}
+        return {product.index for product in self._kept if product.operands is not None}
 
     @property
     def has_gradients(self) -> bool:
@@ -162,7 +163,7 @@ class GradBuffer:
 
     @property
     def written(self) -> set[int]:
-        """Which parameters have a gradient that `take` would return, by their place in the chunk."""
+        """Return the parameters with a gradient that `take` would return, by their place in the chunk."""
         late = set(self._late()) | self._waiting()
         return late | (set(range(len(self.params))) - self._unwritten if self.is_open else set())
 
@@ -186,9 +187,9 @@ class GradBuffer:
             return
         self.open()
         self.arrived.update(late)
-        fresh = [i for i in late if i in self._unwritten]
-        if fresh:
-            torch._foreach_copy_([self.views[i] for i in fresh], [self._grad(i) for i in fresh])
+        unwritten = [i for i in late if i in self._unwritten]
+        if unwritten:
+            torch._foreach_copy_([self.views[i] for i in unwritten], [self._grad(i) for i in unwritten])
         again = [i for i in late if i not in self._unwritten]
         if again:
             grads = [self._grad(i).to(self.tensor.dtype) for i in again]
@@ -216,17 +217,17 @@ class GradBuffer:
     def drop(self, index: int) -> None:
         """Forget what has arrived of one gradient and was not taken by a reduction yet."""
         set_raw_grad(self.params[index], None)
-        for kept in self._kept:
-            if kept.index == index:
-                kept.operands = None
+        for product in self._kept:
+            if product.index == index:
+                product.operands = None
         self.arrived.discard(index)
         if self.is_open:
             self._unwritten.add(index)
 
     def close(self) -> None:
         """Free the memory, and drop what still waits. The caller has seen to it that nothing still reads it."""
-        for kept in self._kept:
-            kept.operands = None
+        for product in self._kept:
+            product.operands = None
         self._kept.clear()
         if self.is_open:
             self.tensor.untyped_storage().resize_(0)
@@ -234,15 +235,15 @@ class GradBuffer:
 
     def hand_over(self) -> torch.Tensor:
         """The memory with the gradients in it, [chunk.numel], for the caller to keep; the buffer is closed."""
-        kept = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
-        kept.set_(self.tensor.untyped_storage(), 0, self.tensor.shape)
-        fresh = torch.empty_like(self.tensor)
-        self.tensor.data = fresh
-        for view, handle, other in zip(self.views, self._handles, self.chunk.views(fresh), strict=True):
+        gradients = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        gradients.set_(self.tensor.untyped_storage(), 0, self.tensor.shape)
+        replacement = torch.empty_like(self.tensor)
+        self.tensor.data = replacement
+        for view, handle, other in zip(self.views, self._handles, self.chunk.views(replacement), strict=True):
             view.data = handle.data = other
         self.is_open = False
         self._free()
-        return kept
+        return gradients
 
 
 @dataclass(eq=False)
@@ -250,9 +251,9 @@ class _Kept:
     """A weight gradient whose product is still to be made.
 
     Args:
-        buffer, index: where it goes.
-        rule: how it is made.
-        operands: of what; None once it has been.
+        buffer, index: the buffer it goes to, and its place there.
+        rule: the rule that makes it.
+        operands: the tensors it is made of; None once it has been.
     """
 
     buffer: GradBuffer

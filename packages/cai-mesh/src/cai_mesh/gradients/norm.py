@@ -21,8 +21,8 @@ from cai_mesh.layout.record import NOTHING, layout_of, parts_by_axes, record_of,
 
 def _parts(param: torch.Tensor) -> list[tuple[torch.Tensor, frozenset[str]]]:
     if isinstance(param, ShownParameter) and param.cai_keeper is not None:
-        found = param.cai_keeper.held(param.cai_index)
-        return [(found[0], found[1].axes)] if found is not None and found[1].owner else []
+        entry = param.cai_keeper.held(param.cai_index)
+        return [(entry[0], entry[1].axes)] if entry is not None and entry[1].owner else []
     grad = local_gradient(param)
     if grad is None:
         return []
@@ -68,8 +68,8 @@ def norm_of_squares(
     Args:
         squares: (mesh axes along which the elements differ, the sum of their squares, 0-d on any device). What counts
             on another rank (copies of tied parameters) is left out.
-        mesh: of all ranks; None: one process.
-        device: where the norm is put together; nothing waits for it.
+        mesh: the mesh of all ranks; None: one process.
+        device: the device on which the norm is put together; nothing waits for it.
 
     Returns the norm, 0-d on `device`, in float64 where a sum is, else float32. Raises `MeshError` as `grad_norm`.
     """
@@ -79,22 +79,22 @@ def norm_of_squares(
     for axes, square in squares:
         dims = _dims(axes, mesh)
         dtype = torch.promote_types(dtype, square.dtype)
-        here = square.to(device, torch.float64, non_blocking=True)
-        values[dims] = values[dims] + here if dims in values else here
+        on_device = square.to(device, torch.float64, non_blocking=True)
+        values[dims] = values[dims] + on_device if dims in values else on_device
     return _combine(values, mesh, 2.0, device).sqrt().to(dtype)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """By what gradients of norm `norm` are multiplied so that it is at most `max_norm`; at most 1."""
+    """Return the factor, at most 1, with which gradients of norm `norm` have a norm of at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _device(grads: Iterable[torch.Tensor], mesh: ParallelMesh | None) -> torch.device:
-    """Where a norm is put together: with the first gradient, or where the ranks meet if that is in host memory."""
-    held = {g.device: None for g in grads}
-    away = [device for device in held if device.type != "cpu"]
+    """Return the device of a norm: that of the first gradient, or where the ranks meet if that is in host memory."""
+    devices = {g.device: None for g in grads}
+    away = [device for device in devices if device.type != "cpu"]
     if away or mesh is None:
-        return (away or [*held, torch.device("cpu")])[0]
+        return (away or [*devices, torch.device("cpu")])[0]
     return torch.device(mesh.device_type)
 
 
@@ -115,17 +115,17 @@ def _check_known(param: torch.Tensor, mesh: ParallelMesh | None) -> None:
 def _dims(axes: frozenset[str], mesh: ParallelMesh | None) -> frozenset[str]:
     """The mesh's dimensions along which gradients with these axes differ."""
     try:
-        found = frozenset(mesh.leaves(tuple(axes))) if mesh is not None else frozenset[str]()
+        dims = frozenset(mesh.leaves(tuple(axes))) if mesh is not None else frozenset[str]()
         lost = [axis for axis in axes if mesh is None or not mesh.has(axis)]
     except MeshError:
-        found, lost = frozenset(), sorted(axes)
+        dims, lost = frozenset(), sorted(axes)
     if lost:
         raise MeshError(
             "a gradient is sharded along an axis that the mesh given for its norm lacks",
             got=f"{sorted(axes)} on a mesh of {mesh.names if mesh is not None else ()}",
             fix="pass the whole mesh",
         )
-    return found
+    return dims
 
 
 def _local(
@@ -145,12 +145,12 @@ def _combine(
     """Fold the values of each set of dimensions over those, in float64, on the first view that has them."""
     views = mesh.views if mesh is not None else (None,)
     everywhere = frozenset(mesh.leaves("pp")) if mesh is not None else frozenset[str]()
-    left, totals = dict(values), []
+    remaining, totals = dict(values), []
     for view in views:
         names = axis_names(view) if view is not None else ()
-        here = {dims: left.pop(dims) for dims in list(left) if dims <= set(names)}
-        totals.append(_fold(here, view, everywhere, norm_type, device))
-    for dims in left:
+        view_values = {dims: remaining.pop(dims) for dims in list(remaining) if dims <= set(names)}
+        totals.append(_fold(view_values, view, everywhere, norm_type, device))
+    for dims in remaining:
         assert mesh is not None
         mesh.view(tuple(dims))  # raises: no view has them all
     total = torch.stack(totals)
@@ -174,8 +174,8 @@ def _fold(
     names = axis_names(view) if view is not None else ()
     axes = [a for i, a in enumerate(names) if view is not None and view.size(i) > 1]
     table = torch.zeros([2] * len(axes), dtype=torch.float64, device=device)
-    for held, value in values.items():
-        entry = table[tuple(int(axis in held or axis in everywhere) for axis in axes)] if axes else table
+    for dims, value in values.items():
+        entry = table[tuple(int(axis in dims or axis in everywhere) for axis in axes)] if axes else table
         value = value.double()
         entry.copy_(entry + value if norm_type == 2.0 else torch.maximum(entry, value))
     for i, axis in enumerate(axes):
@@ -222,6 +222,6 @@ def clip_grad_norm_(
         grad = local_gradient(p)
         if grad is not None:
             grads[grad.device].append(grad)
-    for device, held in grads.items():
-        torch._foreach_mul_(held, scale.to(device))
+    for device, device_grads in grads.items():
+        torch._foreach_mul_(device_grads, scale.to(device))
     return norm

@@ -1,4 +1,4 @@
-"""Which part of what a rank's tensor holds: layouts, boxes, chunks, and what is attached to a parameter."""
+"""The parts that a rank's tensor holds of others: layouts, boxes, chunks, and what is attached to a parameter."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class BoxedTensor:
         dtype: element type.
         pieces: (region of the global tensor, view of exactly that shape).
         owner: whether this rank writes what several ranks hold (False for a tied copy).
-        lend: for values that are not in memory: the views of `pieces` are on the meta device, and this returns the same
-            boxes with views of memory, which may be read and written until something else is lent.
+        lend: a function for values that are not in memory: the views of `pieces` are on the meta device, and it returns
+            the same boxes with views of memory, which may be read and written until something else is lent.
     """
 
     global_shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class BoxedTensor:
         if full.is_floating_point():
             full.fill_(float("nan"))
         mine = [(box, view.detach().cpu()) for box, view in self.present.pieces]
-        for held in all_gather_object(mine, group):
-            for box, values in held:
+        for pieces in all_gather_object(mine, group):
+            for box, values in pieces:
                 full[box.slices()] = values
         return full

@@ -20,7 +20,7 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in a chunk."""
+    """The place of one parameter in a chunk."""
 
     name: str
     layout: Layout
@@ -130,17 +130,17 @@ class FlatChunk:
 
     def overlaps(self, low: int, high: int) -> list[Overlap]:
         """The parts of parameters inside elements [low, high) of the chunk; padding left out."""
-        found = []
+        overlaps = []
         for slot in self.slots[max(bisect.bisect_right(self._offsets, low) - 1, 0) :]:
             if slot.offset >= high:
                 break
             a, b = max(low, slot.offset), min(high, slot.end)
             if a < b:
-                found.append(Overlap(slot, a - slot.offset, b - slot.offset, a - low))
-        return found
+                overlaps.append(Overlap(slot, a - slot.offset, b - slot.offset, a - low))
+        return overlaps
 
     def boxed(self, flat: torch.Tensor, low: int) -> dict[str, BoxedTensor]:
-        """What a 1-d tensor of elements [low, low + len) holds, by parameter name, as boxes of the global tensors.
+        """Return the contents of elements [low, low + len), by parameter name, as boxes of the global tensors.
 
         The pieces are views, so loading into them fills `flat`.
         """

@@ -1,4 +1,4 @@
-"""Where the elements of a local tensor lie in the global one.
+"""The places of a local tensor's elements in the global one.
 
 A `Layout` is a global shape and an ordered list of steps. Each step splits (or replicates) what the steps before
 left, along one mesh axis. Per dimension the result is a list of segments of the global index range; the local
@@ -101,13 +101,13 @@ class Layout:
 
         Raises `LayoutError` where a cut of unequal sections leaves unequal parts.
         """
-        layout, left = self, math.prod(degree for _, degree, _ in axes)
-        part = self._part_of(placement, left) if isinstance(placement, Shard) else None
+        layout, remaining = self, math.prod(degree for _, degree, _ in axes)
+        part = self._part_of(placement, remaining) if isinstance(placement, Shard) else None
         for axis, degree, index in axes:
-            left //= degree
+            remaining //= degree
             step = placement
             if part is not None and isinstance(placement, Shard):
-                step = replace(placement, unit=part * left)
+                step = replace(placement, unit=part * remaining)
             layout = layout.then(axis, degree, index, step)
         return layout
 
@@ -135,11 +135,11 @@ class Layout:
 
     def segments(self, dim: int) -> list[Segment]:
         """Global index ranges of dimension `dim` that this rank holds, in local order."""
-        held: list[Segment] = [(0, self.global_shape[dim])]
+        segments: list[Segment] = [(0, self.global_shape[dim])]
         for step in self.steps:
             if isinstance(step.placement, Shard) and step.placement.dim == dim:
-                held = _split(held, step.placement, step.degree, step.index)
-        return held
+                segments = _split(segments, step.placement, step.degree, step.index)
+        return segments
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -177,39 +177,39 @@ class Layout:
                 got=(low, high),
                 expected=f"within 0 to {math.prod(shape)}",
             )
-        held = [self.segments(d) for d in range(len(shape))]
+        segments = [self.segments(d) for d in range(len(shape))]
         stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         return [
             Piece(
-                _global_box(local, held),
+                _global_box(local, segments),
                 sum(o * s for o, s in zip(local.offset, stride, strict=True)) - low,
                 stride,
             )
             for region in _rows(shape, low, high)
-            for local in _cut_at_segments(region, held)
+            for local in _cut_at_segments(region, segments)
         ]
 
 
-def _split(held: list[Segment], shard: Shard, degree: int, index: int) -> list[Segment]:
+def _split(segments: list[Segment], shard: Shard, degree: int, index: int) -> list[Segment]:
     bounds = list(itertools.accumulate(shard.sections or (), initial=0)) if shard.sections else [0, 1 << 62]
-    kept: list[Segment] = []
+    rank_segments: list[Segment] = []
     for low, high in itertools.pairwise(bounds):
-        part = [(max(s, low), min(s + n, high) - max(s, low)) for s, n in held]
+        part = [(max(s, low), min(s + n, high) - max(s, low)) for s, n in segments]
         part = [(s, n) for s, n in part if n > 0]
         length = sum(n for _, n in part)
         size = -(-length // (shard.unit * degree)) * shard.unit
-        kept += _take(part, min(index * size, length), min((index + 1) * size, length))
-    return kept
+        rank_segments += _take(part, min(index * size, length), min((index + 1) * size, length))
+    return rank_segments
 
 
 def _take(segments: list[Segment], low: int, high: int) -> list[Segment]:
-    taken, at = [], 0
+    part, at = [], 0
     for start, length in segments:
         a, b = max(low - at, 0), min(high - at, length)
         if a < b:
-            taken.append((start + a, b - a))
+            part.append((start + a, b - a))
         at += length
-    return taken
+    return part
 
 
 def _rows(shape: tuple[int, ...], low: int, high: int) -> list[Box]:
@@ -233,9 +233,10 @@ def _rows(shape: tuple[int, ...], low: int, high: int) -> list[Box]:
     return boxes + _rows(shape, tail_start, high)
 
 
-def _cut_at_segments(region: Box, held: list[list[Segment]]) -> list[Box]:
+def _cut_at_segments(region: Box, segments: list[list[Segment]]) -> list[Box]:
     parts = [
-        _pieces_of(held[d], o, n) for d, (o, n) in enumerate(zip(region.offset, region.shape, strict=True))
+        _pieces_of(segments[d], o, n)
+        for d, (o, n) in enumerate(zip(region.offset, region.shape, strict=True))
     ]
     return [Box(tuple(o for o, _ in part), tuple(n for _, n in part)) for part in itertools.product(*parts)]
 
@@ -250,8 +251,8 @@ def _pieces_of(segments: list[Segment], low: int, length: int) -> list[Segment]:
     return pieces
 
 
-def _global_box(local: Box, held: list[list[Segment]]) -> Box:
-    return Box(tuple(_to_global(held[d], o) for d, o in enumerate(local.offset)), local.shape)
+def _global_box(local: Box, segments: list[list[Segment]]) -> Box:
+    return Box(tuple(_to_global(segments[d], o) for d, o in enumerate(local.offset)), local.shape)
 
 
 def _to_global(segments: list[Segment], position: int) -> int:

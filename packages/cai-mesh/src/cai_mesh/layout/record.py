@@ -1,4 +1,4 @@
-"""What is attached to a parameter: one record a parameter, on the module that owns it, by its local name.
+"""The record attached to a parameter: one record a parameter, on the module that owns it, by its local name.
 
 The record stays when the `nn.Parameter` object does not: after `copy.deepcopy`, `load_state_dict(assign=True)`, or
 `fully_shard`. What is attached to the tensor itself is a cache, so that functions that see only tensors (norms,
@@ -20,19 +20,19 @@ from cai_mesh.layout.layout import Layout
 from cai_mesh.layout.reduce import ReduceSpec
 
 KEY = "cai_records"
-"""Of the records in a module's `__dict__`."""
+"""The key of the records in a module's `__dict__`."""
 
 ALL = "cai_records_below"
-"""Of the list of all records below a module that keeps them fresh."""
+"""The key of the list of all records below a module that keeps them fresh."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What a flat tensor holds of one parameter.
+    """The part of one parameter that a flat tensor holds.
 
     Args:
         name: canonical name of the parameter; None where the tensor is of one and its name is known from elsewhere.
-        layout: of the local tensor.
+        layout: the layout of the local tensor.
         range: elements of the row-major local tensor that are held; may be empty.
         start: element of the flat tensor at which they begin.
         axes: mesh axes along which ranks hold different elements of the parameter.
@@ -54,15 +54,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Record:
-    """What is attached to one parameter, or to a tensor that pipeline stages send each other.
+    """The facts attached to one parameter, or to a tensor that pipeline stages send each other.
 
     Args:
         name: canonical name: that of its owner when it is a tied copy. None: the one the model gives it.
-        layout: of the local tensor. None: the tensor is full.
-        reduce: how its gradient is reduced. None: the default.
-        slices: what a flat tensor holds of which parameters, in an order that is the same on all ranks.
-        part: of a tensor between stages: each tensor-parallel rank has its own, as of its heads alone, and the gradient
-            is of that.
+        layout: the layout of the local tensor. None: the tensor is full.
+        reduce: the way its gradient is reduced. None: the default.
+        slices: the parts of parameters that a flat tensor holds, in an order that is the same on all ranks.
+        part: whether each tensor-parallel rank has its own part of a tensor between stages, as of its heads alone, and
+            the gradient is of that.
     """
 
     name: str | None = None
@@ -76,7 +76,7 @@ NOTHING = Record()
 
 
 def record_of(tensor: torch.Tensor) -> Record:
-    """What is attached to a tensor."""
+    """Return the record attached to a tensor."""
     return getattr(tensor, "cai_record", NOTHING)
 
 
@@ -92,16 +92,16 @@ def attach(tensor: torch.Tensor, layout: Layout | None = None, **changes: Any) -
     """Attach something to a tensor, keeping what is there already; `attach_to` is for a module's parameter.
 
     Args:
-        layout: of the local tensor.
+        layout: the layout of the local tensor.
         changes: other fields of `Record`: `name`, `reduce`, `slices`, `part`.
 
     Returns the record. Raises `LayoutError` when the shapes disagree.
     """
     if layout is not None:
         changes["layout"] = layout
-    found = _checked(replace(record_of(tensor), **changes), tensor.shape)
-    tensor.cai_record = found  # type: ignore[attr-defined]
-    return found
+    record = _checked(replace(record_of(tensor), **changes), tensor.shape)
+    tensor.cai_record = record  # type: ignore[attr-defined]
+    return record
 
 
 def attach_to(module: nn.Module, local: str, layout: Layout | None = None, **changes: Any) -> Record:
@@ -111,9 +111,9 @@ def attach_to(module: nn.Module, local: str, layout: Layout | None = None, **cha
     """
     param = module._parameters[local]
     assert param is not None
-    found = attach(param, layout, **changes)
-    _records(module).of[local] = found
-    return found
+    record = attach(param, layout, **changes)
+    _records(module).of[local] = record
+    return record
 
 
 @dataclass(eq=False)
@@ -149,8 +149,8 @@ class _Records:
 
 def _is_plain(param: torch.Tensor) -> bool:
     """Whether a parameter carries the record that its module should have: it is no shard made of one."""
-    found = record_of(param)
-    return found is not NOTHING and found.slices is None and not hasattr(param, "placements")
+    record = record_of(param)
+    return record is not NOTHING and record.slices is None and not hasattr(param, "placements")
 
 
 def _of_now(name: str, record: Record, param: torch.Tensor) -> Record:
@@ -167,20 +167,20 @@ def _of_now(name: str, record: Record, param: torch.Tensor) -> Record:
             ) from error
     from cai_mesh.layout.dtensor import layout_of_dtensor  # here: it imports torch.distributed.tensor
 
-    cut = layout_of_dtensor(param)
+    layout = layout_of_dtensor(param)
     if record.layout is None:
-        return replace(record, layout=cut)
-    if cut.global_shape != record.layout.local_shape:
+        return replace(record, layout=layout)
+    if layout.global_shape != record.layout.local_shape:
         raise LayoutError(
             f"parameter {name!r} was sharded from another tensor than it was cut to",
-            got=cut.global_shape,
+            got=layout.global_shape,
             expected=record.layout.local_shape,
         )
-    return replace(record, layout=replace(record.layout, steps=(*record.layout.steps, *cut.steps)))
+    return replace(record, layout=replace(record.layout, steps=(*record.layout.steps, *layout.steps)))
 
 
 def _refresh_after_loading(module: nn.Module, _incompatible: Any) -> None:
-    """After `load_state_dict(assign=True)` the parameters are other objects."""
+    """Renew the records: after `load_state_dict(assign=True)` the parameters are other objects."""
     module.__dict__[KEY].refresh()
 
 
@@ -192,7 +192,7 @@ def _records(module: nn.Module) -> _Records:
 
 
 def _refresh_before_use(model: nn.Module, _args: Any) -> None:
-    if not torch.compiler.is_compiling() and not all(held.is_fresh for held in model.__dict__[ALL]):
+    if not torch.compiler.is_compiling() and not all(records.is_fresh for records in model.__dict__[ALL]):
         refresh(model)
 
 

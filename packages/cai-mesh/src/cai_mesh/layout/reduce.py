@@ -1,4 +1,4 @@
-"""Over which ranks the gradient of a parameter is summed, and by what it is divided."""
+"""The ranks over which the gradient of a parameter is summed, and what the sum is divided by."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """How ranks combine their gradients of one parameter.
+    """The way in which ranks combine their gradients of one parameter.
 
     Args:
         sum_axes: mesh axes over which gradients are added. Axes a mesh lacks are ignored.
-        divisor: what the sum is divided by; None means the number of ranks on `sum_axes`, as in DDP.
+        divisor: the number the sum is divided by; None means the number of ranks on `sum_axes`, as in DDP.
         tied: process group of the ranks of *other stages* that hold the same parameter (None: not tied). Their
             gradients are added before anything else.
         owner: whether this copy is the one that counts in norms and is written to checkpoints.

@@ -1,4 +1,4 @@
-"""Which modules of a model are units: blocks, large layers, and the model itself for the rest."""
+"""The modules of a model that are units: blocks, large layers, and the model itself for the rest."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def blocks(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
         if home is not block:
             homes[id(param)] = model
         first.setdefault(id(param), (canonical_name(name, param), param))
-    found: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+    by_block: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
     for key, entry in first.items():
-        found.setdefault(homes[key], []).append(entry)
-    if model in found:
-        found[model] = found.pop(model)
-    return found
+        by_block.setdefault(homes[key], []).append(entry)
+    if model in by_block:
+        by_block[model] = by_block.pop(model)
+    return by_block
 
 
 ALONE_ELEMENTS = 8 * 1024 * 1024
@@ -51,26 +51,28 @@ def units(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     So the input embedding is not held while the output layer runs. A layer whose parameter another module holds too
     stays with the model. The model comes last, and always comes: its forward is the pass.
     """
-    found = blocks(model)
-    rest = {id(p): (name, p) for name, p in found.pop(model, [])}
+    by_unit = blocks(model)
+    rest = {id(p): (name, p) for name, p in by_unit.pop(model, [])}
     holders: dict[int, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None:
                 holders[id(param)] = holders.get(id(param), 0) + 1
     for module in model.modules():
-        own = [rest[id(p)] for p in module._parameters.values() if id(p) in rest and holders[id(p)] == 1]
-        if type(module) in (nn.Embedding, nn.Linear) and module is not model and _large(own):
-            found[module] = own
-            for _, param in own:
+        layer_params = [
+            rest[id(p)] for p in module._parameters.values() if id(p) in rest and holders[id(p)] == 1
+        ]
+        if type(module) in (nn.Embedding, nn.Linear) and module is not model and _large(layer_params):
+            by_unit[module] = layer_params
+            for _, param in layer_params:
                 del rest[id(param)]
     order = {id(p): i for i, p in enumerate(model.parameters())}
-    ordered = sorted(found.items(), key=lambda item: min(order[id(p)] for _, p in item[1]))
+    ordered = sorted(by_unit.items(), key=lambda item: min(order[id(p)] for _, p in item[1]))
     return {**dict(ordered), model: list(rest.values())}
 
 
-def _large(own: list[tuple[str, nn.Parameter]]) -> bool:
-    return sum(p.numel() for _, p in own) >= ALONE_ELEMENTS
+def _large(params: list[tuple[str, nn.Parameter]]) -> bool:
+    return sum(p.numel() for _, p in params) >= ALONE_ELEMENTS
 
 
 def _is_called(module: nn.Module | None) -> bool:

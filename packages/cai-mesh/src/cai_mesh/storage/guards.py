@@ -1,4 +1,4 @@
-"""What a model and an optimizer must be before their parameters move, and what must not step them afterwards."""
+"""Checks of a model and an optimizer before their parameters move, and of what must not step them afterwards."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def check_arguments(model: Any, optimizer: Any = None, *, what: str, whole: bool
             )
     if getattr(optimizer, "inner", None) is not None:
         raise PlanError(f"{what} was given an optimizer that is sharded or offloaded already")
-    own = [] if model is None else list(model.parameters())
+    params = [] if model is None else list(model.parameters())
     if optimizer is not None and not whole:
         # another optimizer may have others of the model, but not in flat parts
-        own = [param for param in own if type(param) is not ShownParameter]
-        own += [param for group in optimizer.param_groups for param in group["params"]]
-    if any(is_kept(param) for param in own):
+        params = [param for param in params if type(param) is not ShownParameter]
+        params += [param for group in optimizer.param_groups for param in group["params"]]
+    if any(is_kept(param) for param in params):
         raise PlanError(
             f"{what} was given parameters that are sharded or offloaded already",
             fix="do it once; to change it, build the model anew and load its weights",
@@ -71,7 +71,7 @@ def check_there(device: torch.device) -> None:
 
 
 class _NotForDDP:
-    """What DistributedDataParallel asks a module for before it does anything else."""
+    """The attribute that DistributedDataParallel asks a module for before it does anything else."""
 
     def __iter__(self) -> Iterator[str]:
         raise PlanError(
@@ -116,7 +116,7 @@ def _mark_flat(module: nn.Module, state: dict[str, Any], prefix: str, _metadata:
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Of a model with flat parameters: let `save_pretrained` raise `CheckpointError`, unless given a state dict, and
+    """Let `save_pretrained` of a model with flat parameters raise `CheckpointError`, unless given a state dict, and
     whoever pickles its state dict be warned.
     """
     model.register_state_dict_post_hook(_mark_flat)
@@ -154,16 +154,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
     rows = torch.Generator().manual_seed(0)
     start, grads = torch.randn(4, 6, generator=rows), torch.randn(3, 4, 6, generator=rows)
-    whole = _stepped(optimizer, [start.clone()], [[grad.clone()] for grad in grads])
-    if whole is None:
+    full = _stepped(optimizer, [start.clone()], [[grad.clone()] for grad in grads])
+    if full is None:
         return
     cuts = (slice(0, 7), slice(7, 24))
     parts = _stepped(
         optimizer,
-        [start.flatten()[cut].clone() for cut in cuts],
-        [[grad.flatten()[cut].clone() for cut in cuts] for grad in grads],
+        [start.flatten()[part].clone() for part in cuts],
+        [[grad.flatten()[part].clone() for part in cuts] for grad in grads],
     )
-    if parts is None or not torch.allclose(torch.cat(parts), whole[0].flatten(), atol=1e-5):
+    if parts is None or not torch.allclose(torch.cat(parts), full[0].flatten(), atol=1e-5):
         raise PlanError(
             "this optimizer does not treat elements independently, so it cannot step parts of parameters",
             got=type(optimizer).__name__,
@@ -183,8 +183,8 @@ def _stepped(
     try:
         with torch.enable_grad():
             tried = type(optimizer)(params, **options)
-            for each in grads:
-                for param, grad in zip(params, each, strict=True):
+            for step_grads in grads:
+                for param, grad in zip(params, step_grads, strict=True):
                     param.grad = grad
                 tried.step()
     except Exception:
@@ -200,7 +200,7 @@ def mark_moved(param: torch.Tensor) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before every step: an optimizer of parameters that others step would train nothing, or ranks apart."""
+    """Refuse a step of an optimizer whose parameters others step: it would train nothing, or ranks apart."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if any(getattr(p, "cai_moved", False) for p in params):
         raise PlanError(
@@ -208,8 +208,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             cause="shard_module puts others in their place; these would never change",
             fix="build the optimizer on model.parameters() after shard_module",
         )
-    others = (p for p in params if isinstance(p, ShownParameter) and not isinstance(p, ShardParameter))
-    if getattr(optimizer, "inner", None) is None and any(is_kept(p) for p in others):
+    shown_params = (p for p in params if isinstance(p, ShownParameter) and not isinstance(p, ShardParameter))
+    if getattr(optimizer, "inner", None) is None and any(is_kept(p) for p in shown_params):
         raise PlanError(
             "an optimizer steps parameters that a sharded optimizer has",
             cause="the ranks would not share its step",

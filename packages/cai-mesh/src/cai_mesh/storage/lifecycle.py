@@ -1,4 +1,4 @@
-"""When a module's parameters are about to be used, no longer used, and have their gradients.
+"""Tells when a module's parameters are about to be used, no longer used, and have their gradients.
 
 Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLifecycle` watches a set of units
 (usually the blocks of a model) and tells its listeners.
@@ -19,7 +19,7 @@ from cai_mesh.gradients.buffer import accumulate_node, accumulates
 
 
 class LifecycleListener(Protocol):
-    """What a listener is told, in this order for each use."""
+    """The calls that a listener gets, in this order for each use."""
 
     def before_use(self, unit: nn.Module, *, backward: bool) -> None:
         """The unit's parameters are needed now: its forward starts, or its backward (or a recompute within it)."""
@@ -47,31 +47,31 @@ def _in_backward() -> bool:
 def _grad_tensors(values: Any) -> list[torch.Tensor]:
     """The tensors that require a gradient, in containers that torch knows; if there are none, in any object."""
     leaves = tree_leaves(values)
-    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    return found or [t for t in _inside(leaves, set()) if t.requires_grad]
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    return tensors or [t for t in _inside(leaves, set()) if t.requires_grad]
 
 
 _LOOKED_AT = 1000
 
 
-def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[torch.Tensor]:
+def _inside(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
     """Tensors among values, and among the attributes of objects that are neither modules nor code.
 
     At most so many objects are looked at.
     """
     for value in values:
-        if len(seen) > _LOOKED_AT:
+        if len(visited) > _LOOKED_AT:
             return
         if isinstance(value, torch.Tensor):
             yield value
             continue
-        if id(value) in seen or isinstance(value, (nn.Module, type, str, bytes)):
+        if id(value) in visited or isinstance(value, (nn.Module, type, str, bytes)):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         names = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-        held = [getattr(value, name, None) for name in names if isinstance(name, str)]
-        held += getattr(value, "__dict__", {}).values() if not callable(value) else ()
-        yield from _inside(tree_leaves(held), seen)
+        attributes = [getattr(value, name, None) for name in names if isinstance(name, str)]
+        attributes += getattr(value, "__dict__", {}).values() if not callable(value) else ()
+        yield from _inside(tree_leaves(attributes), visited)
 
 
 class ModuleLifecycle:
@@ -115,10 +115,10 @@ class ModuleLifecycle:
                 self._handles.append(module.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(ends, with_kwargs=True))
             self._has_frozen[module] = any(not param.requires_grad for param in params)
-            known = self._trainable.setdefault(module, set())
+            trainable = self._trainable.setdefault(module, set())
             for param in params:
-                if param.requires_grad and id(param) not in known:
-                    known.add(id(param))
+                if param.requires_grad and id(param) not in trainable:
+                    trainable.add(id(param))
                     node = self._accumulators[id(param)] = accumulate_node(param)
                     self._handles.append(node.register_hook(self._accumulated(module, id(param))))
         known_units = self._trainable.keys()

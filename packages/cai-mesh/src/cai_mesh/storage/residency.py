@@ -1,4 +1,4 @@
-"""Where shards live between uses: what a residency is told of, and the one that leaves everything on the device."""
+"""The residency of shards between uses: its interface, and the one that leaves everything on the device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class StoredShard:
     """The shard of a chunk that one rank keeps between uses.
 
     Args:
-        unit: whose shard it is.
-        device: where it is used.
+        unit: the unit whose shard it is.
+        device: the device on which it is used.
         gradients: dtype in which its gradients arrive; None while it is frozen.
 
     Attributes:
@@ -53,8 +53,8 @@ class OnDevice:
         return stored.unit.shard._version
 
     def keep_gradient(self, stored: StoredShard, shard: torch.Tensor) -> None:
-        kept, shard = stored.unit.shard_gradient, shard.to(stored.unit.shard.dtype)
-        if kept is None:
+        gradient, shard = stored.unit.shard_gradient, shard.to(stored.unit.shard.dtype)
+        if gradient is None:
             stored.unit.set_shard_gradient(shard)
         else:
-            kept.add_(shard)
+            gradient.add_(shard)

@@ -31,11 +31,11 @@ class _Site:
 
 @dataclass(frozen=True)
 class Share:
-    """Which shard of a chunk a rank keeps.
+    """The shard of a chunk that a rank keeps.
 
     Args:
         world: number of shards.
-        index: which one.
+        index: the number of the rank's shard.
         axes: mesh axes along which the shards differ.
     """
 
@@ -56,8 +56,8 @@ class FlatUnit:
         params: (canonical name, parameter) pairs of the unit, all on one device. Their memory is freed.
         share: the shard this rank keeps; default: all there is.
         master, compute: dtypes of the shard and of the unsharded chunk.
-        device: where the unsharded chunk is used.
-        home: where initial values are put together; default: `device`.
+        device: the device on which the unsharded chunk is used.
+        home: the device on which initial values are put together; default: `device`.
         place: returns the home of the shard (to move it to another memory); default: it stays where it is.
         fill: writes the initial values into an unsharded chunk in master dtype; default: those of `params`.
 
@@ -114,24 +114,24 @@ class FlatUnit:
         self, originals: Sequence[nn.Parameter], shard_axes: frozenset[str]
     ) -> list[nn.Parameter]:
         overlaps = {part.slot.name: part for part in self.chunk.overlaps(self.low, self.high)}
-        kept, self.ranges = [], list[tuple[int, int]]()
+        params, self.ranges = [], list[tuple[int, int]]()
         for slot, original in zip(self.chunk.slots, originals, strict=True):
-            found = overlaps.get(slot.name)
-            low, high, start = (found.low, found.high, found.start) if found else (0, 0, 0)
+            overlap = overlaps.get(slot.name)
+            low, high, start = (overlap.low, overlap.high, overlap.start) if overlap else (0, 0, 0)
             self.ranges.append((start, start + high - low))
             param = nn.Parameter(self.shard[start : start + high - low], requires_grad=original.requires_grad)
-            held = record_of(original)
+            record = record_of(original)
             axes, owner = slot.layout.sharded_axes | shard_axes, reduce_of(original).owner
             part = Slice(None, slot.layout, (low, high), 0, axes, owner)
-            attach(param, name=held.name, reduce=held.reduce, slices=(part,))
-            kept.append(param)
-        return kept
+            attach(param, name=record.name, reduce=record.reduce, slices=(part,))
+            params.append(param)
+        return params
 
     def check_shard(self) -> None:
         """Raise `LayoutError` where a kept parameter is no longer part of the shard, or of the model."""
         for site in self._sites:
-            held = site.module._parameters.get(site.attribute)
-            if held is not self.kept[site.index] and held is not self.used[site.index]:
+            current = site.module._parameters.get(site.attribute)
+            if current is not self.kept[site.index] and current is not self.used[site.index]:
                 raise moved(self.chunk.names[site.index])
         # (a shard whose values are elsewhere is one value seen again and again, of no stride)
         first, size = self.shard.data_ptr(), self.shard.element_size() * self.shard.stride(0)
@@ -170,7 +170,7 @@ class FlatUnit:
         self.take_writes()
 
     def check_unwritten(self) -> None:
-        """After a forward: raise `PlanError` where it has written to its weights, on other ranks perhaps elsewhere."""
+        """Raise `PlanError` where a forward has written to its weights, on other ranks perhaps elsewhere."""
         if self.is_unsharded and self.used[0]._version != _THERE:
             self._set_version(_THERE)
             raise PlanError(
@@ -191,9 +191,9 @@ class FlatUnit:
         self.lent = False
         self._set_version(_THERE)
         for (start, stop), param in zip(self.ranges, self.kept, strict=True):
-            seen = self.unsharded[self.low + start : self.low + stop].to(param.device)
-            written = seen != param.detach().to(seen.dtype)
-            param.copy_(torch.where(written, seen.to(param.dtype), param.detach()))
+            values = self.unsharded[self.low + start : self.low + stop].to(param.device)
+            written = values != param.detach().to(values.dtype)
+            param.copy_(torch.where(written, values.to(param.dtype), param.detach()))
 
     def free_storage(self) -> None:
         """Let the modules see the shards and free the unsharded chunk. A graph that uses it then raises."""

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 LENGTH = 12
-"""Of a text."""
+"""Tokens of a text."""
 SAMPLES = 1600
-"""Of a sound wave: a few frames of every speech encoder that takes waves."""
+"""Samples of a sound wave: a few frames of every speech encoder that takes waves."""
 FRAMES = 64
-"""Of an encoder of frames that says no number of its own."""
+"""Frames of an encoder of frames that says no number of its own."""
 SIDE = 64
-"""Of an image, for a model whose config says no size."""
+"""Pixels along a side of an image, for a model whose config says no size."""
 MELS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
-"""How configs name the features of a frame."""
+"""The names of a frame's features in configs."""
 Shape = tuple[int, ...]
 Form = dict[str, Shape]
 """Shapes of one sample by name; those of `ONES` are of ones."""
@@ -26,7 +26,7 @@ ONES = ("attention_mask", "pixel_attention_mask", "spatial_shapes")
 
 
 def forms_of(model_class: type[nn.Module], config: Any) -> list[Form]:
-    """What the main input of a class may be, the likely form first. Text comes with padding, or has none.
+    """The forms that a class's main input may have, the likely one first. Text comes with padding, or has none.
 
     Raises AttributeError where the config does not say a size that is needed.
     """
@@ -73,14 +73,14 @@ def encoder_states(config: Any) -> dict[str, torch.Tensor]:
 def parts_of(config: Any) -> list[Any]:
     """A config and the configs in it."""
     inner = [value for value in vars(config).values() if hasattr(value, "to_json_string")]
-    return [config, *(part for each in inner for part in parts_of(each))]
+    return [config, *(part for child in inner for part in parts_of(child))]
 
 
 def _first(config: Any, *names: str) -> Any:
     """A value that a config, or one in it, has by one of these names; None where none has."""
     parts = parts_of(config)
-    found = (getattr(part, name, None) for name in names for part in parts)
-    return next((value for value in found if value is not None), None)
+    values = (getattr(part, name, None) for name in names for part in parts)
+    return next((value for value in values if value is not None), None)
 
 
 def _image(config: Any) -> list[Form]:
@@ -95,10 +95,10 @@ def _image(config: Any) -> list[Form]:
 
 
 def _frames(config: Any) -> list[Form]:
-    mels, own = _first(config, *MELS), _first(config, "max_source_positions")
+    mels, positions = _first(config, *MELS), _first(config, "max_source_positions")
     if mels is None:
         raise AttributeError(f"{type(config).__name__} says no number of mel bins")
-    first: list[Form] = [] if own is None else [{"input_features": (mels, 2 * own)}]
+    first: list[Form] = [] if positions is None else [{"input_features": (mels, 2 * positions)}]
     frames = {"input_features": (FRAMES, mels)}
     return [*first, frames, {**frames, "attention_mask": (FRAMES,)}]
 

@@ -1,4 +1,4 @@
-"""What transforms try themselves on before they change a model: a small model of the same kind.
+"""A small model of the same kind, on which transforms try themselves before they change a model.
 
 `Trial` is brought by the caller. `shrunk` makes one of a transformers model: values of its config that only set the
 size become small; those that set what it computes, the number of layers among them, stay.
@@ -30,7 +30,7 @@ class Trial:
     Args:
         build: a small instance, with the same values at every call.
         inputs: keyword arguments of its forward, floating-point tensors in float64; the same at every call.
-        loss: of what the forward returns: a scalar that depends on all parameters.
+        loss: a scalar of what the forward returns, which depends on all parameters.
         layers: name of the `nn.ModuleList` of layers between which the model is split. A layer gets the hidden states
             as its first argument or as `hidden_states`, and returns them, alone or first in a tuple. Of an
             encoder-decoder the encoder's list and the decoder's. Only `split` needs it.
@@ -43,7 +43,7 @@ class Trial:
 
 
 LAYERS = 8
-"""Of a model that cannot be made narrow; others keep all of theirs."""
+"""Layers of a model that cannot be made narrow; others keep all of theirs."""
 HEADS = 4
 HEAD_WIDTH = 8
 VOCABULARY = 64
@@ -112,7 +112,7 @@ class SmallModel:
         return (flat * torch.linspace(-1.0, 1.0, flat.numel(), dtype=flat.dtype)).sum()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What its forward takes, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
+        """The arguments of its forward, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
         words = getattr(self.config.get_text_config(), "vocab_size", None) or VOCABULARY
         words = min(words, VOCABULARY)
         inputs = small_inputs(self.model_class, self.config, words, labelled=self.labelled, form=self.form)
@@ -123,7 +123,7 @@ def tensors_of(output: Any, name: str = "output") -> dict[str, torch.Tensor]:
     """The floating-point tensors in what a model returns, by where they are: in mappings, tuples and lists."""
     if isinstance(output, torch.Tensor):
         return {name: output} if output.is_floating_point() else {}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     pairs = (
         output.items()
         if isinstance(output, Mapping)
@@ -132,12 +132,12 @@ def tensors_of(output: Any, name: str = "output") -> dict[str, torch.Tensor]:
         else ()
     )
     for key, value in pairs:
-        found |= tensors_of(value, f"{name}.{key}")
-    return found
+        tensors |= tensors_of(value, f"{name}.{key}")
+    return tensors
 
 
 def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a forward is called with: the inputs, and no cache unless they ask for one."""
+    """Return a forward's arguments: the inputs, and no cache unless they ask for one."""
     cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
     return cache | dict(inputs)
 
@@ -160,7 +160,7 @@ def shrunk(
     Args:
         layers: name of its list of layers, or of both of an encoder-decoder.
         labelled, crossed: see `SmallModel`.
-        heads: of the small model's attention, where a narrow config is taken.
+        heads: heads of the small model's attention, where a narrow config is taken.
 
     Raises PlanError when `model` has no config, or no small instance can be built.
     """
@@ -293,9 +293,9 @@ def _narrower(text: Any, heads: int) -> None:
         text.word_embed_proj_dim = hidden if text.word_embed_proj_dim == width else hidden // 2
     fewer = next(n for n in range(heads - 1, 0, -1) if heads % n == 0)
     for name in ("num_key_value_heads", "num_kv_heads"):
-        own = getattr(text, name, None)
-        if own is not None:
-            setattr(text, name, heads if own == own_heads else 1 if own == 1 else fewer)
+        kv_heads = getattr(text, name, None)
+        if kv_heads is not None:
+            setattr(text, name, heads if kv_heads == own_heads else 1 if kv_heads == 1 else fewer)
     latent_attention = hasattr(text, "qk_rope_head_dim")
     if vars(text).get("head_dim") is not None and not latent_attention:
         text.head_dim = HEAD_WIDTH

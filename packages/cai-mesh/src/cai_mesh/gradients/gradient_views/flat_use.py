@@ -46,7 +46,7 @@ LOOKS = {
     for name, value in vars(torch._C.TensorBase).items()
     if type(value).__name__ == "getset_descriptor" and name not in ("T", "mT", "H", "mH")
 } | {getattr(torch.Tensor, name) for name in _DESCRIBING}
-"""What attributes and methods tell of a tensor: any of it may be asked of a flat parameter."""
+"""The attributes and methods that tell of a tensor: any of it may be asked of a flat parameter."""
 
 
 def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) -> None:
@@ -65,8 +65,8 @@ def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) 
     if not shaped and getattr(func, "__name__", "") in ("_foreach_norm", "stack", "cat", "split_with_sizes"):
         return
     shapes = {tuple(tensor.shape) for tensor in parts}
-    others = [t for t in tensors if not isinstance(t, flat) and t.dim()]
-    strange = len(parts) == 1 and any(tuple(other.shape) not in shapes for other in others)
+    plain_tensors = [t for t in tensors if not isinstance(t, flat) and t.dim()]
+    strange = len(parts) == 1 and any(tuple(other.shape) not in shapes for other in plain_tensors)
     if shaped or strange:
         raise PlanError(
             "a parameter that is sharded or offloaded was used outside its block",

@@ -60,7 +60,7 @@ def is_kept(param: torch.Tensor) -> bool:
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """What autograd has accumulated in the parameter itself."""
+    """Return the gradient that autograd has accumulated in the parameter itself."""
     with torch._C.DisableTorchFunctionSubclass():
         return _FIELD.__get__(param)
 
@@ -109,8 +109,8 @@ class ShownParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         if self.cai_keeper is None or _asks_torch():
             return raw_grad(self)
-        found = self.cai_keeper.held(self.cai_index)
-        return None if found is None else shown(*found)
+        entry = self.cai_keeper.held(self.cai_index)
+        return None if entry is None else shown(*entry)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -124,11 +124,11 @@ class ShownParameter(nn.Parameter):
         self.grad = None
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As torch's; the hook is given this rank's gradient before it is reduced."""
+        """Register a hook as torch does; it is given this rank's gradient before it is reduced."""
         return torch.Tensor.register_hook(self._leaf(), hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As torch's; the hook is given a parameter with this rank's gradient before it is reduced."""
+        """Register a hook as torch does; it is given a parameter with this rank's gradient before it is reduced."""
         return torch.Tensor.register_post_accumulate_grad_hook(self._leaf(), hook)
 
     def _leaf(self) -> nn.Parameter:
@@ -142,9 +142,9 @@ class ShownParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        held = _DATA.__get__(self)
+        current = _DATA.__get__(self)
         if getattr(self.cai_keeper, "fixed", False) and (
-            value.data_ptr() != held.data_ptr() or value.dtype != held.dtype
+            value.data_ptr() != current.data_ptr() or value.dtype != current.dtype
         ):
             raise moved("that a module uses now")
         _DATA.__set__(self, value)
@@ -170,10 +170,10 @@ class ShardParameter(ShownParameter):
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """What this rank holds of a parameter's gradient, as a plain tensor: its part, or all of it."""
+    """Return this rank's part of a parameter's gradient, or all of it, as a plain tensor."""
     if isinstance(param, ShownParameter) and param.cai_keeper is not None and not in_backward():
-        found = param.cai_keeper.held(param.cai_index)
-        return None if found is None else found[0]
+        entry = param.cai_keeper.held(param.cai_index)
+        return None if entry is None else entry[0]
     grad = param.grad
     if isinstance(grad, ShardGradient):
         return grad.part
@@ -197,9 +197,9 @@ def show(params: Iterable[nn.Parameter]) -> None:
 @contextlib.contextmanager
 def plain(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters are hidden."""
-    held = list(params)
-    hide(held)
+    param_list = list(params)
+    hide(param_list)
     try:
         yield
     finally:
-        show(held)
+        show(param_list)

@@ -16,10 +16,10 @@ from cai_mesh.errors import LayoutError
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a gradient a rank has, and who has the others.
+    """The part of a gradient that a rank has, and who has the others.
 
     Args:
-        shape: of the gradient as it is shown.
+        shape: the shape of the gradient as it is shown.
         low, high: bounds of the part in the flattened gradient; `shape` is that of the part where it is `local`.
         shard: group of the ranks whose parts make up the whole.
         sums: groups over which sums of all elements are put together.
@@ -87,14 +87,14 @@ def largest(value: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.T
     """The largest of each element over the ranks; NaN where any rank has it, which collectives may lose.
 
     Args:
-        value: any shape and real dtype, alike on all ranks; it is left as it is.
+        value: a tensor of any shape and real dtype, the same on all ranks; it is left as it is.
         groups: one message to each, one after another; none where this is empty.
 
     Returns a tensor of the shape and dtype of `value`.
     """
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    known = torch.nan_to_num(wide, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    table = torch.stack([known, wide.isnan().to(known.dtype)])
+    numbers = torch.nan_to_num(wide, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    table = torch.stack([numbers, wide.isnan().to(numbers.dtype)])
     for group in groups:
         all_reduce(table, group, op="max")
     return torch.where(table[1] > 0, math.nan, table[0]).to(value.dtype)

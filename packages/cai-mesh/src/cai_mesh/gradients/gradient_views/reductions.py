@@ -12,7 +12,7 @@ from cai_mesh.gradients.gradient_views.place import PlacedGradient
 
 
 def _power(part: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """What adds up to a norm: the sum of powers, or the largest."""
+    """Return the summand of a norm: the sum of powers, or the largest."""
     part = part.to(dtype)
     if order == math.inf:
         return part.abs().max() if part.numel() else part.new_zeros(())
@@ -28,7 +28,7 @@ def _norms(grads: Sequence[PlacedGradient], order: float, dtype: torch.dtype | N
         return [torch.linalg.vector_norm(grad.part, order, dtype=dtype) for grad in grads]
     if order == -math.inf or order < 0:
         return [torch.linalg.vector_norm(g.whole(), order, dtype=dtype) for g in grads]
-    found: dict[int, torch.Tensor] = {}
+    norm_of: dict[int, torch.Tensor] = {}
     kinds: dict[Any, list[int]] = {}
     for i, grad in enumerate(grads):
         kinds.setdefault((grad.place.sums, grad.place.beyond, grad.device, dtype or grad.dtype), []).append(i)
@@ -37,13 +37,13 @@ def _norms(grads: Sequence[PlacedGradient], order: float, dtype: torch.dtype | N
         powers = torch.stack([_power(grads[i].part, order, wide) for i in members])
         total = grads[members[0]].place.combine(powers, "max" if order == math.inf else "sum")
         norms = total if order in (0, 1, math.inf) else total.sqrt() if order == 2 else total.pow(1 / order)
-        found.update(zip(members, norms.to(kind).unbind(), strict=True))
-    return [found[i] for i in range(len(grads))]
+        norm_of.update(zip(members, norms.to(kind).unbind(), strict=True))
+    return [norm_of[i] for i in range(len(grads))]
 
 
 def _foreach_norm(grads: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
-    own = [g for g in grads if hasattr(g, "place")]
-    norms = iter(_norms(own, ord, dtype))
+    placed_grads = [g for g in grads if hasattr(g, "place")]
+    norms = iter(_norms(placed_grads, ord, dtype))
     return [
         next(norms) if hasattr(g, "place") else torch.linalg.vector_norm(g, ord, dtype=dtype) for g in grads
     ]

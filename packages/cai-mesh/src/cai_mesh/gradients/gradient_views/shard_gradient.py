@@ -31,15 +31,15 @@ class ShardGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, place: Place) -> ShardGradient:
-        found = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, place.shape, dtype=part.dtype, device=part.device
         )
-        found.part, found.place = part, place
-        return found
+        wrapper.part, wrapper.place = part, place
+        return wrapper
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        held = f"{self.place.high - self.place.low} of its elements here"
-        return f"ShardGradient(shape={tuple(self.shape)}, dtype={self.dtype}, {held})"
+        share = f"{self.place.high - self.place.low} of its elements here"
+        return f"ShardGradient(shape={tuple(self.shape)}, dtype={self.dtype}, {share})"
 
     def __deepcopy__(self, memo: dict) -> ShardGradient:
         return memo.setdefault(id(self), self.clone())
@@ -110,11 +110,11 @@ class _View(torch.Tensor):
 
     @staticmethod
     def __new__(cls, view: torch.Tensor, full: torch.Tensor, of: ShardGradient) -> _View:
-        found = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
         )
-        found.view_, found.full, found.of = view, full, of
-        return found
+        wrapper.view_, wrapper.full, wrapper.of = view, full, of
+        return wrapper
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.view_)
@@ -165,8 +165,8 @@ def _fits(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     if func._schema.is_mutable and not first.place.local and args[0] is not first:
         return False
-    others = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    return all(torch.broadcast_shapes(t.shape, first.shape) == first.shape for t in others)
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return all(torch.broadcast_shapes(t.shape, first.shape) == first.shape for t in tensors)
 
 
 def _lowered(value: Any, first: ShardGradient) -> Any:
@@ -196,12 +196,12 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     if not all(_alike(column) for column in columns):
         return _on_wholes(func, args, kwargs)
 
-    def lower(given: Any) -> Any:
-        if not isinstance(given, (list, tuple)) or len(given) != len(columns):
-            return given
+    def lower(argument: Any) -> Any:
+        if not isinstance(argument, (list, tuple)) or len(argument) != len(columns):
+            return argument
         return [
             _lowered(value, _shards(column)[0]) if _shards(column) else value
-            for value, column in zip(given, columns, strict=True)
+            for value, column in zip(argument, columns, strict=True)
         ]
 
     result = func(*map(lower, args), **{key: lower(value) for key, value in kwargs.items()})
@@ -228,7 +228,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Of a loss scale: an overflow of one rank's part is one of all ranks."""
+    """Divide by a loss scale: an overflow of one rank's part is one of all ranks."""
     parts = [g.part if isinstance(g, ShardGradient) else g for g in grads]
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
     for group in {
@@ -255,12 +255,12 @@ def _written(func: Any, args: Any, kwargs: Any, kind: type) -> list[Any]:
     """The arguments of a class that an operator writes to."""
     if not func._schema.is_mutable:
         return []
-    found: list[Any] = []
+    written: list[Any] = []
     for i, spec in enumerate(func._schema.arguments):
         if spec.alias_info is not None and spec.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(spec.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
-    return found
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return written
 
 
 def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
@@ -293,6 +293,6 @@ def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     first = args[0] if args else None
     if isinstance(first, ShardGradient) and not first.place.alone and _is_view(func):
-        whole = full[id(first)]
-        return tree_map(lambda t: _View(t, whole, first) if isinstance(t, torch.Tensor) else t, result)
+        full_tensor = full[id(first)]
+        return tree_map(lambda t: _View(t, full_tensor, first) if isinstance(t, torch.Tensor) else t, result)
     return result

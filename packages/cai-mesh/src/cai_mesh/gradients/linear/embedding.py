@@ -18,7 +18,7 @@ from cai_mesh.gradients.buffer import buffer_of, has_hooks
 
 @dataclass(frozen=True)
 class Rows:
-    """How the gradient of a table is made, from (ids [...], dy [..., width]).
+    """The rule by which the gradient of a table is made, from (ids [...], dy [..., width]).
 
     Args:
         padding: the id whose row gets no gradient; -1: none.
@@ -49,12 +49,12 @@ class Rows:
             out.zero_()
         if self.padding >= 0:
             dy = dy * (ids != self.padding).unsqueeze(-1)
-        found, order = ids.sort(stable=True)
-        place = torch.zeros_like(found)
-        place[1:] = (found[1:] != found[:-1]).cumsum(0)
-        sums = torch.ops.aten.embedding_dense_backward(dy[order], place, len(found), -1, False)
+        sorted_ids, order = ids.sort(stable=True)
+        place = torch.zeros_like(sorted_ids)
+        place[1:] = (sorted_ids[1:] != sorted_ids[:-1]).cumsum(0)
+        sums = torch.ops.aten.embedding_dense_backward(dy[order], place, len(sorted_ids), -1, False)
         # past the last of them: some row that is there, to which zeros are added
-        rows = found[-1:].expand(len(found)).scatter(0, place, found)
+        rows = sorted_ids[-1:].expand(len(sorted_ids)).scatter(0, place, sorted_ids)
         out.index_add_(0, rows, sums.to(out.dtype))
 
 

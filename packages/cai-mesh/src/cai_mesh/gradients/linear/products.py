@@ -46,25 +46,25 @@ class PlainProducts:
         return dx, (dy, *saved) if needs_weight else (), db
 
     def weight_grad(self, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        left, right = self._factors(operands)
-        return left.t() @ right
+        first, second = self._factors(operands)
+        return first.t() @ second
 
     def write_weight_grad(
         self, operands: tuple[torch.Tensor, ...], out: torch.Tensor, *, fresh: bool
     ) -> None:
         """out (+)= the product, summed in float32 where `out` is and the device can."""
-        left, right = self._factors(operands)
-        if out.dtype == left.dtype:
-            torch.mm(left.t(), right, out=out) if fresh else out.addmm_(left.t(), right)
+        first, second = self._factors(operands)
+        if out.dtype == first.dtype:
+            torch.mm(first.t(), second, out=out) if fresh else out.addmm_(first.t(), second)
         elif out.is_cuda and out.dtype == torch.float32:
             if fresh:
-                torch.mm(left.t(), right, out_dtype=torch.float32, out=out)
+                torch.mm(first.t(), second, out_dtype=torch.float32, out=out)
             else:
-                torch.addmm(out, left.t(), right, out_dtype=torch.float32, out=out)
+                torch.addmm(out, first.t(), second, out_dtype=torch.float32, out=out)
         elif fresh:
-            out.copy_(left.t() @ right)
+            out.copy_(first.t() @ second)
         else:
-            out.add_(left.t() @ right)
+            out.add_(first.t() @ second)
 
     def _factors(self, operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, rows] and [T, columns] of the weight's gradient."""

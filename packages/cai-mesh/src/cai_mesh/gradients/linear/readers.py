@@ -13,10 +13,10 @@ from cai_mesh.protocols import LinearRule
 
 @dataclass(frozen=True)
 class Reading:
-    """How a layer is to read a tensor.
+    """The way in which a layer is to read a tensor.
 
     Args:
-        source: what its gradient goes to: the tensor itself, its part, or what the reader before has handed on.
+        source: the tensor its gradient goes to: itself, its part, or what the reader before has handed on.
         first: nobody has read it before: in backward this layer comes last, and sums the gradients of all.
         part: `source` is this rank's part of the tensor, so the sum is scattered.
     """
@@ -72,7 +72,7 @@ class Readers:
         return self._shares() and part.requires_grad
 
     def lend(self, x: torch.Tensor, part: torch.Tensor, made: torch.Tensor | None = None) -> None:
-        """What is read next is probably `x`, put together from every rank's `part`.
+        """Expect that `x`, put together from every rank's `part`, is read next.
 
         Args:
             made: the product of `x` and the weight of the layer that `leads`, where there is one already.
@@ -82,7 +82,7 @@ class Readers:
             self._made = None if made is None else (x, made)
 
     def take(self, x: torch.Tensor) -> Reading | None:
-        """How the layer that is called with `x` reads it; None: by itself."""
+        """Return how the layer that is called with `x` reads it; None: by itself."""
         if not (self._shares() and x.requires_grad):
             return None
         if x is not self._read:
@@ -93,11 +93,11 @@ class Readers:
         """The product of `x` that the layer with this rule is about to make, if it is there already."""
         if self._made is None or self._made[0] is not x or not getattr(rule, "leads", False):
             return None
-        made, self._made = self._made[1], None
-        return made
+        product, self._made = self._made[1], None
+        return product
 
     def hand_on(self, x: torch.Tensor) -> None:
-        """What the next reader of the same tensor gives its gradient to."""
+        """Let the next reader of the same tensor give its gradient to `x`."""
         self._next = Reading(x, False, False)
 
 

@@ -76,7 +76,7 @@ class Local:
 LOCAL = Local(PLAIN)
 
 _RULES: dict[str, LinearRule] = {}
-"""By key: an operator takes text, not rules. Copies, so that no model is kept alive."""
+"""Rules by key: an operator takes text, not rules. Copies, so that no model is kept alive."""
 
 
 def register(rule: LinearRule) -> LinearRule:
@@ -104,11 +104,11 @@ def _weight_gradient(token: torch.Tensor, grad: torch.Tensor, operands: list[tor
 
 
 def add_weight_gradient(grad: torch.Tensor, operands: list[torch.Tensor], key: str) -> None:
-    """What operators of compiled graphs do with a weight's gradient: into the buffer of which `grad` is a view.
+    """Write a weight's gradient into the buffer of which `grad` is a view, for operators of compiled graphs.
 
     Args:
-        operands: of the rule's `write_weight_grad`, borrowed.
-        key: of a rule that is registered.
+        operands: the operands of the rule's `write_weight_grad`, borrowed.
+        key: the key of a rule that is registered.
 
     Raises `PlanError` where the gradient is not to go there.
     """
@@ -224,8 +224,8 @@ class _Reading(torch.autograd.Function):
     """One of several layers that read `x`: what it has read is handed on, and its gradient goes to `source`."""
 
     @staticmethod
-    def forward(ctx, source, x, weight, bias, grad, token, rule, how, made):
-        y, saved = rule.forward(x, weight, bias) if made is None else rule.of_product(made, x, bias)
+    def forward(ctx, source, x, weight, bias, grad, token, rule, how, product):
+        y, saved = rule.forward(x, weight, bias) if product is None else rule.of_product(product, x, bias)
         ctx.weight = None
         ctx.save_for_backward(weight, *saved)
         ctx.rule, ctx.grad, ctx.token = rule, grad, token
@@ -235,14 +235,14 @@ class _Reading(torch.autograd.Function):
         return _own(y), x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dy, others):
+    def backward(ctx, dy, other_dx):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return (*_Linear.differentiable(ctx, dy), None, None, None)  # refuses it
         weight, saved = _Linear.saved(ctx)
         needs_input, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         operands, db, dw = (), None, None
         if dy is None:  # what it made was not used
-            dx = None if others is None else others.clone()
+            dx = None if other_dx is None else other_dx.clone()
         else:
             dx, operands, db = ctx.rule.own_gradients(
                 dy,
@@ -252,8 +252,8 @@ class _Reading(torch.autograd.Function):
                 needs_weight=needs_weight,
                 needs_bias=needs_bias,
             )
-            if dx is not None and others is not None:
-                dx = dx.add_(others)
+            if dx is not None and other_dx is not None:
+                dx = dx.add_(other_dx)
         needs_weight = needs_weight and dy is not None
         sums = ctx.first and dx is not None
         if sums and needs_weight and ctx.part and ctx.grad is not None and _is_one_operator(ctx.rule):
@@ -292,13 +292,21 @@ def linear(
         return F.linear(x, weight, bias)
     readers = getattr(rule, "readers", None)
     reading = None if readers is None or x.dim() < 2 else readers.take(x)
-    made = None if readers is None or reading is None else readers.take_made(x, rule)
+    product = None if readers is None or reading is None else readers.take_made(x, rule)
     if autocast:
         x, weight = (_under_autocast(t, x.device.type) for t in (x, weight))
         bias = None if bias is None else _under_autocast(bias, x.device.type)
     if readers is not None and reading is not None:
         y, handed_on = _Reading.apply(
-            reading.source, x.detach(), weight, bias, grad, token, rule, (reading.first, reading.part), made
+            reading.source,
+            x.detach(),
+            weight,
+            bias,
+            grad,
+            token,
+            rule,
+            (reading.first, reading.part),
+            product,
         )
         readers.hand_on(handed_on)
         return y
@@ -373,7 +381,7 @@ def route(module: nn.Module, rule: LinearRule | None = None) -> bool:
         module: an `nn.Linear` or Conv1D without a forward of its own, or a layer that brings `linear_products` and
             calls `self.run_products` where it is there. A kernel that has replaced the forward may call it too, if the
             forward has an attribute `calls_run_products`; such a layer cannot be shared by ranks.
-        rule: by which it computes from now on; None leaves the one it has, at first `Local` of its products.
+        rule: the rule by which it computes from now on; None leaves the one it has, at first `Local` of its products.
     """
     if rule is not None and type(rule) is not Local and _has_kernel(module):
         return False
@@ -396,8 +404,8 @@ def direct_linears(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
 
     Layers with a forward of their own, and weights that carry gradient hooks, stay as they are.
     """
-    wanted = {id(p) for p in params}
+    param_ids = {id(p) for p in params}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and id(weight) in wanted and not has_hooks(weight) and not route(module):
+        if weight is not None and id(weight) in param_ids and not has_hooks(weight) and not route(module):
             route_embedding(module)
