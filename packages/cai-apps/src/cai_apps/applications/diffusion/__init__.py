@@ -77,7 +77,9 @@ def _report() -> Page:
     return replace(training_page("images"), more=show)
 
 
-LOOP = SharedLoop(_task, _batch, need=_need)
+PRELOAD = ("transformers", "diffusers", "cai_apps.applications.diffusion.task")
+"""Modules that the ranks of a run on one machine share."""
+LOOP = SharedLoop(_task, _batch, need=_need, preload=PRELOAD)
 APPLICATION = Application(
     "diffusion",
     Config,

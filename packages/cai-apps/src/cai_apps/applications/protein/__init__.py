@@ -49,7 +49,9 @@ def _report() -> Page:
     return replace(training_page("chains"), more=show)
 
 
-LOOP = SharedLoop(_task, _batch, need=lambda config: need_gemmi())
+PRELOAD = ("cai_apps.applications.protein.task",)
+"""Modules that the ranks of a run on one machine share."""
+LOOP = SharedLoop(_task, _batch, need=lambda config: need_gemmi(), preload=PRELOAD)
 APPLICATION = Application(
     "protein",
     Config,
