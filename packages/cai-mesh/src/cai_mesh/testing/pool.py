@@ -79,10 +79,10 @@ class RankPool:
         Args:
             n: number of ranks.
             fn: a function at the top level of a module.
-            args: of the function.
+            args: its positional arguments.
             timeout: seconds that it may take.
-            kwargs: of the function.
-            group: whose ranks they are; without, they are the call's own.
+            kwargs: its keyword arguments.
+            group: the group whose ranks they are; None for ranks of this call alone.
         """
         payload = pickle.dumps((_checked_reference(fn), pickle.dumps((args, kwargs))))
         if not all(process.is_alive() for process, _, _ in self._workers):
@@ -220,7 +220,7 @@ class RankGroup:
     Args:
         n: number of ranks.
         timeout: seconds that each case may take.
-        pool: whose processes they are; without, those of `run_ranks`.
+        pool: the pool that its processes belong to; None for that of `run_ranks`.
 
     Attributes:
         store: the file in which its ranks have met.

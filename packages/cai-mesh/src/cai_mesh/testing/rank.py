@@ -54,7 +54,7 @@ class Reply:
 
     Args:
         good: whether the function returned.
-        value: what it returned, or its traceback.
+        value: the result of the function, or its traceback.
         sequence: operations that the group's default process group has started; None where it is gone.
     """
 
