@@ -95,6 +95,7 @@ class Group:
     def __init__(self) -> None:
         self._store: str | None = None
         self._default: dist.ProcessGroup | None = None
+        self._names: dist.Store | None = None
         self._calls = self._modules = 0
 
     def enter(self, request: Request) -> None:
@@ -110,6 +111,7 @@ class Group:
             timeout=timedelta(seconds=request.timeout),
         )
         self._store, self._default = request.store, dist.group.WORLD
+        self._names = dist.distributed_c10d._world.pg_map[self._default][1]
         dist.barrier()  # a rank with nothing to say must not leave while others still connect
 
     def clear(self) -> None:
@@ -123,8 +125,8 @@ class Group:
         for group in [group for group in groups if group is not self._default]:
             dist.destroy_process_group(group)
         self._calls += 1
-        backend, store = groups[self._default]
-        groups[self._default] = (backend, dist.PrefixStore(f"call-{self._calls}", store))
+        backend, _ = groups[self._default]
+        groups[self._default] = (backend, dist.PrefixStore(f"call-{self._calls}", self._names))
         gc.collect()
         if len(sys.modules) > self._modules:  # modules are most of the objects: walk them once only
             gc.freeze()
