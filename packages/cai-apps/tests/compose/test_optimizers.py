@@ -15,7 +15,6 @@ from torch.optim import _muon
 from cai_apps import recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.task import workload
-from cai_apps.compose import optimizers
 from cai_apps.compose.apply import apply
 from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config import file as config_file
@@ -111,9 +110,9 @@ def config_of(case: Case, dtype: str, options: Optimizer) -> Config:
 
 def trained(case: Case, dtype: str, options: Optimizer):
     exact = NewtonSchulz(dtype=None)  # the product's are in bfloat16
-    optimizers.Muon = functools.partial(Muon, newton_schulz=exact)  # type: ignore[misc]
     config = config_of(case, dtype, options)
-    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    with patch("cai_zero.optimizers.Muon", functools.partial(Muon, newton_schulz=exact)):
+        session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
     losses, _ = train_steps(session, case, 0, STEPS)
     return losses, full(parameters_of(session)), len(session.weights.optimizer.param_groups)
 
@@ -170,7 +169,7 @@ def in_one_pass(case: Case, options: Optimizer):
 
 def by_torch(case: Case, options: Optimizer):
     """The same by torch's fused AdamW, with gradients scaled in a pass of their own."""
-    with patch.object(optimizers, "FusedAdamW", functools.partial(torch.optim.AdamW, fused=True)):
+    with patch("cai_kernels.FusedAdamW", functools.partial(torch.optim.AdamW, fused=True)):
         return trained(case, "fp32", options)
 
 
