@@ -23,7 +23,7 @@ COMMANDS = {
     "report": "write one HTML file about a run",
     "recipes": "list the recipes",
 }
-"""Of every application; those of one application are in its table entry."""
+"""The commands of every application, by name; those of one application are in its table entry."""
 
 
 QUIET = {

@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The launcher's options. Raises ConfigError for one that it does not have, and where there is no script."""
+    """Return the launcher's options. Raises ConfigError for one that it does not have, and where there is no script."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def recorded(options: argparse.Namespace) -> argparse.Namespace:
-    """The same, with the script run through `cai_apps.run.launch.script`."""
+    """Return the options with the script run through `cai_apps.run.launch.script`."""
     if options.training_script == "train" and not Path("train").exists():
         options.module, options.training_script_args = True, ["train", *options.training_script_args]
         options.training_script = "cai_apps"

@@ -1,1 +1,1 @@
-"""From a config and a model without memory to a session that trains: the transforms and their order."""
+"""The transforms, in their order, that make a training session from a config and a model without memory."""

@@ -65,7 +65,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
 
 
 def _clipped(config: RunConfig, weights: Weights) -> SampleClip | None:
-    """What clips samples; a step's only sample is clipped as all of it is."""
+    """Return what clips samples; a step's only sample is clipped as all of it is."""
     if config.optimizer.clip_samples is None or config.train.global_batch == 1:
         return None
     assert isinstance(weights.sync, ShardedOptimizer | ModuleSharding)
@@ -75,7 +75,7 @@ def _clipped(config: RunConfig, weights: Weights) -> SampleClip | None:
 def transform(
     config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, *, device: torch.device
 ) -> Loss:
-    """What is done to a model before it has memory, in place; returns its loss.
+    """Transform a model before it has memory, in place; return its loss.
 
     The order is: `rewrite`, recompute, compile.
     """
@@ -100,7 +100,7 @@ def is_compiled(config: RunConfig, device: torch.device) -> bool:
 def rewrite(
     config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, *, device: torch.device
 ) -> Loss:
-    """What changes the operators of a model, in place; returns its loss. The plan runs these too.
+    """Change the operators of a model, in place; return its loss. The plan runs this too.
 
     The order is: `split`, linear layers in FP8, `parallelize`, `swap`.
     """

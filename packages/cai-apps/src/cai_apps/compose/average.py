@@ -36,7 +36,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After step number `step` of the run, counted from 1."""
+        """Move the average towards the weights after step number `step` of the run, counted from 1."""
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         if self._weights.stay:
             self._pairs = self._pairs or self._side_by_side(self._current())
@@ -52,11 +52,11 @@ class Average:
                 own.copy_(value)
 
     def state(self) -> dict[str, BoxedTensor]:
-        """For a checkpoint: views of the average by name, into which one is loaded."""
+        """Return views of the average by name, which a checkpoint is made from or loaded into."""
         return {f"{AVERAGE}{name}": boxed for name, boxed in self._held.items()}
 
     def values(self) -> dict[str, BoxedTensor]:
-        """By the names of parameters."""
+        """Return the average by the names of parameters."""
         return self._held
 
     def _side_by_side(self, current: dict[str, BoxedTensor]) -> Pairs:

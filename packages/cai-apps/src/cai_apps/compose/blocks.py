@@ -14,7 +14,7 @@ from cai_mesh.storage import blocks
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: elements of its lists of layers."""
+    """Return the blocks of a model: elements of its lists of layers."""
     return [block for block in blocks(model) if block is not model]
 
 
@@ -22,7 +22,7 @@ def recompute_layers(layers: Sequence[nn.Module], *, form: str, compiled: bool) 
     """Keep a layer's inputs and run its forward again in backward (Chen et al., arXiv:1604.06174).
 
     Args:
-        layers: of a model; none is part of another.
+        layers: layers of a model; none is part of another.
         form: "full": nothing else is kept. "most": the results of attention are kept too, which cost most FLOPs for a
             byte where sequences are long: as many as there are positions before the average one. "selective": those
             of all matrix products too (Korthikanti et al., arXiv:2205.05198, turned around). A product of depth K
@@ -43,13 +43,13 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "linear
 
 
 def is_product(operator: Any) -> bool:
-    """Whether an operator multiplies matrices or is attention: torch's, and those of kernels."""
+    """Return whether an operator multiplies matrices or is attention: torch's, and those of kernels."""
     words = _words(operator)
     return any(word in PRODUCTS for word in words) and "backward" not in words
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether an operator is all of attention: torch's, and those of kernels."""
+    """Return whether an operator is all of attention: torch's, and those of kernels."""
     return "attention" in _words(operator) and is_product(operator)
 
 
@@ -82,7 +82,7 @@ def compile_layers(
 
     Args:
         others: methods that are compiled too: a module and the method's name.
-        sizes: of inputs that come along.
+        sizes: the number of sizes of inputs that come along.
     """
     shapes: dict[type, set[tuple[torch.Size, ...]]] = {}
     for layer in layers:

@@ -15,13 +15,13 @@ causal model do not move, or by 1e-6 where parts compute in float32; of one that
 
 
 def check_reads_forwards(model: PreTrainedModel, name: str) -> None:
-    """Raises ConfigError where the early logits of a small model of this kind change with later tokens.
+    """Raise ConfigError where the early logits of a small model of this kind change with later tokens.
 
     Kinds of which no small model can be made pass.
 
     Args:
-        model: on the meta device.
-        name: of its config.
+        model: a model on the meta device.
+        name: the name of its config.
     """
     moved = _moved(model)
     if moved is not None and moved[0] > SEEN * moved[1]:
@@ -35,7 +35,7 @@ def check_reads_forwards(model: PreTrainedModel, name: str) -> None:
 
 
 def _moved(model: PreTrainedModel) -> tuple[float, float] | None:
-    """How far logits move before and after the place from which on tokens change; None where that cannot be tried."""
+    """Return how far logits move before and after the place from which on tokens change; None: that cannot be tried."""
     import torch
 
     from cai_mesh.trial import arguments_of, shrunk

@@ -30,7 +30,7 @@ METADATA = "lora_adapter_metadata"
 
 
 def need_peft() -> None:
-    """Raises ConfigError where the library of the adapters is not installed."""
+    """Raise ConfigError where the library of the adapters is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("adapters (lora.rank) need peft", fix="pip install 'cai-apps[lora]'")
 
@@ -39,7 +39,7 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str]) -> None:
     """Put adapters beside the layers of `targets`, in place, and freeze everything else.
 
     Args:
-        model: on any device, meta too; B starts at zero.
+        model: a model on any device, meta too; B starts at zero.
         targets: names of layers, or ends of them from a dot on.
 
     Raises:
@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str]) -> None:
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raises the ConfigError of `add_adapters`."""
+    """Raise the ConfigError of `add_adapters`."""
     named = dict(model.named_modules())
     layers = {name for name, module in named.items() if isinstance(module, nn.Linear | nn.Conv2d)}
     ends = {_end(name) for name in layers}
@@ -69,7 +69,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _end(name: str) -> str:
-    """The last word of a layer's name, with the one before it where that is a number."""
+    """Return the last word of a layer's name, with the one before it where that is a number."""
     words = name.split(".")
     return ".".join(words[-2:]) if words[-1].isdigit() else words[-1]
 
@@ -90,7 +90,7 @@ def initialize(module: nn.Module, name: str) -> None:
     """Fill a module of an adapter as peft does: A by torch's own rule for layers, B with zeros.
 
     Args:
-        name: of the module in the model.
+        name: the module's name in the model.
     """
     if name.endswith(B.removesuffix(".weight")):
         for param in module.parameters(recurse=False):
@@ -100,21 +100,22 @@ def initialize(module: nn.Module, name: str) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a layer or a parameter of that name is of an adapter."""
+    """Return whether a layer or a parameter of that name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def plain_name(name: str) -> str | None:
-    """What the same model without adapters calls a parameter; None: it has none."""
+    """Return the name that a parameter has in the same model without adapters; None: it is not there."""
     return None if is_adapter(name) else name.replace(".base_layer.", ".")
 
 
 def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> dict[str, BoxedTensor]:
-    """The weights of a model without adapters, under their names beside them; of layers that have some
-    W + alpha / rank B A, in float32 at least. Collective.
+    """Return the weights that a model without adapters would have, by the names they bear beside adapters. Collective.
+
+    A layer with adapters gives W + alpha / rank B A, in float32 at least.
 
     Args:
-        weights: of the adapters, by name; a rank may hold parts of some of them.
+        weights: the adapters' weights by name; a rank may hold parts of some of them.
     """
     whole, scale = _whole(weights), alpha_of(lora) / lora.rank
     found = {name: boxed for name, boxed in BoxedTensor.of_model(model).items() if not is_adapter(name)}
@@ -140,8 +141,8 @@ def save_adapters(
     """Write the adapters into one file, in float32, as `load_lora_weights` of diffusers reads it. Collective.
 
     Args:
-        weights: of the adapters, by name; a rank may hold parts of some of them.
-        parts: what the names of a part of the model begin with -> what diffusers calls the part.
+        weights: the adapters' weights by name; a rank may hold parts of some of them.
+        parts: beginning of the names of a part of the model -> the name that diffusers has for the part.
     """
     from safetensors.torch import save_file
 
@@ -161,7 +162,7 @@ def save_adapters(
 
 
 def _whole(weights: Mapping[str, BoxedTensor]) -> dict[str, Tensor]:
-    """The adapters' tensors in full, on every rank; a rank may know only some of their names."""
+    """Return the adapters' tensors in full, on every rank; a rank may know only some of their names."""
     world = dist.group.WORLD
     mine = {name: (each.global_shape, each.dtype) for name, each in weights.items() if is_adapter(name)}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -51,7 +51,7 @@ class NextTokenLoss:
     """Cross-entropy of next tokens, summed.
 
     Args:
-        form: how logits are cut over tensor-parallel ranks.
+        form: the way in which logits are cut over tensor-parallel ranks.
         kernels: whether cut logits go through kernels; "auto": on GPUs, but for float64, which Triton lacks.
     """
 
@@ -66,7 +66,7 @@ class NextTokenLoss:
         mode: str = "1d",
         kernels: Literal["auto", "on", "off"] = "auto",
     ) -> NextTokenLoss:
-        """For a causal language model of transformers that `parallelize` has cut."""
+        """Return the loss for a causal language model of transformers that `parallelize` has cut."""
         return cls(sharded_logits(model, mesh, mode=mode), kernels)
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:

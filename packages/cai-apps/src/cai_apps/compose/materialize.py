@@ -1,4 +1,4 @@
-"""From a meta-device model to real weights that depend on names and a seed, not on the layout.
+"""Gives a meta-device model real weights, which depend on names and a seed, not on the layout.
 
 Each block is made in full on its own, initialized as its kind of model is, and cut to this rank's parts.
 While that runs, random numbers depend on the seed and the names of the parameter or the module, so every split over
@@ -22,7 +22,7 @@ from cai_mesh.storage import blocks
 from cai_pipeline import Placeholder
 
 Initializer = Callable[[nn.Module], Callable[[nn.Module], None]]
-"""Of a model, what fills the parameters and buffers of one of its modules."""
+"""(model) -> a function that fills the parameters and buffers of one of its modules."""
 
 _FILLS = {
     torch.ops.aten.normal_.default: (rng.normal_, (0.0, 1.0)),
@@ -42,7 +42,7 @@ class _KeyedDraws(TorchDispatchMode):
         self._module, self._draws = "", 0
 
     def enter(self, module: str) -> None:
-        """The module that is initialized from now on."""
+        """Name the module that is initialized from now on."""
         self._module, self._draws = module, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,8 +82,8 @@ def materialize(
 
     Args:
         model: complete, or split and parallelized; parameters carry their layouts and names.
-        initializer: of the model: what fills the parameters and buffers of one of its modules.
-        dtype: of the parameters. Buffers keep theirs.
+        initializer: (model) -> a function that fills the parameters and buffers of one of its modules.
+        dtype: the parameters' dtype. Buffers keep theirs.
         pretrained: other values are loaded afterwards.
 
     At most one block is there in full at any time, and the layers outside blocks one by one.
@@ -118,11 +118,11 @@ class InitialValues:
     block is made when the first of its parameters is asked for.
 
     Args:
-        model, initializer: as of `materialize`.
-        seed: of the random numbers.
-        dtype: of the values.
-        device: where they are made, and where the model's buffers will live.
-        pretrained: as of `materialize`.
+        model, initializer: as for `materialize`.
+        seed: the seed of the random numbers.
+        dtype: the dtype of the values.
+        device: the device on which they are made, and on which the model's buffers will live.
+        pretrained: as for `materialize`.
     """
 
     def __init__(
@@ -210,14 +210,14 @@ class InitialValues:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether all parameters of a module are on other stages: it has none, and parts that stand for those."""
+    """Return whether all parameters of a module are on other stages: it has none, and parts that stand for those."""
     return next(module.parameters(), None) is None and any(
         isinstance(part, Placeholder) for part in module.modules()
     )
 
 
 def _unset(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory in which `_check_set` finds what nobody has written."""
+    """Return memory in which `_check_set` finds what nobody has written."""
     empty = torch.empty(shape, dtype=dtype, device=device)
     return empty.fill_(float("nan")) if dtype.is_floating_point else empty
 
@@ -241,7 +241,7 @@ def _check_set(named: dict[str, torch.Tensor], modules: list[nn.Module]) -> None
 
 
 def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """The module that each lies in, the first where it lies in several."""
+    """Return the module that each lies in, the first where it lies in several."""
     found: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         for child in module.children():
@@ -250,14 +250,14 @@ def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _chain(module: nn.Module, parents: dict[nn.Module, nn.Module]) -> Iterator[nn.Module]:
-    """The modules above one, from the nearest to the model."""
+    """Yield the modules above one, from the nearest to the model."""
     while module in parents:
         module = parents[module]
         yield module
 
 
 def _module_name(module: nn.Module, names: dict[int, str]) -> str:
-    """The same on every rank and stage: the module's type and the name of the first parameter below it."""
+    """Return the module's type and the name of the first parameter below it: the same on every rank and stage."""
     below = (names.get(p.untyped_storage().data_ptr()) for p in module.parameters())
     return f"{type(module).__name__} {next(filter(None, below), '')}"
 
@@ -273,7 +273,7 @@ def _sites(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]
 
 
 def _part(full: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
-    """This rank's part of an initialized parameter, with everything that was attached to its meta twin."""
+    """Return this rank's part of an initialized parameter, with everything that was attached to its meta twin."""
     layout = layout_of(meta)
     values = full
     if layout.sharded_axes:

@@ -44,20 +44,20 @@ class Session:
     runner: PipelineRunner
     workload: Workload
     scale: LossScale | None = None
-    """Of the loss, with float16."""
+    """The scale of the loss, with float16."""
     average: Average | None = None
-    """Of the weights, where the config asks for one."""
+    """The average of the weights, where the config asks for one."""
     samples: SampleClip | None = None
     """Clips each sample's gradient, where the config asks for it and a step has several."""
     steps: int = 0
     """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
     def step(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
-        """Forward and backward of this data rank's microbatches.
+        """Run forward and backward of this data rank's microbatches.
 
         Args:
             microbatches: as many as the schedule runs; alike on the pp, cp and tp ranks of a data rank.
-            total: what the summed loss is divided by, of the whole global batch (its target tokens, its images).
+            total: the divisor of the summed loss, of the whole global batch (its target tokens, its images).
 
         Returns this data rank's part of the loss, a float64 scalar, on every rank.
         """
@@ -69,7 +69,7 @@ class Session:
             return self._unscaled(self.runner.step(*self._split(microbatches, total)))
 
     def norm(self) -> Tensor:
-        """The norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
+        """Return the norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
         if self.scale is not None:
             self.weights.finish()
             self.scale.unscale_(self.weights.optimizer)
@@ -114,7 +114,7 @@ class Session:
         self.steps += 1
 
     def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
-        """The loss of `step`, forward only, in evaluation mode."""
+        """Return the loss of `step`, forward only, in evaluation mode."""
         self.model.eval()
         with self.workload.running():
             return self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
@@ -142,7 +142,7 @@ class Session:
         return next((f"the gradient of {name}" for name in reversed(named) if name in broken), None)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
+        """Return what a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
 
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """

@@ -88,7 +88,7 @@ def _offload(
     precision: MixedPrecision,
     device: torch.device,
 ) -> Weights:
-    """Initial values go to host memory chunk by chunk; at most one block is on the device meanwhile."""
+    """Put initial values into host memory chunk by chunk; at most one block is on the device meanwhile."""
     master = precision.master or torch.float32
     values = InitialValues(
         model,
@@ -155,7 +155,7 @@ def _shard_optimizer(
 
 
 def _compression(parallel: Parallel) -> Compression | None:
-    """What travels in a byte an element."""
+    """Return what travels in a byte an element; None: nothing does."""
     forms = {
         "weights": None if parallel.wire_weights == "full" else parallel.wire_weights,
         "gradients": None if parallel.wire_gradients == "full" else parallel.wire_gradients,
@@ -164,7 +164,7 @@ def _compression(parallel: Parallel) -> Compression | None:
 
 
 def _residency(memory: Memory) -> ChunkResidency | None:
-    """Where the shards of ZeRO-3 live on several ranks; None: on the device."""
+    """Return where the shards of ZeRO-3 live on several ranks; None: on the device."""
     if memory.residency == "device":
         return None
     return ChunkResidency(

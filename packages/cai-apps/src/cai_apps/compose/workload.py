@@ -35,17 +35,17 @@ class Workload:
     Args:
         build: the model, on the device of the context it is called in (meta, mostly).
         inputs: keyword arguments of the model's forward, from a microbatch.
-        target: what the loss compares with, from a microbatch.
-        ready: what becomes of a microbatch on the device before both are taken from it (frozen encoders, noise).
+        target: the target of the loss, from a microbatch.
+        ready: the microbatch that both are taken from, made of one on the device (frozen encoders, noise).
         loss: made once the model is cut over the ranks of a mesh.
         example: a microbatch of so many samples, ready, of any values, on the device of the context it is called in.
-        initializer: of the model: what fills the parameters and buffers of one of its modules, as transformers'
-            `_init_weights` does.
+        initializer: (model) -> a function that fills the parameters and buffers of one of its modules, as
+            transformers' `_init_weights` does.
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
-        layers: of the model, or of what a stage has of it: each is one graph where layers are compiled, and is run
-            again as a whole in backward where they are recomputed; none is part of another.
+        layers: the layers of the model, or of a stage's part of it: each is one graph where layers are compiled, and is
+            run again as a whole in backward where they are recomputed; none is part of another.
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
-        sizes: of microbatches that come along in training, at most.
+        sizes: the number of sizes of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
             themselves; None: made of a transformers config.
@@ -67,6 +67,6 @@ class Workload:
 
 
 def on_meta(workload: Workload) -> nn.Module:
-    """The model, unsharded, on the meta device."""
+    """Return the model, unsharded, on the meta device."""
     with torch.device("meta"):
         return workload.build()

@@ -25,11 +25,11 @@ class Samples(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         ...
 
     def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
-        """Samples by number: tensors by name, each [n, ...], in host memory.
+        """Return samples by number: tensors by name, each [n, ...], in host memory.
 
         Args:
             indices: numbers of the samples, int64 [n].
@@ -40,7 +40,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """What one data rank reads of each global batch."""
+    """The part of each global batch that one data rank reads."""
 
     samples: Samples
     global_batch: int
@@ -48,10 +48,10 @@ class Batches:
     data_rank: int
     data_ranks: int
     seed: int | None
-    """Seed of the order; None: in the samples' own."""
+    """Seed of the order; None: the samples keep their own."""
 
     def at(self, position: int) -> Microbatches:
-        """This data rank's microbatches of the global batch that starts at sample `position`."""
+        """Return this data rank's microbatches of the global batch that starts at sample `position`."""
         share = self.global_batch // self.data_ranks
         first = position + self.data_rank * share
         positions = np.arange(first, first + share)
@@ -74,8 +74,8 @@ class Prefetch:
     """Reads the next global batch in a thread while this one is trained on, into pinned memory for a GPU.
 
     Args:
-        batches: what is read.
-        device: where the microbatches go; the copies to a GPU are queued behind its work, and nobody waits for them.
+        batches: the batches that are read.
+        device: the device that the microbatches go to; copies to a GPU are queued behind its work, and nobody waits.
     """
 
     def __init__(self, batches: Batches, device: torch.device):
@@ -84,7 +84,7 @@ class Prefetch:
         self._ahead: tuple[int, Future[Microbatches]] | None = None
 
     def take(self, position: int, *, last: bool = False) -> tuple[Microbatches, Microbatches]:
-        """The batch at `position`, on the host and on the device; the one after it is read from now on.
+        """Return the batch at `position`, on the host and on the device; the one after it is read from now on.
 
         Args:
             last: there is none after it.

@@ -106,7 +106,7 @@ def digest(file: Path) -> str:
 
 
 def _publish(scratch: Path, directory: Path) -> None:
-    """Under its name; one that is there is kept if it is whole, as when another process was faster."""
+    """Move a directory to its name; one that is there is kept if it is whole, as when another process was faster."""
     if directory.is_symlink():
         directory.unlink()
     elif directory.exists() and problem(directory) is not None:

@@ -27,7 +27,7 @@ SKIPPED_DIRECTORIES = {
     "idlelib",
     "encodings",
 }
-"""Not part of the library, its tests, or tables of numbers."""
+"""Directories that are not part of the library, or hold its tests or tables of numbers."""
 
 
 def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:

@@ -44,9 +44,9 @@ class Saved:
         kept: saved for backward without recompute. Parameters and what another block has saved are not counted.
         products: results of matrix products and attention, which selective recompute keeps.
         attention: results of attention, which recompute of most keeps.
-        inputs: what recompute starts from.
+        inputs: inputs of the block, which recompute starts from.
         rest: saved outside blocks.
-        loss: what comes and goes outside blocks, at the fullest moment; mostly the loss.
+        loss: tensors that come and go outside blocks, at the fullest moment; mostly the loss.
     """
 
     kept: dict[str, int]
@@ -57,7 +57,7 @@ class Saved:
     loss: int
 
     def times(self, factor: int) -> Saved:
-        """As many bytes more."""
+        """Return the same with `factor` times the bytes."""
         by_block = (
             {name: size * factor for name, size in of.items()}
             for of in (self.kept, self.products, self.attention, self.inputs)
@@ -66,13 +66,13 @@ class Saved:
 
 
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
-    """Of a resolved config, with all stages on one rank.
+    """Return the bytes that the forward of a resolved config keeps, with all stages on one rank.
 
     Where operators have no form without values in the run's dtype (experts multiply in bfloat16 alone), sizes are those
     of bfloat16, scaled.
 
     Args:
-        device: where the run will be; decides on kernels and graphs.
+        device: the device that the run will be on; it decides on kernels and graphs.
 
     Raises what the transforms raise, and `PlanError` where sizes depend on values.
     """
@@ -131,7 +131,7 @@ def _silence() -> Iterator[None]:
 
 
 def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters and buffers on the meta device become ones on the CPU, of the context's fake mode."""
+    """Turn parameters and buffers on the meta device into ones on the CPU, of the context's fake mode."""
     made: dict[Tensor, Tensor] = {}
 
     def twin(tensor: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class _Watch:
         return watched
 
     def _divided(self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The results of a block's forward and backward graphs; blocks of one kind are traced once.
+        """Return the results of a block's forward and count what its graphs keep; blocks of one kind are traced once.
 
         One that runs without gradients, as rounds before the last do, keeps nothing.
         """
@@ -246,7 +246,7 @@ class _Watch:
         return tensor
 
     def ran(self, operator: Any, result: Any) -> None:
-        """An operator has run outside graphs."""
+        """Count what an operator that has run outside graphs leaves."""
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta"]
         if self._block != REST:
             size = made[0].untyped_storage().nbytes() if made and torch.is_grad_enabled() else 0

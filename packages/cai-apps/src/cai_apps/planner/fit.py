@@ -22,11 +22,11 @@ SLACK = 1.05
 """What the allocator takes for a byte of tensors, with pieces too small to be used again, and what plans are off by."""
 RECOMPUTE = ("none", "selective", "most", "full")
 UNSHARD = ("step", "pass")
-"""Both from the fastest to the smallest."""
+"""Both are ordered from the fastest to the smallest."""
 
 
 def needed(peak: int) -> int:
-    """Bytes a device must have for a plan's peak."""
+    """Return the bytes that a device must have for a plan's peak."""
     return int(peak * SLACK) + OVERHEAD
 
 
@@ -35,8 +35,8 @@ class Choice:
     """What `memory.recompute`, `parallel.zero` and `parallel.pipeline.unshard` became where they were "auto".
 
     Args:
-        config: with all chosen.
-        reason: why, in a few words.
+        config: the config with all three chosen.
+        reason: the reason for the choice, in a few words.
     """
 
     config: Any
@@ -44,12 +44,12 @@ class Choice:
 
 
 def is_open(config: Any) -> bool:
-    """Whether a resolved config leaves something to the plan."""
+    """Return whether a resolved config leaves something to the plan."""
     return "auto" in (config.memory.recompute, config.parallel.zero, config.parallel.pipeline.unshard)
 
 
 def chosen(before: Any, after: Any) -> str:
-    """What was chosen, in a few words."""
+    """Return what was chosen, in a few words."""
     parallel, names = after.parallel, []
     if before.memory.recompute == "auto":
         names.append(f"recompute {after.memory.recompute}")
@@ -66,7 +66,7 @@ class Planner:
 
     Args:
         resolve: (config, ranks) -> the config with everything worked out.
-        workload: what a resolved config trains.
+        workload: (resolved config) -> the workload that it trains.
     """
 
     resolve: Callable[[Any, int], Any]
@@ -74,7 +74,7 @@ class Planner:
     _known: dict[str, Saved] = field(default_factory=dict)
 
     def plan(self, config: Any, *, ranks: int, memory: int | None = None) -> Plan:
-        """The plan of a config as it was given; what is "auto" is chosen for devices of so many bytes.
+        """Return the plan of a config as it was given; what is "auto" is chosen for devices of so many bytes.
 
         Raises what `train` would raise before its ranks start.
         """
@@ -84,7 +84,7 @@ class Planner:
         return self._plan(config, ranks)
 
     def peaks(self, config: Any, *, ranks: int) -> dict[str, int]:
-        """The peak of a resolved config by form of recompute, from the fastest form to the smallest."""
+        """Return the peaks of a resolved config by form of recompute, from the fastest form to the smallest."""
         unshard = config.parallel.pipeline.unshard
         return {form: self._plan(settled(config, form, unshard), ranks).peak for form in _forms(config)}
 
@@ -118,7 +118,7 @@ class Planner:
         )
 
     def _choices(self, config: Any, ranks: int) -> list[Any]:
-        """The config settled in each way, the fastest first: recompute costs most time, then sharding."""
+        """Return the config settled in each way, the fastest first: recompute costs most time, then sharding."""
         forms, memory = (config.memory.recompute,), config.memory
         if memory.recompute == "auto":
             offloads = memory.residency != "device" or memory.activations == "host"
@@ -130,7 +130,7 @@ class Planner:
         return [settled(stage, form, unshard) for form in forms for stage, unshard in sharded]
 
     def _stages(self, config: Any, ranks: int) -> list[Any]:
-        """The config in each ZeRO stage in which it can run."""
+        """Return the config in each ZeRO stage in which it can run."""
         if config.parallel.zero != "auto":
             return [config]
         found = []
@@ -150,19 +150,19 @@ class Planner:
 
 
 def _forms(config: Any) -> tuple[str, ...]:
-    """Of recompute, those that a config may have."""
+    """Return the forms of recompute that a config may have."""
     return tuple(form for form in RECOMPUTE if form != "selective" or config.parallel.tensor.mode == "1d")
 
 
 def settled(config: Any, recompute: str, unshard: str) -> Any:
-    """The config with both of `Choice`."""
+    """Return the config with this form of recompute and this `parallel.pipeline.unshard`."""
     pipeline = replace(config.parallel.pipeline, unshard=unshard)
     parallel = replace(config.parallel, pipeline=pipeline)
     return replace(config, parallel=parallel, memory=replace(config.memory, recompute=recompute))
 
 
 def _what_forwards_depend_on(config: Any) -> Any:
-    """The config without what changes nothing in the forward of a microbatch."""
+    """Return the config without what changes nothing in the forward of a microbatch."""
     usual, parallel = RunConfig(), config.parallel
     return replace(
         config,
@@ -179,10 +179,10 @@ class Verdict:
     """A plan, whether it fits, and what to change where it does not.
 
     Args:
-        plan: of the config.
+        plan: the plan of the config.
         memory: bytes of a rank's device; None: not known.
-        peaks: by form of recompute; empty where training state may leave the device.
-        advice: what to set, and the peak then.
+        peaks: peak bytes by form of recompute; empty where training state may leave the device.
+        advice: changes with which the config would fit, each with its peak in bytes.
     """
 
     plan: Plan
@@ -192,14 +192,14 @@ class Verdict:
 
     @property
     def fits(self) -> bool | None:
-        """None: the device's memory is not known, or training state may leave it."""
+        """Whether the plan fits; None: the device's memory is not known, or training state may leave it."""
         if self.memory is None or not self.peaks:
             return None
         return needed(self.plan.peak) <= self.memory
 
 
 def judge(planner: Planner, config: Any, *, ranks: int, memory: int | None) -> Verdict:
-    """The verdict on a config as it was given. Raises what `train` would raise before its ranks start."""
+    """Return the verdict on a config as it was given. Raises what `train` would raise before its ranks start."""
     plan = planner.plan(config, ranks=ranks, memory=memory)
     if plan.config.memory.residency != "device":
         return Verdict(plan, memory, {}, ())
@@ -210,7 +210,7 @@ def judge(planner: Planner, config: Any, *, ranks: int, memory: int | None) -> V
 
 
 def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> list[tuple[str, int]]:
-    """Changes with which a config that does not fit would: what to set, and the peak then.
+    """Return changes with which a config that does not fit would: what to set, and the peak then.
 
     Args:
         config: as it was given, not resolved.
@@ -251,7 +251,7 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
 def _tried(
     planner: Planner, config: Any, changes: dict[str, Any], ranks: int, memory: int
 ) -> list[tuple[str, int]]:
-    """The changes and their peak, if they can be made and are enough."""
+    """Return the changes and their peak, if they can be made and are enough."""
     try:
         peak = planner.plan(change(config, changes), ranks=ranks, memory=memory).peak
     except CaiError:

@@ -35,7 +35,7 @@ class Division:
 
 
 def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Division]:
-    """Run a block's forward on fake tensors by its two graphs; the results, and what the division leaves.
+    """Run a block's forward on fake tensors by its two graphs; return the results, and what the division leaves.
 
     The graphs are cut where torch.compile cuts them: where least is kept that is not cheap to make again
     (`min_cut_rematerialization_partition`).
@@ -101,7 +101,7 @@ def _storage(node: torch.fx.Node) -> int:
 
 
 def _bytes(node: torch.fx.Node) -> int:
-    """Of a node's first result."""
+    """Return the bytes of a node's first result."""
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) else value
     return first.untyped_storage().nbytes() if isinstance(first, Tensor) else 0

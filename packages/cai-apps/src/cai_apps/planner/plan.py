@@ -53,7 +53,7 @@ class StagePlan:
 
     @property
     def peak(self) -> int:
-        """At the fullest moment. In a step of one microbatch gradients come as activations go.
+        """Bytes at the fullest moment. In a step of one microbatch gradients come as activations go.
 
         When the optimizer steps there are no activations, and perhaps master weights in one piece.
         """
@@ -67,14 +67,14 @@ class StagePlan:
 @dataclass(frozen=True)
 class Plan:
     config: RunConfig
-    """With everything worked out."""
+    """The config with everything worked out."""
     device: str
     """What the run is planned for: cuda or cpu."""
     ranks: int
     parameters: int
     """Elements of the whole model."""
     frozen: int
-    """Those of them that do not learn."""
+    """Elements among them that do not learn."""
     axes: dict[str, int]
     stages: tuple[StagePlan, ...]
     offload: OffloadNeeds | None
@@ -92,16 +92,16 @@ def device_of(config: RunConfig) -> torch.device:
 
 
 def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved | None = None) -> Plan:
-    """Works out a run of a resolved config, with the model as `compose` rewrites it.
+    """Work out a run of a resolved config, with the model as `compose` rewrites it.
 
     Args:
-        workload: what is trained.
-        ranks: of the run.
-        saved: what a forward keeps, where that is known already: nothing but recompute, ZeRO, data ranks, pipeline
-            stages and the optimizer differ.
+        workload: the workload that is trained.
+        ranks: the number of ranks of the run.
+        saved: bytes that a forward keeps, where they are known already: nothing but recompute, ZeRO, data ranks,
+            pipeline stages and the optimizer differ.
 
     Raises:
-        CaiError: what the transforms raise.
+        CaiError: an error of a transform.
     """
     device = device_of(config)
     saved = saved or saved_bytes(config, workload, device)
@@ -114,7 +114,7 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
 
 
 def elements(model: nn.Module) -> tuple[int, int]:
-    """How many elements of a model learn, and how many do not."""
+    """Return the number of elements of a model that learn, and the number of those that do not."""
     sizes = {True: 0, False: 0}
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
@@ -143,7 +143,7 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
 
 
 def _blocks(model: nn.Module, names: tuple[str, ...]) -> dict[int, list[str]]:
-    """Names of a rank's blocks by stage."""
+    """Return the names of a rank's blocks by stage."""
     stages = Stages.of(model).own
     if len(stages) == 1:
         return {next(iter(stages)): list(names)}
@@ -154,7 +154,7 @@ def _blocks(model: nn.Module, names: tuple[str, ...]) -> dict[int, list[str]]:
 
 
 def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
-    """Bytes of parameters and gradients that are whole for a while, on ranks that share them.
+    """Return the bytes of parameters and gradients that are whole for a while, on ranks that share them.
 
     Stage 3 gathers a unit and the one ahead of it, or all for a step of a pipeline. Stages 2 and 3, and 1 where nothing
     accumulates, fill the gradients of a unit while those of the one before are reduced. Where samples are clipped,
@@ -178,14 +178,14 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
 
 
 def _most_of_two(sizes: list[int]) -> int:
-    """Of a unit and the one after it."""
+    """Return the most that a unit and the one after it have together."""
     return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
 
 
 def _activations(
     config: RunConfig, saved: Saved, blocks: dict[int, list[str]], order: list[Action], *, last: bool
 ) -> int:
-    """Bytes kept when most is kept, and what comes and goes then.
+    """Return the bytes kept when most is kept, and what comes and goes then.
 
     With recompute a block keeps its input (and results that selective and most keep), and one block at a time has all
     it would keep without. Inputs that wait on the host are on the device for the last block, and on their way from and
@@ -200,7 +200,7 @@ def _activations(
     own = [name for names in blocks.values() for name in names]
 
     def kept(*tables: dict[str, int]) -> int:
-        """With what comes after the last block."""
+        """Return the bytes of these tables when most is kept, with those of what comes after the last block."""
         found = {
             index: sum(table.get(name, 0) for table in tables for name in names)
             for index, names in blocks.items()

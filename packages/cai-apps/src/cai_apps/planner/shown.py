@@ -11,7 +11,7 @@ class Shown:
     """A plan as `cai plan` prints it.
 
     Args:
-        text: for people, lines.
+        text: the plan as lines for people.
         facts: the same for programs: what JSON can hold. Sizes are bytes.
         chart: a step of the pipeline, a line for each of its ranks; empty without one.
     """

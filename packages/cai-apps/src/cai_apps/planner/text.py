@@ -16,13 +16,13 @@ from cai_pipeline import begin_with, draw, place, placement_of, simulate
 def show_plan(
     planner: Planner, config: Any, *, ranks: int, memory: int | None, title: str, batch: str
 ) -> Shown:
-    """What a run will need, whether it fits, and what to change if it does not.
+    """Return what a run will need, whether it fits, and what to change if it does not.
 
     Args:
         config: as it was given.
         memory: bytes of a rank's device; None: not known.
-        title: what is trained, the first line.
-        batch: what a step takes.
+        title: the name of what is trained, for the first line.
+        batch: the size of a step's batch, as text.
 
     Raises what `train` would raise before its ranks start.
     """
@@ -78,7 +78,7 @@ def _facts(verdict: Verdict) -> dict[str, Any]:
 
 
 def render(plan: Plan, title: str, batch: str) -> str:
-    """The plan as text: the mesh, a row per pipeline rank, and what the columns mean."""
+    """Return the plan as text: the mesh, a row per pipeline rank, and what the columns mean."""
     config = plan.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
     parts = f"{config.parallel.pipeline.microbatches} microbatches of {config.train.microbatch_size}"
@@ -125,7 +125,7 @@ def _fits(plan: Plan, memory: int | None) -> str:
 
 
 def _offload(plan: Plan) -> list[str]:
-    """What one rank needs where its training state may be on the host, or would need if it were."""
+    """Return what one rank needs where its training state may be on the host, or would need if it were."""
     needs, memory = plan.offload, plan.config.memory
     if needs is None:
         return []

@@ -23,7 +23,7 @@ def picture(content: bytes, kind: str, *, alt: str = "", width: int | None = Non
 
     Args:
         kind: a key of `TYPES`.
-        width: in pixels; None: as wide as what it stands in.
+        width: the width in pixels; None: as wide as what it stands in.
     """
     held = base64.b64encode(content).decode("ascii")
     size = "" if width is None else f' width="{width}"'

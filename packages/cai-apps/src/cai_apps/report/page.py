@@ -45,7 +45,7 @@ class Page:
     """What an application shows of its runs.
 
     Args:
-        curves: of fields of metrics.jsonl.
+        curves: curves of fields of metrics.jsonl.
         summary: rows (name, value) from the records.
         more: HTML that comes before the curves.
     """

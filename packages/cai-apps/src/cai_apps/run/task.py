@@ -29,13 +29,13 @@ class Work:
 
     Args:
         workload: the model and its loss.
-        training, validation: what is read; None: no validation.
-        count: what a microbatch adds to the number that the summed loss is divided by (its target tokens, its images).
-        counted: name of that number in messages.
-        unit: of throughput.
+        training, validation: the samples that are read; None: no validation.
+        count: (microbatch) -> its part of the divisor of the summed loss (its target tokens, its images).
+        counted: name of what is counted, in messages.
+        unit: the unit of throughput.
         flops: FLOPs of forward and backward for one sample, without recompute, by the name of the share of the
             device's peak that metrics report; the first is also reported as TFLOP/s.
-        after_step: what else is done after a step, by its number, on every rank. Collective.
+        after_step: a function of the session and a step's number, called after the step on every rank. Collective.
     """
 
     workload: Workload

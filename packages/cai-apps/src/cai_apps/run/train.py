@@ -101,14 +101,17 @@ def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] |
 
 
 def _same_directory(run: RunDirectory) -> RunDirectory:
-    """That of rank 0: its name may have the time in it. Collective."""
+    """Return the run directory of rank 0: its name may have the time in it. Collective."""
     path = [run.path]
     dist.broadcast_object_list(path)
     return RunDirectory(path[0])
 
 
 def settle(task: Task, config: Any, ranks: int, device: str) -> Any:
-    """The resolved config with what it leaves to the plan, said on the first rank. torch.distributed is not up yet."""
+    """Return a resolved config with what it leaves to the plan, which the first rank prints.
+
+    torch.distributed is not up yet.
+    """
     if not is_open(config):
         return config
     memory = None if device == "cpu" else devices.device_memory()

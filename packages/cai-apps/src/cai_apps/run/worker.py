@@ -33,12 +33,12 @@ from cai_mesh.comm import DATA_AXES, degree, index
 from cai_mesh.files import remove
 
 STORE_SECONDS = 1.0
-"""For a store that does not answer: in this time the guard finds that the launcher, whose it is, has ended, says so and
-ends this process."""
+"""Seconds to wait when the store does not answer: meanwhile the guard finds that the launcher, whose store it is, has
+ended, says so and ends this process."""
 
 
 def run_rank(job: Job) -> None:
-    """A rank started here: joins the others, does the job and leaves."""
+    """Join the others as a rank that was started here, do the job and leave."""
     guard = Guard(job.run)
     device = start_rank(job.device)
     try:
@@ -51,7 +51,7 @@ def run_rank(job: Job) -> None:
 
 
 def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
-    """Trains and exports. A failure leaves its traceback in crash/ and is raised again.
+    """Train and export. A failure leaves its traceback in crash/ and is raised again.
 
     Raises:
         SystemExit: a signal stopped the run, or the step after it failed; with 128 and its number.
@@ -73,7 +73,7 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
 
 
 def train(job: Job, device: torch.device, guard: Guard) -> None:
-    """The whole of a rank's work: session, resume, loop with checkpoints, export."""
+    """Do the whole of a rank's work: session, resume, loop with checkpoints, export."""
     work = job.task.work(job)
     session = apply(job.config, work.workload, device=device)
     training, validation = batches(job.config, work, session.mesh)
@@ -132,7 +132,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
 
 
 def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
-    """Ends a rank of a run that a signal stopped, and whose checkpoint is written. Collective."""
+    """End a rank of a run that a signal stopped, and whose checkpoint is written. Collective."""
     if dist.get_rank() == 0:
         print(
             f"stopped by {signal.Signals(stopped).name} after step {position.step} of {job.config.train.steps};"
@@ -146,7 +146,7 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
 
 
 def leave_unfinished(job: Job, error: BaseException, guard: Guard) -> NoReturn:
-    """Ends a rank that was asked to stop and failed in the step that was to be its last.
+    """End a rank that was asked to stop and failed in the step that was to be its last.
 
     A signal to all processes of a job ends the compilers too that a rank waits for. What the user can mend, as a disk
     that is full, is not for here: it is told as ever.
@@ -166,7 +166,7 @@ def _to_go_on(job: Job) -> str:
 
 
 def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, Batches | None]:
-    """What this rank's data coordinate reads for training and, where there is any, for validation."""
+    """Return what this rank's data coordinate reads for training and, where there is any, for validation."""
     rank, ranks = index(mesh, DATA_AXES), degree(mesh, DATA_AXES)
     sizes = (config.train.global_batch, config.train.microbatch_size, rank, ranks)
     held_out = Batches(work.validation, *sizes, seed=None) if work.validation is not None else None

@@ -19,17 +19,17 @@ FREE = (
 """Keys that say where, how and for how long a run is computed, and what is shown: a step learns what it would have."""
 
 ROUNDS = ("parallel.wire_*", "parallel.pipeline.wire")
-"""Those of them that are not: what travels is rounded."""
+"""Keys of these forms are not free: what travels is rounded."""
 
 FOLLOWS = {"lr_schedule.decay_steps": "train.steps", "lr_schedule.warmup_steps": "train.steps"}
 """Keys that are worked out from another where they are not set: whoever means that one means them."""
 
 Changes = dict[str, tuple[Any, Any]]
-"""By key: what the run has, what is asked for."""
+"""The two values by key: what the run has, what is asked for."""
 
 
 def changes(file: Path, config: Any) -> Changes:
-    """What differs between a run's config.toml and a resolved config, by dotted key; keys of `log` are left out.
+    """Return what differs between a run's config.toml and a resolved config, by dotted key; keys of `log` are left out.
 
     A key that the file lacks, as one of an older version may, counts as its default.
     """
@@ -44,8 +44,8 @@ def check(found: Changes, directory: Path, meant: Collection[str] | None) -> Non
     """Refuse changes that nobody has asked for.
 
     Args:
-        found: of `changes`.
-        directory: of the run.
+        found: the changes that `changes` returns.
+        directory: the run's directory.
         meant: keys that were given for this very start; None: all of the config was.
 
     Raises:
@@ -69,7 +69,7 @@ def check(found: Changes, directory: Path, meant: Collection[str] | None) -> Non
 
 
 def lines(found: Changes) -> list[str]:
-    """`key: old -> new`, a line each."""
+    """Return a line `key: old -> new` for each change."""
     return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in found.items()]
 
 

@@ -13,7 +13,7 @@ class Position:
     samples: int = 0
     """Samples consumed; where the next global batch starts in the shuffled order."""
     units: int = 0
-    """The same in the unit of throughput."""
+    """Units of throughput consumed, such as tokens."""
 
 
 @dataclass(frozen=True)

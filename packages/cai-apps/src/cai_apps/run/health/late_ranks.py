@@ -29,7 +29,7 @@ class Group:
     """How far a rank is in a group of ranks.
 
     Args:
-        ranks: of the group.
+        ranks: the ranks of the group.
         calls: collectives that this rank has called there. With NCCL the host runs ahead of its device: what it has
             called need not have begun.
         recent: the last of them in their order, as "all_reduce [4]"; "" for one that is not known.
@@ -40,7 +40,7 @@ class Group:
     recent: tuple[str, ...] = ()
 
     def name(self, number: int) -> str:
-        """The collective of this number, from 1; "" where it is not known."""
+        """Return the collective of this number, from 1; "" where it is not known."""
         place = number - 1 - self.calls + len(self.recent)
         return self.recent[place] if 0 <= place < len(self.recent) else ""
 
@@ -53,8 +53,8 @@ class RankReport:
         step: steps it has done.
         where: the call that it is in, as "sleep at train.py:12".
         waits: whether that is one that waits for other ranks.
-        groups: by name, those that it is in.
-        at: what it is at within a step, such as "the forward of microbatch 0 on stage 1 (1F0)".
+        groups: the groups that it is in, by name.
+        at: the place that it has reached within a step, such as "the forward of microbatch 0 on stage 1 (1F0)".
     """
 
     step: int
@@ -77,10 +77,10 @@ class RankReport:
 
 
 def blame(reports: Sequence[RankReport | None]) -> str:
-    """Who did not arrive, and where; a line for each rank that others wait for.
+    """Return who did not arrive, and where; a line for each rank that others wait for.
 
     Args:
-        reports: of all ranks in their order; None: it gave none.
+        reports: the reports of all ranks in their order; None: a rank gave none.
     """
     silent = [rank for rank, seen in enumerate(reports) if seen is None]
     if silent:
@@ -102,7 +102,7 @@ def blame(reports: Sequence[RankReport | None]) -> str:
 
 
 def _groups(seen: Sequence[RankReport]) -> Iterator[dict[int, Group]]:
-    """Each group, as its ranks tell of it."""
+    """Yield each group, as its ranks tell of it."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
     for rank, each in enumerate(seen):
         for name, group in each.groups.items():  # a name may be that of several groups
@@ -112,7 +112,7 @@ def _groups(seen: Sequence[RankReport]) -> Iterator[dict[int, Group]]:
 
 
 def _late(seen: Sequence[RankReport]) -> dict[int, str]:
-    """By rank: the first collective that others of a group have called and it has not."""
+    """Return by rank the first collective that others of a group have called and it has not."""
     found: dict[int, str] = {}
     for members in _groups(seen):
         first = max(members, key=lambda rank: members[rank].calls)
@@ -128,7 +128,7 @@ def _late(seen: Sequence[RankReport]) -> dict[int, str]:
 
 
 def _ahead(seen: Sequence[RankReport]) -> set[int]:
-    """Ranks that have called what another of a group has not: they, or their devices, wait for that one."""
+    """Return the ranks that have called what another of a group has not: they, or their devices, wait for that one."""
     found: set[int] = set()
     for members in _groups(seen):
         least = min(group.calls for group in members.values())
@@ -137,7 +137,7 @@ def _ahead(seen: Sequence[RankReport]) -> set[int]:
 
 
 def _different(seen: Sequence[RankReport]) -> str:
-    """The first collective of a group that its ranks have called, and not as the same operation."""
+    """Return the first collective of a group that its ranks have called, and not as the same operation."""
     for members in _groups(seen):
         reached = min(group.calls for group in members.values())
         for number in range(max(1, reached - KEPT + 1), reached + 1):
@@ -160,7 +160,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def look(step: int, at: str) -> RankReport:
-    """What this rank is doing, after so many steps, at this within the next."""
+    """Return what this rank is doing: `step` steps are done, and within the next one it is at `at`."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     stacks = {
@@ -174,7 +174,7 @@ def look(step: int, at: str) -> RankReport:
 
 
 def _groups_if_told() -> dict[str, Group]:
-    """Nothing where the recorder fails, or is of another form than here: what else is known is told all the same."""
+    """Return `groups()`, or nothing where the recorder fails or has another form: what else is known is told anyway."""
     try:
         return groups()
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
@@ -186,7 +186,7 @@ def _waits(stack: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost call, and the line that is there."""
+    """Return the innermost call, and the line that is there."""
     if not stack:
         return "a place that is not known"
     frame = stack[-1]
@@ -195,7 +195,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def groups() -> dict[str, Group]:
-    """This rank's groups, and how far it is in each, by torch's flight recorder; without those it has forgotten."""
+    """Return this rank's groups and its place in each, by torch's flight recorder; without those it has forgotten."""
     called: dict[str, dict[int, str]] = {}
     entries, forgets = _recorded()
     for entry in entries:
@@ -217,7 +217,7 @@ def groups() -> dict[str, Group]:
 
 
 def _recorded() -> tuple[list[dict[str, Any]], bool]:
-    """What the flight recorders of gloo and NCCL hold, oldest first, and whether one has forgotten something."""
+    """Return what the flight recorders of gloo and NCCL hold, oldest first, and whether one has forgotten something."""
     import torch._C._distributed_c10d as native
 
     held: list[list[dict[str, Any]]] = []

@@ -36,7 +36,7 @@ class Guard:
     """The watch over one rank, from its start to its end.
 
     Args:
-        run: where to write why a rank ended; None: not known yet.
+        run: the run's directory, in which it is written why a rank ended; None: not known yet.
     """
 
     def __init__(self, run: RunDirectory | None = None):
@@ -57,7 +57,7 @@ class Guard:
             self._watch_process(launcher, self._end_without_launcher)
 
     def take_signals(self) -> None:
-        """From now on SIGTERM and SIGINT set `asked`; a SIGINT after that ends the process at once."""
+        """Let SIGTERM and SIGINT set `asked` from now on; a SIGINT after that ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             return
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
@@ -65,7 +65,7 @@ class Guard:
             signal.signal(number, _leave_to_the_guard)
 
     def leave_signals(self) -> None:
-        """Both signals end the process again, as they do by default."""
+        """Let both signals end the process again, as they do by default."""
         if threading.current_thread() is not threading.main_thread():
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -73,13 +73,13 @@ class Guard:
         signal.set_wakeup_fd(-1)
 
     def watch_ranks(self, doing: Callable[[], str], at_file: str | None) -> None:
-        """Watches the other ranks of this machine.
+        """Watch the other ranks of this machine.
 
         Collective.
 
         Args:
             doing: as the attribute, for the file of a rank that dies.
-            at_file: where this rank says what it is at.
+            at_file: the file in which this rank says what it is at.
         """
         self.doing = doing
         own = (_process_space(), os.getpid(), at_file)
@@ -92,7 +92,7 @@ class Guard:
                 self._watch_process(pid, lambda rank=rank, file=file: self._end_without_rank(rank, file))
 
     def close(self) -> None:
-        """The end of the watch: whatever dies from now on, this rank goes on."""
+        """End the watch: whatever dies from now on, this rank goes on."""
         self._closed = True
 
     def _watch_process(self, pid: int, on_end: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class Guard:
             os._exit(FAILURE)
 
     def _record(self, rank: int, text: str) -> None:
-        """Why a rank ended, unless something says so already."""
+        """Write why a rank ended, unless something says so already."""
         if self.run is None or self._closed:
             return
         with contextlib.suppress(OSError), (self.run.crash / f"rank-{rank}.txt").open("x") as file:

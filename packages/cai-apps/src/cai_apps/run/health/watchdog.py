@@ -44,7 +44,7 @@ class Watchdog:
     all threads are in crash/, and the process ends with `RunHung`, which the launcher reports.
 
     Args:
-        run: its directory, for crash/.
+        run: the run's directory, for crash/.
         step: steps that are done.
         at: tells what this rank is at within a step, "" for nothing in particular.
 
@@ -65,7 +65,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name=f"{OWN}watchdog", daemon=True).start()
 
     def after_step(self, step: int, seconds: float) -> None:
-        """A step has ended, which took so many seconds. Does not return once the run has been given up."""
+        """Note that a step has ended, which took so many seconds. Does not return once the run has been given up."""
         while self._ending.is_set():
             time.sleep(TICK)
         self._step, self._idle = step, 0.0
@@ -73,7 +73,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is no step and takes as long as it takes: a checkpoint, pictures, an export."""
+        """Give at least `PAUSE` seconds to what is no step: a checkpoint, pictures, an export."""
         self._paused, self._idle = self._paused + 1, 0.0
         try:
             yield
@@ -121,7 +121,7 @@ class Watchdog:
         os._exit(1)
 
     def _reports(self) -> list[RankReport | None]:
-        """Of all ranks; None of those that do not answer in time."""
+        """Return the reports of all ranks; None for those that do not answer in time."""
         until = time.monotonic() + PATIENCE
         found: list[RankReport | None] = []
         for rank in range(self._ranks):
@@ -132,7 +132,7 @@ class Watchdog:
 
 
 def _be_patient(seconds: float) -> None:
-    """Lets collectives of all groups of this rank take so long, at least."""
+    """Let collectives of all groups of this rank take so long, at least."""
     for group in list(dist.distributed_c10d._world.pg_map):
         for backend in map(group._get_backend, group._device_types):
             if backend.name() in TIMED and backend.options._timeout.total_seconds() < seconds:
@@ -149,7 +149,7 @@ def _stacks() -> str:
 
 
 def _tell(error: RunHung) -> None:
-    """To the launcher, as a rank does whose function raises it; where there is none, to whoever reads along."""
+    """Report an error to the launcher, as a rank whose function raises it; without a launcher, print it."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:

@@ -20,7 +20,7 @@ PREPARE_TIMEOUT = timedelta(hours=12)
 def make_job(
     task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None = None
 ) -> Job:
-    """Prepares the data and makes what the run directory lacks; it is held meanwhile.
+    """Prepare the data and make what the run directory lacks; it is held meanwhile.
 
     Args:
         meant: as for `cai_apps.run.files.changes.check`, whose errors it has, too.
@@ -34,7 +34,7 @@ def make_job(
 def join_job(
     task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None = None
 ) -> Job:
-    """What every rank of a launcher does instead of `make_job`. Collective; torch.distributed is initialized.
+    """Make the job on every rank of a launcher, in place of `make_job`. Collective; torch.distributed is initialized.
 
     The first rank of each machine prepares the data while the others wait; rank 0 makes the run directory.
     """

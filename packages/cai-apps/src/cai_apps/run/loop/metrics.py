@@ -31,9 +31,9 @@ class Metrics:
     unit: str
     """What `units` are: tokens, images. Records name both numbers by it."""
     units: int
-    """Of the run so far, over all ranks."""
+    """Units of the run so far, over all ranks."""
     units_per_second: float
-    """Over all ranks."""
+    """Throughput over all ranks."""
     tflops: float | None
     """TFLOP/s of one rank, attention counted causally, no recompute counted; None where nobody counts."""
     shares: Mapping[str, float | None]
@@ -41,7 +41,7 @@ class Metrics:
     memory_bytes: int
     """Peak of the rank that holds most, as of this step's backward: allocated on a GPU, resident on the CPU."""
     step_seconds: float
-    """From the wait of the step before to this one's."""
+    """Seconds from the wait of the step before to this one's."""
     validation_loss: float | None = None
     device_bytes: int | None = None
     """Training state that stays on the device of rank 0 between uses; None without offload."""
@@ -70,16 +70,16 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
 
 OPTIONAL = ("validation_loss", "device_bytes", "host_bytes")
-"""Left out of a record where they are None."""
+"""Fields that are left out of a record where they are None."""
 
 
 class Speed:
     """Throughput of a run.
 
     Args:
-        unit: what it is counted in.
-        flops: of a sample, by convention; the first is reported as TFLOP/s.
-        ranks: of the run.
+        unit: the unit that it is counted in.
+        flops: FLOPs of a sample, by convention; the first is reported as TFLOP/s.
+        ranks: the number of ranks of the run.
         peak: FLOP/s of a rank's device at most; None: not known.
     """
 
@@ -115,7 +115,7 @@ class MetricsFile:
         self._path, self._file = path, appended(path)
 
     def write(self, metrics: Metrics) -> None:
-        """Raises `DataError` where the disk takes no more."""
+        """Write a line. Raises `DataError` where the disk takes no more."""
         try:
             self._file.write(json.dumps(metrics.record()) + "\n")
             self._file.flush()

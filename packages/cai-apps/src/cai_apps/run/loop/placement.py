@@ -17,8 +17,8 @@ class PlacementWatch:
     The step is drawn by `cai report` from plots/offload.timeline.json.
 
     Args:
-        optimizer: of the session, where training state is in several memories; None: nothing is done.
-        run: where the timeline goes.
+        optimizer: the session's optimizer, where training state is in several memories; None: nothing is done.
+        run: the run's directory, to which the timeline goes.
     """
 
     def __init__(self, optimizer: OffloadedOptimizer | None, run: RunDirectory):
