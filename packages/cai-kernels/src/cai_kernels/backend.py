@@ -49,7 +49,7 @@ def _on_paper() -> bool:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a device, or None when they can."""
+    """The reason why Triton kernels cannot run on a device, or None when they can."""
     if not _INSTALLED:
         return "triton is not installed (pip install cai-kernels[triton])"
     if device.type == "cuda":

@@ -50,7 +50,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `tiles.dot` multiplies operands: float32 exactly, unless torch is set to allow TF32.
+    """The precision in which `tiles.dot` multiplies: float32 exactly, unless torch is set to allow TF32.
 
     Triton's interpreter has no product of bfloat16, so there operands are widened, which changes no product.
     """

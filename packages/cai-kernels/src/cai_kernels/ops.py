@@ -30,7 +30,7 @@ def define(
             never an argument.
         fake: takes the same arguments; returns empty tensors with the results' shapes, dtypes and strides. None for
             an operator that only writes into its arguments.
-        name: by default the name of `run`.
+        name: the operator's name; None: that of `run`.
         mutates: names of the arguments `run` writes into.
         save: `(ctx, inputs, output)`, or `(ctx, inputs, keyword_only_inputs, output)` if `run` has keyword-only
             arguments; keeps what backward needs.

@@ -14,7 +14,7 @@ from cai_kernels.tiles import launch_dependents
 
 @triton.jit
 def _load(ptr, inside, EVEN: tl.constexpr):
-    """With EVEN nothing is masked, which saves the registers of the mask."""
+    """Load values, zeros outside; with EVEN nothing is masked, which saves the registers of the mask."""
     return tl.load(ptr) if EVEN else tl.load(ptr, mask=inside, other=0.0)
 
 

@@ -218,7 +218,7 @@ def forward(inputs, outputs, eps: float, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the backward kernel holds a row: `kept` pieces of the weight stay in registers, `stages - 1` rows are
+    """The way the backward kernel holds a row: `kept` pieces of the weight stay in registers, `stages - 1` rows are
     loaded ahead, `resident` programs share a multiprocessor."""
 
     piece: int

@@ -35,7 +35,7 @@ def adamw_step_(
         param, exp_avg, exp_avg_sq: float32 of one shape and device, contiguous; written. A parameter and its moments.
         grad: float32 or bfloat16, of that shape and device, contiguous; only read.
         options: the learning rate and the other numbers.
-        step: which step of this parameter it is; the first is 1.
+        step: number of this step of the parameter; the first is 1.
         grad_scale: a factor of the gradient, applied as it is read: a number, or a tensor of one value of any floating
             dtype on that device. Nothing is written if it is not finite.
         low: int16, of that shape and device, contiguous; written. With it, `param` is bfloat16: these are the halves of

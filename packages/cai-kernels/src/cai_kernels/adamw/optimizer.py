@@ -31,7 +31,7 @@ class FusedAdamW(torch.optim.AdamW):
             (torch's own step).
 
     Attributes:
-        gradient_factor: what the gradients of the next step are multiplied by as they are read; 1 again after it. The
+        gradient_factor: factor on the gradients of the next step, applied as they are read; 1 again after it. The
             gradients stay as they are. Clipping by a norm needs no pass of its own so. A number, or a tensor of one
             value, which the host does not wait for. A factor that is not finite leaves the step out.
         halves: (bfloat16, int16) by parameter, of those that lie in halves in the next step (see `adamw_step_`): the

@@ -1,4 +1,4 @@
-"""What a step of AdamW takes: its numbers, and the tensors of one parameter."""
+"""The arguments of a step of AdamW: its numbers, and the tensors of one parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AdamWOptions:
 
     Args:
         lr: the learning rate.
-        beta1, beta2: how much of the first and of the second moment a step keeps, in [0, 1).
+        beta1, beta2: the part of the first and of the second moment that a step keeps, in [0, 1).
         eps: added to the square root of the second moment.
         weight_decay: `lr * weight_decay` of a parameter is taken off it.
 

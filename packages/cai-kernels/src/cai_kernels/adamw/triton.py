@@ -187,7 +187,7 @@ def _adamw_many(
     """`count` tensors, a block a program.
 
     Args:
-        owners_ptr: which tensor a program works on.
+        owners_ptr: index of the tensor that a program works on.
         spans_ptr: [2, count]: the first program of a tensor, and how many elements it has.
         table_ptr: [4, count]: addresses of parameters, gradients, first and second moments; [5, count] with those of
             lower halves where parameters are in halves (SPLIT).
@@ -239,7 +239,7 @@ def run(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """In place: contiguous tensors of one shape; the gradient times `factor`, and times `scale` if there is one.
+    """A step in place on contiguous tensors of one shape; the gradient times `factor`, and `scale` if there is one.
 
     With `low`, it and `param` are the halves of the parameter.
     """

@@ -1,4 +1,4 @@
-"""Which form of attention runs, and why: decided from shapes, dtypes and the device, before anything is computed."""
+"""The choice of the form of attention, and its reasons: shapes, dtypes and the device, before anything is computed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class Question:
-    """What the choice depends on besides q, k and v."""
+    """The arguments besides q, k and v that the choice depends on."""
 
     mask: torch.Tensor | None = None
     causal: bool = False
@@ -60,7 +60,7 @@ def needs_mask(question: Question) -> bool:
 
 
 def why_not_flash(q: torch.Tensor) -> str | None:
-    """Why torch's flash operator cannot take q's device, dtype or head dim, or None."""
+    """The reason why torch's flash operator cannot take q's device, dtype or head dim, or None."""
     if q.device.type != "cuda":
         return f"tensors are on {q.device.type}"
     if q.dtype not in _HALF:
@@ -71,7 +71,7 @@ def why_not_flash(q: torch.Tensor) -> str | None:
 
 
 def why_not_ours(q: torch.Tensor, v: torch.Tensor, question: Question) -> str | None:
-    """Why the Triton attention cannot take the arguments, or None."""
+    """The reason why the Triton attention cannot take the arguments, or None."""
     if (reason := forms.why_not_triton(q.device)) is not None:
         return reason
     if question.mask is not None:

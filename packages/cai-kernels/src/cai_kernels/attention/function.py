@@ -47,7 +47,7 @@ def attention(
         k, v: [B, Nkv, Sk, H], with N a multiple of Nkv, in q's dtype.
         mask: bool (True is seen) or floating (added), broadcastable to [B, N, Sq, Sk].
         causal: a query sees keys up to its own position; Sq = Sk.
-        scale: by default 1 / sqrt(H).
+        scale: factor on q @ k.T; None: 1 / sqrt(H).
         window: a query sees its own position and window - 1 before it (and as many after it unless causal); Sq = Sk.
         softcap: scores become softcap * tanh(score / softcap), before the mask.
         dropout: probability of dropping a weight; pass 0 in evaluation.
@@ -87,7 +87,7 @@ def explain_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> AttentionChoice:
-    """Which form `attention` takes for these arguments with backend="auto", and why; computes nothing."""
+    """The form that `attention` takes for these arguments with backend="auto", and why; computes nothing."""
     question = Question(mask, causal, window, softcap, dropout)
     _check(q, k, v, question)
     choice = decide(q, v, question)
@@ -124,7 +124,7 @@ def varlen_attention(
         max_seqlen: the longest sequence of q and of k, or more; by default T or Tk, whichever is larger. An exact
             value avoids empty programs.
         causal, window: as in `attention`; where lengths differ, the last query is at the position of the last key.
-        scale: by default 1 / sqrt(H).
+        scale: factor on q @ k.T; None: 1 / sqrt(H).
         backend: "auto" (torch's flash operator on CUDA for bfloat16 and float16 with H a multiple of 8 up to 256,
             else Triton on CUDA, else the reference), "triton" or "reference".
 

@@ -31,7 +31,8 @@ class Upstream(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """In: out, dout, lse's gradient. Out: delta, and with a gate the gradients before it and of it, like out."""
+    """Pointers. Read are out, dout and the gradient of lse; written are delta and, with a gate, the gradients before it
+    and of it, like out."""
 
     out: object
     dout: object

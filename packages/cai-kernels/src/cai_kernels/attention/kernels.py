@@ -57,7 +57,7 @@ class Strides(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """What is compiled in. window 0: none; softcap 0: none."""
+    """The options that are compiled in. window 0: none; softcap 0: none."""
 
     causal: bool
     window: int
@@ -94,7 +94,7 @@ def span(starts, batch, longest):
 
 @triton.jit
 def at_head(base, batch, head, first, strides):
-    """Where the rows of one head of one sequence begin."""
+    """Address of the first row of one head of one sequence."""
     return base + batch * strides[0] + head.to(tl.int64) * strides[1] + first * strides[2]
 
 
@@ -121,7 +121,7 @@ def store_rows(base, row, length, stride, value, WIDE: tl.constexpr, HEAD: tl.co
 
 @triton.jit
 def tanh(x, ROUNDED: tl.constexpr):
-    """To a few float32 roundings, near zero too; ROUNDED (of 16-bit operands): to 2e-7, in a third of the time."""
+    """Tanh to a few float32 roundings, near zero too; ROUNDED (16-bit operands): to 2e-7, in a third of the time."""
     if ROUNDED:
         root = tl.rsqrt(1.0 + tl.exp2(x * (2.0 * LOG2E)))
         return 1.0 - 2.0 * (root * root)

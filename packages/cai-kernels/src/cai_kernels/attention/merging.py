@@ -14,7 +14,7 @@ TILE = 4096  # numbers of a program
 
 @triton.jit
 def _place(row, sizes, strides):
-    """Where row `row` of [batch, heads, queries] begins."""
+    """Offset of row `row` of [batch, heads, queries]."""
     heads, queries = sizes
     outer = row // queries
     return (outer // heads) * strides[0] + (outer % heads) * strides[1] + (row % queries) * strides[2]

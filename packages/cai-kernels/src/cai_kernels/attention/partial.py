@@ -32,7 +32,7 @@ def attention_with_lse(
         q: [B, N, Sq, H], float32, bfloat16, float16 or float64 (not on CUDA).
         k, v: [B, Nkv, Sk, H], with N a multiple of Nkv, in q's dtype.
         causal: a query sees keys up to its own position; Sq = Sk.
-        scale: by default 1 / sqrt(H).
+        scale: factor on q @ k.T; None: 1 / sqrt(H).
         backend: "auto" (torch's cuDNN operator from Hopper on, its flash operator, or Triton, the first that takes
             the arguments; torch's CPU operator), "triton" or "reference".
 
@@ -137,7 +137,7 @@ def merge_attention(
     Args:
         out_a, out_b: [..., Sq, H], any floating dtypes.
         lse_a, lse_b: [..., Sq]; -inf where a set held no key for the query.
-        dtype: of the result's out; None: that of its lse, so that many merges lose nothing.
+        dtype: dtype of the result's out; None: that of its lse, so that many merges lose nothing.
         backend: "auto" (Triton on CUDA where autograd records nothing and no input is float64, else the reference),
             "triton" or "reference".
 
@@ -196,7 +196,7 @@ def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend) -
 
 
 def _why_not_cudnn(q: torch.Tensor, k: torch.Tensor) -> str | None:
-    """Why torch's cuDNN operator is not taken where its flash operator takes the arguments, or None."""
+    """The reason not to take torch's cuDNN operator where its flash operator takes the arguments, or None."""
     if capability(q.device) < (9, 0):
         return "flash is faster before Hopper"
     if q.shape[-1] > 128:

@@ -19,12 +19,12 @@ MAX_HEAD = 256
 
 @dataclass(frozen=True)
 class Options:
-    """What the operators take besides tensors.
+    """The arguments of the operators besides tensors.
 
     Args:
         scale: factor on the scores.
         causal: a query sees keys up to its own position.
-        window: how many keys a query sees, 0 for all.
+        window: number of keys that a query sees, 0 for all.
         softcap: cap of the scores, 0 for none.
         longest_query: the longest sequence of a packed q; not read otherwise.
         longest_key: the longest sequence of packed k and v; not read otherwise.
@@ -49,12 +49,12 @@ class Options:
         }
 
     def flags(self) -> Flags:
-        """What is compiled in."""
+        """The options that are compiled in."""
         return Flags(self.causal, self.window, self.softcap)
 
 
 class Needed(NamedTuple):
-    """Which inputs need a gradient."""
+    """Whether each input needs a gradient."""
 
     q: bool
     k: bool
@@ -119,7 +119,7 @@ def _busy(given: Operands, options: Options) -> bool:
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-    """Over batch, head and position of [Z, N, S, H], or of packed [N, T, H]."""
+    """Strides over batch, head and position of [Z, N, S, H], or of packed [N, T, H]; zeros for None."""
     if tensor is None:
         return 0, 0, 0
     batch, head, position = (0, *tensor.stride()[:2]) if tensor.dim() == 3 else tensor.stride()[:3]

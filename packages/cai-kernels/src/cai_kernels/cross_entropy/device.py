@@ -19,7 +19,7 @@ _PLAIN, _LOGIT_SUM, _ENTROPY = tl.constexpr(PLAIN), tl.constexpr(LOGIT_SUM), tl.
 
 
 class Row(NamedTuple):
-    """What the gradient of a row of logits needs.
+    """The values that the gradient of a row of logits needs.
 
     Args:
         maximum: the largest logit.
@@ -47,7 +47,7 @@ def _tanh(u):
 
 @triton.jit
 def row_offset(row, shape):
-    """Where row `row` of [outer, inner, columns] begins; shape is (inner, stride of outer, stride of inner)."""
+    """Offset of row `row` of [outer, inner, columns]; shape is (inner, stride of outer, stride of inner)."""
     return (row // shape[0]) * shape[1] + (row % shape[0]) * shape[2]
 
 

@@ -27,7 +27,7 @@ class LossOptions:
 
     @property
     def statistic(self) -> int:
-        """What a scan has to keep for this loss: LOGIT_SUM or PLAIN."""
+        """The statistic that a scan has to keep for this loss: LOGIT_SUM or PLAIN."""
         return LOGIT_SUM if self.label_smoothing else PLAIN
 
     def arguments(self) -> dict[str, float]:

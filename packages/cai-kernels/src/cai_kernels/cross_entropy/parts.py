@@ -134,12 +134,12 @@ def cross_entropy_gradient(
 
     Args:
         logits: [..., columns], what `cross_entropy_parts` was given.
-        target: [...], of the whole vocabulary.
+        target: classes of the whole vocabulary, [...].
         parts: merged over the vocabulary; `maximum` and `sum_exp` are read.
         dloss: [...], the gradient of every row's loss; a row with 0 (as an ignored one must have) is not read.
         vocab: (first class among these columns, size of the vocabulary); by default the columns are all of it.
         label_smoothing, z_loss, softcap: as in `cross_entropy`.
-        out: where to write it, of the shape and dtype of logits, with contiguous columns; may be `logits` itself.
+        out: tensor to write it to, like logits in shape and dtype, with contiguous columns; may be `logits` itself.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns [..., columns] in the dtype of logits; `out` if it was given. Raises `KernelError` naming the argument that

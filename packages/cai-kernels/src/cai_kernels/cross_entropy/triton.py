@@ -160,7 +160,7 @@ def _gradient(
 
 
 def _shape(x: torch.Tensor) -> tuple[int, int, int]:
-    """What `row_offset` needs of [rows, columns] or [outer, inner, columns]."""
+    """The `shape` of `row_offset` for [rows, columns] or [outer, inner, columns]."""
     return (x.shape[-2], x.stride(0) if x.dim() == 3 else 0, x.stride(-2))
 
 
@@ -182,9 +182,9 @@ class Upstream:
     """The gradients that arrive at rows.
 
     Args:
-        dloss: of the losses, [rows] or a scalar.
+        dloss: gradient of the losses, [rows] or a scalar.
         scale: factor on `dloss`, or None for 1.
-        dentropy: of the entropies, [rows], or None.
+        dentropy: gradient of the entropies, [rows], or None.
     """
 
     dloss: torch.Tensor

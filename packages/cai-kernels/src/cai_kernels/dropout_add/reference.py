@@ -15,7 +15,7 @@ def dropout_add(x: torch.Tensor, residual: torch.Tensor, kept: torch.Tensor, p: 
 
 
 def _torch_dropout_mask(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
-    """Which values of x torch's generator keeps under this seed: bool of x's shape. Reads the seed on the host."""
+    """Mask of the values of x that torch's generator keeps under this seed: bool. Reads the seed on the host."""
     random = torch.Generator(x.device).manual_seed(int(seed) % 2**63)
     return torch.rand(x.shape, device=x.device, generator=random) >= p
 

@@ -95,6 +95,6 @@ dropout_add = define(_dropout_add, _empty_sum, save=_save, backward=_differentia
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: int, device: torch.device) -> torch.Tensor:
-    """Which values of a tensor of this shape the kernel keeps: bool. For tests and debugging."""
+    """Mask of the values that the kernel keeps of a tensor of this shape: bool. For tests and debugging."""
     ones = torch.ones(shape, device=device)
     return dropout(ones, p, torch.full((), seed, dtype=torch.int64, device=device)) != 0

@@ -1,4 +1,4 @@
-"""What FP8 linear layers can take."""
+"""Checks of the arguments that FP8 linear layers can take."""
 
 from __future__ import annotations
 

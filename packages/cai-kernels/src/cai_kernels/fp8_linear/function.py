@@ -41,7 +41,7 @@ def fp8_linear(
     autocast, x is cast to its dtype first.
 
     Args:
-        x: [..., in], float32, bfloat16 or float16.
+        x: the input [..., in], float32, bfloat16 or float16.
         weight: [out, in], float32, bfloat16 or float16; both dims multiples of 16.
         bias: [out] or None.
         scaling: "tensor" (one scale in all), "row" (one a row of each operand of each product) or "block" (1x128 of x
@@ -49,7 +49,7 @@ def fp8_linear(
         weight_cache: a `WeightCache` of this weight, for calls between which it may not have changed.
         fast_accumulate: lets Hopper's tensor cores sum with fewer bits; "block" sums blocks in float32 anyhow.
         backend: "auto" and "triton" (FP8 on CUDA from compute capability 8.9), "reference" (the same casts, products
-            emulated in float32: what "auto" runs on a CPU).
+            emulated in float32; "auto" runs it on a CPU).
 
     Returns [..., out] in the dtype of x. Differentiable once, in x, weight and bias; one graph under torch.compile.
     Raises `KernelError` naming the argument that does not fit, or a GPU without FP8.
@@ -134,5 +134,5 @@ class Fp8Linear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """The options that `print` shows of it."""
         return f"{super().extra_repr()}, scaling={self.linear_products.scaling}"

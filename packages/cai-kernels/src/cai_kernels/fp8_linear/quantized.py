@@ -20,7 +20,7 @@ def gradient_type(scaling: int) -> torch.dtype:
 
 
 def weight_scaling(scaling: int) -> int:
-    """How the weight is scaled: in squares of 128x128 where the other operands are scaled in blocks of 1x128."""
+    """Scaling of the weight: in squares of 128x128 where the other operands are scaled in blocks of 1x128."""
     return SQUARE if scaling == BLOCK else scaling
 
 

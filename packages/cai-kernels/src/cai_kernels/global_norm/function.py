@@ -19,7 +19,7 @@ def global_norm(
     """The p-norm of all values of many tensors at once, as gradient clipping needs it; the host never waits.
 
     Args:
-        tensors: at least one, of any shapes, strides (contiguous ones are not copied) and devices, in float32, bfloat16
+        tensors: one or more, of any shapes, strides (contiguous ones are not copied) and devices, in float32, bfloat16
             or float16 (the reference takes float64 too). Tensors of one dtype and device share a launch.
         p: a positive number, or math.inf for the largest magnitude.
         backend: "auto" (Triton on CUDA, else the reference; float64 always takes the reference), "triton" or

@@ -16,7 +16,7 @@ from cai_kernels.activations import activation
 
 @triton.jit
 def _offsets(channels, positions, LAST: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr):
-    """Of a tile's values from its first."""
+    """Offsets of a tile's values from its first."""
     channel, position = tl.arange(0, CHANNELS)[:, None], tl.arange(0, POSITIONS)[None, :]
     return position * channels + channel if LAST else channel * positions + position
 
@@ -259,7 +259,7 @@ def sums(
 
 @triton.jit
 def join_sums(inputs, outputs, shape, BLOCK: tl.constexpr):
-    """What is taken off dx in a group: the means of w * dy * normalized and of w * dy."""
+    """The terms taken off dx in a group: the means of w * dy * normalized and of w * dy."""
     along_ptr, total_ptr, w_ptr = inputs
     alike_ptr, shift_ptr = outputs
     positions, parts, each = shape[1], shape[3], shape[5]

@@ -37,7 +37,7 @@ def _like(dy: torch.Tensor, last: bool) -> torch.Tensor:
 
 
 class _Sizes:
-    """Of an image: channels, positions, groups, and how programs share it."""
+    """The sizes of an image: channels, positions, groups, and how programs share it."""
 
     def __init__(self, x: torch.Tensor, groups: int, last: bool):
         self.samples, self.channels = x.shape[:2]

@@ -9,7 +9,7 @@ from cai_kernels.grouped_matmul.operators import differentiable
 
 
 def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Why `torch._grouped_mm` cannot take these arguments, or None."""
+    """The reason why `torch._grouped_mm` cannot take these arguments, or None."""
     if not hasattr(torch, "_grouped_mm"):
         return "this torch has no _grouped_mm"
     if x.dtype != torch.bfloat16:

@@ -16,7 +16,7 @@ GROUP = 8  # row tiles that share the columns in L2 before the next columns
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write: left [T, inner], right, out, offsets [E + 1]."""
+    """The tensors that the kernels read and write: left [T, inner], right, out, offsets [E + 1]."""
 
     left: object
     right: object

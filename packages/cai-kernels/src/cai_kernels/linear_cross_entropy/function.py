@@ -95,7 +95,7 @@ def linear_cross_entropy(
             and a buffer for what does not fit (`chunk_bytes` bounds neither; backward may run once). Outside
             compiled graphs a weight whose `grad_dtype` is float32 gets the sum over chunks as its gradient. "weight"
             adds chunks in the weight's dtype, with no such buffer.
-            chunk_bytes: of the logits of a chunk, by default 512 MiB.
+            chunk_bytes: bytes of the logits of a chunk, by default 512 MiB.
             backend: "auto" (Triton on CUDA, else the same in plain torch), "triton" or "reference".
 
     Returns the loss in float32 (float64 for float64), a scalar or [...]; with return_z_loss (loss, z-loss). Nothing is

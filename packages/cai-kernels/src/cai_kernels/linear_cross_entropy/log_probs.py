@@ -34,7 +34,7 @@ def linear_log_probs(
         target: [...], int64 or int32. Rows with `ignore_index` give zeros and take no gradient.
         softcap: as in `cross_entropy`.
         entropy: also return the entropy of every row's distribution.
-        chunk_bytes: of the logits of a chunk.
+        chunk_bytes: bytes of the logits of a chunk.
         backend: "auto" (Triton on CUDA, else the same in plain torch), "triton" or "reference".
 
     Returns [...] in float32 (float64 for float64); with `entropy` (log-probabilities, entropies). Differentiable once,

@@ -29,7 +29,7 @@ class LossProducts:
     "none" compute the logits again in backward.
 
     Args:
-        target: [...], of x [..., D].
+        target: the classes [...] of x [..., D].
         ignore_index, reduction, label_smoothing, softcap, backend: as in `linear_cross_entropy`.
     """
 

@@ -1,4 +1,4 @@
-"""How the linear cross-entropy computes, as the operators take it."""
+"""Options that say how the linear cross-entropy computes, as the operators take them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Needed:
-    """Which inputs need a gradient."""
+    """Whether each input needs a gradient."""
 
     x: bool = False
     weight: bool = False
@@ -25,7 +25,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Execution:
-    """How an operator computes.
+    """The way an operator computes.
 
     Args:
         chunk_rows: tokens of a chunk.

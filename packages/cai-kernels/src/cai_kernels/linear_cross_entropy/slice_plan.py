@@ -1,4 +1,4 @@
-"""Which slices of the logits fit into the memory of the weight's gradient; see `sliced`."""
+"""The slices of the logits that fit into the memory of the weight's gradient; see `sliced`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 2048  # tokens whose gradient is summed in float32 at once, within the L2
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Which logits lie in the gradient of the weight; the columns after them lie in a buffer.
+    """The logits that lie in the gradient of the weight; the columns after them lie in a buffer.
 
     Args:
         columns: columns of a slice.

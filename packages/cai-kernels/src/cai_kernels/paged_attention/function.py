@@ -84,7 +84,7 @@ def paged_attention(
         lengths: [B] int32 or int64: keys of a sequence, the new ones included. Zero gives zeros.
         cu_seqlens: [B + 1] int32: the new tokens of sequence b are rows cu_seqlens[b]..cu_seqlens[b + 1] of q; the
             last of them has the position of the last key and each sees the keys up to its own.
-        scale: by default 1 / sqrt(H).
+        scale: factor on q @ k.T; None: 1 / sqrt(H).
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns a tensor like q. Takes no gradient. Nothing waits for lengths on the host. Raises `KernelError` naming the

@@ -36,7 +36,7 @@ def pair_bias_attention(
         pair_bias: [B, N, S, S], any of these dtypes.
         mask: [B, R, S], added to the scores of a key (0 or a large negative number, or -inf). Takes no gradient.
         gate: [B, R, N, S, H] before its sigmoid, in q's dtype.
-        scale: by default 1 / sqrt(H).
+        scale: factor on q @ k.T; None: 1 / sqrt(H).
         return_lse: also give the log-sum-exp of the scores, [B, R, N, S] in float32, differentiable.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 

@@ -99,7 +99,7 @@ def orpo_loss(
     Args:
         chosen, rejected: [N], log-probabilities of responses averaged over their tokens. float32, float64, bfloat16 or
             float16. The odds are taken no closer to certainty than the dtype's epsilon.
-        weight: of the odds ratio, the paper's lambda; 0 or more.
+        weight: factor on the odds ratio's term, the paper's lambda; 0 or more.
         reduction: "mean" over the pairs (0 of none), "sum" or "none".
 
     Returns (loss, metrics): a scalar, or [N] for "none", in float32 (float64 if an argument is); rewards are weight

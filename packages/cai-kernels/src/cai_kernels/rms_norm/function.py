@@ -30,7 +30,7 @@ def rms_norm(
         x: [..., D], float32, bfloat16 or float16 (the reference takes float64 too), any strides.
         weight: [D] on x's device, of any of these dtypes; None for no weight.
         eps: added to the mean of squares.
-        casting: where the result is rounded to x's dtype, and whether the weight is an offset from one.
+        casting: the place of the rounding to x's dtype, see above, and whether the weight is an offset from one.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns [..., D], in x's dtype, or under "llama" the dtype `weight * x` has. Differentiable in x and weight; the

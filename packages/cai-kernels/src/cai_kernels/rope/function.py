@@ -33,7 +33,7 @@ def rope(
             rows; they are not checked against P on a GPU.
         interleaved: pairs are neighbours (GPT-J, GLM) rather than a half apart (LLaMA). A table of full width then
             repeats each value twice in a row.
-        rotary_dim: how many of the H values of a head are rotated, the first ones; all by default. The rest is copied.
+        rotary_dim: number of values of a head, the first ones, that are rotated; all H by default. The rest is copied.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns (q, k) rotated: new tensors in the inputs' dtypes, laid out in memory as the inputs are. Computed in

@@ -18,7 +18,7 @@ WARP_VALUES, GROUP_VALUES = 512, 1024
 
 @triton.jit
 def _read(x_ptr, first, sizes, HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What is rotated of HEADS heads: both halves, or whole heads of which pairs are neighbours."""
+    """The rotated values of HEADS heads: both halves, or whole heads of which pairs are neighbours."""
     heads, stride, half = sizes
     head = first + tl.arange(0, HEADS)[:, None]
     row = x_ptr + head * stride

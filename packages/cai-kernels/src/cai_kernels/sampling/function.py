@@ -44,7 +44,7 @@ def sample(
     Args:
         logits: [B, V], float32, bfloat16 or float16 (the reference takes float64 too), any row stride, no NaN; V from 1
             to 2**24. A token at -inf is never drawn, unless all of its row are: then token 0 is.
-        temperature: at least 0; 0 takes the largest logit, the first of equal ones.
+        temperature: 0 or more; 0 takes the largest logit, the first of equal ones.
         top_k: 0 keeps all.
         top_p: 0 to 1; 0 keeps the largest only, 1 keeps all.
         min_p: 0 to 1; 0 keeps all.
@@ -54,7 +54,7 @@ def sample(
         seed: an integer or a tensor of one int64 for all rows, or [B] int64, one a row: a row's token then depends on
             its own seed and logits only, not on its place. None draws one from `generator`, or from torch's own on the
             device of logits.
-        generator: of any device; not together with a seed.
+        generator: a generator of any device; not together with a seed.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Each of temperature, top_k, top_p, min_p and repetition_penalty is a number for all rows or a tensor [B] (top_k

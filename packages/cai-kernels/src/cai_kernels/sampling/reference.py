@@ -34,7 +34,7 @@ def gumbel(seed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def kept(
     z: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Which of z [B, V] pass every filter: bool. Filters are [B, 1] or [1, 1]."""
+    """Mask of the values of z [B, V] that pass every filter: bool. Filters are [B, 1] or [1, 1]."""
     columns = z.shape[1]
     ordered = z.sort(1, descending=True).values
     last = torch.where((top_k > 0) & (top_k < columns), top_k, columns) - 1

@@ -32,7 +32,7 @@ def softmax(
         bias: a floating tensor broadcastable to x, or a tuple of up to two, each in any of these dtypes. So are
             AlphaFold's forms: x [B, R, N, Q, K], a mask bias [B, R, 1, 1, K] and a pair bias [B, 1, N, Q, K].
         causal: x is [..., Q, K] and query q sees keys up to q + K - Q: the last query sees all of them.
-        dtype: of the result; x's by default.
+        dtype: dtype of the result; x's by default.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns [..., K], contiguous, computed in float32. Differentiable in x and in every bias, whose gradients are summed

@@ -39,11 +39,11 @@ def swap(
 
     Args:
         model: any `nn.Module`, on any device, meta too.
-        kinds: what to replace.
-        backend: of the kernels; "auto" runs Triton on CUDA and their plain torch forms elsewhere.
+        kinds: kinds of modules to replace.
+        backend: backend of the kernels; "auto" runs Triton on CUDA and their plain torch forms elsewhere.
         verify: keyword arguments of the model. It is run on them before and after, in evaluation mode; if the first
             tensors of its results differ, everything is undone and a `KernelError` says by how much.
-        tolerance: of `verify`: the largest difference, relative to the largest value.
+        tolerance: the largest difference that `verify` allows, relative to the largest value.
 
     Returns the record: print it, `undo()` it.
     Raises `KernelError` for an unknown kind.

@@ -105,7 +105,7 @@ def _guarded(traced: dict[bool, Callable], guard: Guard, gates: dict[str, Activa
 
 
 def _branches(module: nn.Module) -> str | None:
-    """Why a module is left whose forward may do something else with other arguments: a trace takes one way."""
+    """The reason to leave a module whose forward may do something else with other arguments: a trace takes one way."""
     optional = [
         n for n, p in inspect.signature(module.forward).parameters.items() if p.default is not p.empty
     ]
@@ -141,7 +141,7 @@ def _trace(module: nn.Module, training: bool) -> tuple[torch.fx.Graph, str | Non
 
 
 def _activation(module: nn.Module) -> Activation | None:
-    """What a module without parameters or children computes, if it seems to be silu or gelu."""
+    """The activation that a module without parameters or children computes, if it seems to be silu or gelu."""
     if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
         return None
     module = copy.deepcopy(module)  # it may keep state
@@ -176,7 +176,7 @@ def _methods(module: nn.Module) -> set[str]:
 
 
 def _tried(module: nn.Module, x: torch.Tensor, kind: str | None = None) -> str | None:
-    """Which activation (or whether `kind`) a module computes for `x`, with its gradient, leaving `x` as it is."""
+    """The activation (only `kind`, if any) that a module computes for `x`, with its gradient, leaving `x` as it is."""
     leaf = x.clone().requires_grad_()
     x = leaf * 1
     before = x._version

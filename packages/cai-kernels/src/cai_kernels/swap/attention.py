@@ -152,7 +152,7 @@ def _named(source: types.FunctionType, module: nn.Module, is_method: bool) -> It
 
 
 def _chosen(functions: Mapping, module: nn.Module, names: set[str]) -> Iterator[Callable]:
-    """What a forward takes from a table of functions: under a key that its module, or the module's config, holds."""
+    """The functions that a forward takes from a table: under a key that its module, or the module's config, holds."""
     for holder in (module, getattr(module, "config", None)):
         for name in names:
             key = _held(holder, name)

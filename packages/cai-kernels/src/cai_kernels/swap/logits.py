@@ -26,7 +26,7 @@ Note = Callable[[Callable, "Logits", tuple, dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Shaping:
-    """What was done to the logits: `outer * tanh(inner * logits)` when capped, else `inner * logits`."""
+    """The function applied to the logits: `outer * tanh(inner * logits)` when capped, else `inner * logits`."""
 
     inner: float = 1.0
     capped: bool = False
@@ -129,7 +129,7 @@ class Logits(torch.Tensor):
         return other
 
     def seen_as(self, hidden: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
-        """What `view` makes of these logits, with its hidden states: a view of these where torch makes one."""
+        """The logits that `view` makes of these, with its hidden states: a view of these where torch makes one."""
         other = self.like(hidden)
         sketch = view(self.sketch)
         if sketch.untyped_storage()._cdata == self.sketch.untyped_storage()._cdata:

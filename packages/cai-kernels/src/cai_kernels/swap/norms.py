@@ -47,14 +47,14 @@ WORDS = SHAPES | {
 
 @dataclass(frozen=True)
 class Norm:
-    """What a module was found to compute.
+    """The norm that a module was found to compute.
 
     Args:
         kind: "layer_norm", or the casting of `rms_norm`.
         epsilon: the attribute that holds its epsilon.
         argument: the name of its input.
-        guard: what else its code reads.
-        dtypes: of input and weight, for which the results agree.
+        guard: the other values that its code reads.
+        dtypes: pairs of dtypes of input and weight, for which the results agree.
         widens: whether its code asks for float32, so that autocast changes nothing.
     """
 
@@ -180,7 +180,7 @@ def _trouble(module: nn.Module, words: set[str], decides: bool) -> str | None:
 
 
 def _try(module: nn.Module, kind: str, epsilon: str) -> str | None:
-    """What differs between a module and a kind of norm, over ranges, lengths, modes and epsilons."""
+    """The difference between a module and a kind of norm, over ranges, lengths, modes and epsilons, or None."""
     random = _random()
     width = module.weight.shape[0]  # type: ignore[index]
     for rows, scale, mean in TRIALS:

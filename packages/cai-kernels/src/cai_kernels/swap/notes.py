@@ -1,4 +1,4 @@
-"""What is noted on logits that are not formed: functions that give logits, a loss, or None to form them."""
+"""Notes on logits that are not formed: functions that give logits, a loss, or None to form them."""
 
 from __future__ import annotations
 

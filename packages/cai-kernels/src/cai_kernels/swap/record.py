@@ -16,7 +16,7 @@ class Replaced:
     """One module's forward that now runs a kernel.
 
     Args:
-        name: of the module in its model.
+        name: the module's name in its model.
         kind: "norm", "activation", "rope", "attention" or "loss".
         kernel: the function that runs, with its options.
     """
@@ -98,7 +98,7 @@ class Swapped:
 
 
 def taken(module: nn.Module) -> str | None:
-    """Why a module's forward cannot be replaced."""
+    """The reason why a module's forward cannot be replaced, or None."""
     if "forward" in module.__dict__:
         return "its forward was replaced before"
     if isinstance(getattr(module, "_compiled_call_impl", None), Callable):

@@ -38,13 +38,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a rotating function does.
+    """The rotation that a function computes.
 
     Args:
         interleaved: pairs are neighbours; else a half apart.
-        table: where its cos and sin repeat the value of a pair: in the other half ("halves") or next to it ("pairs").
+        table: the place where cos and sin repeat a pair's value: the other half ("halves") or next to it ("pairs").
         partial: whether a table narrower than a head turns the first dims and passes the others on.
-        dtypes: of queries and table, for which results agree.
+        dtypes: pairs of dtypes of queries and table, for which results agree.
     """
 
     interleaved: bool
@@ -123,7 +123,7 @@ def _takes_queries_and_keys(function: Callable) -> bool:
 
 
 def _recognize(function: Callable) -> Rotation | str | None:
-    """What `function` does; why it is left, if it only seems to rotate; None when it is no rotation we know."""
+    """The rotation of `function`; why it is left, if it only seems to rotate; None when it is no rotation we know."""
     kinds = [Rotation(i, table) for table in ("halves", "pairs") for i in (False, True)]
     rotation = next((r for r in kinds if _alike(function, r, _inputs(3, r.table))), None)
     if rotation is None:

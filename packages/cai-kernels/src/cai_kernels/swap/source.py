@@ -36,8 +36,8 @@ class Source:
         head: the layer.
         tensors: its weight and bias then, with their versions; empty if the layer is called again.
         autocast: whether autocast was on, and its dtype.
-        step: how many steps optimizers had made.
-        backend: of the kernel.
+        step: number of steps that optimizers had made.
+        backend: backend of the kernel.
     """
 
     head: nn.Module

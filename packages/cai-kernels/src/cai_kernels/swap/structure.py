@@ -1,4 +1,4 @@
-"""What the code of a forward reads, decides and writes, and what the operators it runs do with values.
+"""Inspection of a forward: what its code reads, decides and writes, and what its operators do with values.
 
 A trial shows what a module does on some values. It stands for all values only if the code has nothing that a trial can
 miss: a decision by length, mode, values or state. These are found in compiled code, so that no source is needed.
@@ -28,7 +28,7 @@ STEPS = ("//", "%", "&", "|", "^", "<<", ">>")  # with these, numbers decide wit
 
 @dataclass
 class Code:
-    """What a function and those it calls do, torch's own left out.
+    """The content of a function's code and of those it calls, torch's own left out.
 
     Args:
         words: every name in the code: of attributes, methods and globals.
@@ -48,7 +48,7 @@ class Code:
 
     @property
     def mode(self) -> str | None:
-        """Why it cannot be replaced where training and evaluation have to be alike."""
+        """The reason why it cannot be replaced where training and evaluation have to be alike, or None."""
         return "its forward depends on training" if self.training else None
 
     def guard(self, leave_out: set[str] = frozenset()) -> Guard:  # type: ignore[assignment]
@@ -201,7 +201,7 @@ def _of_module(module: nn.Module, name: str, names: set[str], code: Code) -> Ite
 
 
 def _note_parts(value: Any, name: str, names: set[str], code: Code) -> None:
-    """What a forward reads of an object that its module holds: `self.config.act`."""
+    """Note what a forward reads of an object that its module holds: `self.config.act`."""
     parts = {} if isinstance(value, torch.Tensor) else getattr(value, "__dict__", {})
     found = {n: parts[n] for n in names & set(parts)}
     if not found or not all(map(is_plain, found.values())):

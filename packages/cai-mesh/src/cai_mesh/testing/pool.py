@@ -23,7 +23,7 @@ PRELOADED = ("torch", "torch.distributed", "torch.distributed.tensor", serve.__m
 """Modules that the process imports which ranks are forked from."""
 
 GRACE_SECONDS = 2.0
-"""How long the other ranks may go on after one has failed, to bring their own errors."""
+"""Seconds that the other ranks may go on after one has failed, to bring their own errors."""
 
 
 class RankError(RuntimeError):
@@ -154,7 +154,7 @@ class RankPool:
 
 
 def _told(errors: dict[int, str]) -> str:
-    """How each rank ended, a line each, then all they said."""
+    """The end of each rank, a line each, then all they said."""
     ends = [
         f"rank {rank} ended with: {text.strip().splitlines()[-1]}" for rank, text in sorted(errors.items())
     ]

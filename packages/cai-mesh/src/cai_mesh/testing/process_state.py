@@ -1,4 +1,4 @@
-"""What a call of a test may change in its process, put back after it."""
+"""The state that a call of a test may change in its process, put back after it."""
 
 from __future__ import annotations
 

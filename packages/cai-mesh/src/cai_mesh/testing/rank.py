@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a call.
+    """The outcome of a call.
 
     Args:
         good: whether the function returned.

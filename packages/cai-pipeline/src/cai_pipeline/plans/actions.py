@@ -1,4 +1,4 @@
-"""What each rank does in a training step, as data: a `Program` is one list of `Action` per rank.
+"""The actions of each rank in a training step, as data: a `Program` is one list of `Action` per rank.
 
 Stages are numbered over the whole model (stage 0 holds the embeddings). A rank that holds several chunks has actions
 of several stages. A stage is on the rank that has its actions.
@@ -18,7 +18,7 @@ from cai_mesh.errors import PlanError
 
 
 class Kind(Enum):
-    """What an action does; the value is its text form."""
+    """The work of an action; the value is its text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -35,7 +35,7 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 TOWARDS_START = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""What makes the gradient that the stage before takes."""
+"""The kinds that make the gradient that the stage before takes."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
@@ -49,7 +49,7 @@ class Action:
     """One action of a rank.
 
     Args:
-        kind: what is done.
+        kind: the kind of work.
         stage: the stage it is done for; of a send the sending stage, of a receive the receiving one.
         microbatch: the microbatch; None for UNSHARD, RESHARD and REDUCE, which act on the stage's parameters.
     """

@@ -31,10 +31,10 @@ from cai_pipeline.plans.lowering import batches
 
 @dataclass(frozen=True)
 class Report:
-    """What a correct program needs.
+    """The number of microbatches that a correct program holds at most.
 
     Args:
-        peak_live: for each stage, the largest number of microbatches at one time that have run forward and not yet
+        peak_live: the largest number of microbatches at one time, for each stage, that have run forward and not yet
             backward to the stage's input. Their activations are all held.
         peak_stashed: the largest number that wait for their weight gradients after that. What these are made from is
             held.
@@ -73,7 +73,7 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
 
 
 def _peaks(actions: Sequence[Action], begins: Kind, ends: Collection[Kind]) -> Counter[int]:
-    """By stage, the most microbatches at one time between one kind of action and others."""
+    """The most microbatches at one time between one kind of action and others, by stage."""
     now, most = Counter[int](), Counter[int]()
     for action in actions:
         now[action.stage] += action.kind is begins
@@ -144,7 +144,7 @@ def _check_rank(rank: int, actions: Sequence[Action], held: Mapping[int, int], b
 
 
 def _prerequisites(action: Action, held: Mapping[int, int]) -> list[tuple[Action, ...]]:
-    """What the same rank must do before `action`: of each, one or the other."""
+    """The actions that the same rank must do before `action`, one or the other of each tuple."""
     stage, m, last = action.stage, action.microbatch, len(held) - 1
 
     def of(*kinds: Kind, at: int = stage) -> tuple[Action, ...]:
@@ -172,7 +172,7 @@ SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def _check_message_order(program: Program, held: Mapping[int, int]) -> None:
-    """Between two ranks, the k-th send must match the k-th receive."""
+    """Raise PlanError unless the k-th send between two ranks matches the k-th receive."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(program):

@@ -25,7 +25,7 @@ def svg(timeline: Timeline, *, width: int = 960) -> str:
     """A chart with one lane per rank, as an SVG document.
 
     Args:
-        timeline: from `simulate`.
+        timeline: the result of `simulate`.
         width: width of the picture in pixels.
     """
     scale = (width - _LEFT - 8) / (timeline.makespan or 1.0)

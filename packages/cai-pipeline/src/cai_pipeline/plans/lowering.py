@@ -58,12 +58,12 @@ def add_transfers(program: Program) -> Program:
 
 
 _TRANSFER, _COMPUTE = 0, 1
-"""What happens first of what begins at one time."""
+"""The order of actions that begin at one time."""
 _OUTPUT = {Kind.FORWARD: (1, Kind.SEND_F)} | dict.fromkeys(TOWARDS_START, (-1, Kind.SEND_B))
 
 
 def _when(timed: tuple[float, int, int, Action]) -> tuple[float, int, int, bool, int]:
-    """By time, then boundary: both directions of a boundary are neighbours; then forwards first."""
+    """Sort key: time, then boundary, so that both directions of a boundary are neighbours; then forwards first."""
     time, what, boundary, action = timed
     backwards = action.kind in (Kind.SEND_B, Kind.RECV_B)
     return time, what, boundary, backwards, action.microbatch or 0

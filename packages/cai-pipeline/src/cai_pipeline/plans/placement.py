@@ -1,4 +1,4 @@
-"""Which rank holds which stage, as a tuple: the rank of each stage, in order."""
+"""The placement of stages on ranks, as a tuple: the rank of each stage, in order."""
 
 from __future__ import annotations
 

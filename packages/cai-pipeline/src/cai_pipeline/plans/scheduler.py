@@ -22,18 +22,18 @@ from cai_pipeline.plans.simulation import simulate
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 SLACK = 1e-9
-"""Of a limit, for sums of floats."""
+"""The part of a limit that sums of floats may be over it."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs on each stage.
+    """The costs of one microbatch on each stage.
 
     Args:
         forward, backward_input, backward_weight: time of each action, in any unit; a whole backward takes the sum of
             the last two.
         kept: bytes from a forward to the gradient of its input.
-        stashed: of those, bytes up to the gradient of the weights.
+        stashed: the part of those bytes that stays up to the gradient of the weights.
         transfer: time until another rank has what a stage made.
     """
 
@@ -64,8 +64,8 @@ class Costs:
 class Policy:
     """Args:
     patience: a weight gradient is begun unless something more urgent will be ready within this part of its time.
-    later_first: of two stages of a rank the later one is more urgent; else the earlier.
-    even: of gradients of inputs, those of the stage that is behind are more urgent.
+    later_first: the later of two stages of a rank is more urgent; else the earlier.
+    even: the gradients of inputs of the stage that is behind are more urgent than those of others.
     """
 
     patience: float = 0.0
@@ -82,8 +82,8 @@ POLICIES = tuple(
 class Found:
     """Args:
     program: the compute actions of each rank.
-    name: of the schedule, "searched" for one without.
-    time: of a step, in the unit of the costs.
+    name: the schedule's name, "searched" for one without.
+    time: time of a step, in the unit of the costs.
     bytes: the most that each rank holds.
     """
 
@@ -106,9 +106,9 @@ def search(
     Args:
         held: rank of each stage.
         microbatches: microbatches per step.
-        costs: of each stage.
+        costs: costs of each stage.
         limits: bytes of activations that each rank may hold.
-        policies: to try beside the named schedules; each takes about a second for 15,000 actions.
+        policies: policies to try beside the named schedules; each takes about a second for 15,000 actions.
 
     Raises:
         PlanError: none fits the limits.
@@ -179,7 +179,7 @@ def greedy(
 
 @dataclass
 class _State:
-    """How far a step has come."""
+    """The progress of a step."""
 
     held: Held
     microbatches: int
@@ -188,7 +188,7 @@ class _State:
     policy: Policy
     program: Program = field(init=False)
     free: list[float] = field(init=False)
-    """When each rank is free."""
+    """The time from which each rank is free."""
     bytes: list[float] = field(init=False)
     done: dict[tuple[Kind, int], int] = field(init=False)
     """Microbatches that an action of a stage has begun."""
@@ -201,7 +201,7 @@ class _State:
         self.done = {(kind, stage): 0 for kind in (FORWARD, INPUT, WEIGHT) for stage in range(len(self.held))}
 
     def choose(self, rank: int, now: float) -> Action | float | None:
-        """What a rank begins now; or when something will be ready; None where that is not known yet."""
+        """The action that a rank begins now; or when something will be ready; None where that is not known yet."""
         order = self.own[rank][::-1] if self.policy.later_first else self.own[rank]
         coming: list[float] = []
         for kind, stages in ((INPUT, self._by_progress(order)), (FORWARD, order)):
@@ -240,7 +240,7 @@ class _State:
         return sorted(order, key=lambda stage: self.done[INPUT, stage]) if self.policy.even else order
 
     def _ready(self, kind: Kind, stage: int) -> float | None:
-        """When the inputs of a stage's next action are there; None while one is not on its way."""
+        """The time at which the inputs of a stage's next action are there; None while one is not on its way."""
         m = self.done[kind, stage]
         if m == self.microbatches:
             return None

@@ -102,10 +102,10 @@ def simulate(
 def _start(
     action: Action, rank: int, held: Mapping[int, int], ends: Mapping[Action, float], transfer: float
 ) -> float | None:
-    """When the inputs of an action are there, or None while one is missing."""
+    """The time at which the inputs of an action are there, or None while one is missing."""
     stage, m = action.stage, action.microbatch
     inputs: list[tuple[Action, ...]] = []
-    """Of each, one or the other."""
+    """The actions that must come before, one or the other of each tuple."""
     if action.kind is Kind.FORWARD:
         inputs += [(Action(Kind.FORWARD, stage - 1, m),)] * (stage > 0)
     elif action.kind is Kind.BACKWARD_WEIGHT:

@@ -20,9 +20,9 @@ from cai_pipeline.run.recorder import Recorder, costs_of, gather
 MEASURED_STEP = 2
 """The first step compiles, and reserves memory."""
 SPARE = 0.08
-"""Of a device's memory, what the allocator may lose between tensors, and what is passed on and not counted."""
+"""The part of a device's memory that the allocator may lose between tensors, or that is passed on and not counted."""
 SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Of the memory that the fullest device has left, what schedules are searched for."""
+"""The parts of the memory that the fullest device has left, for which schedules are searched."""
 SEARCHED = 300_000
 """Actions that may be placed in all tries of a search, about 20 s: other ranks wait, and take longer for a fault."""
 WORTH = 1.01
@@ -31,15 +31,15 @@ WORTH = 1.01
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """The chosen schedule, and the reasons.
 
     Args:
-        name: of the schedule, "searched" for one without.
+        name: the schedule's name, "searched" for one without.
         program: the compute actions of each rank.
         time: seconds of a step's passes, predicted.
         others: the same of each named schedule that takes this placement, whether its memory fits or not.
-        costs: what was measured, in seconds and bytes.
-        bytes: of activations that each rank will hold at most.
+        costs: the measured costs, in seconds and bytes.
+        bytes: bytes of activations that each rank will hold at most.
     """
 
     name: str
@@ -71,11 +71,11 @@ def choose(
     the costs are those of the mesh's first pipeline, the memory that of the fullest device at each place in one.
 
     Args:
-        recorder: of the step.
+        recorder: the recorder of the step.
         measured: the compute actions it performed.
         held: rank of each stage.
         microbatches: microbatches per step.
-        mesh: of all ranks that train together.
+        mesh: the mesh of all ranks that train together.
     """
     pipeline = mesh.group("pp")
     costs = costs_of(gather(recorder.recorded(), pipeline), held)
@@ -101,7 +101,7 @@ def choose(
 def _cheapest(
     held: Held, microbatches: int, costs: Costs, used: Sequence[float], room: Sequence[float]
 ) -> Found:
-    """Of the schedules that are about the fastest, the one found for the least memory of the fullest device.
+    """The schedule found for the least memory of the fullest device, among those that are about the fastest.
 
     Args:
         used: bytes of activations that each rank held in the measured step.

@@ -39,10 +39,10 @@ class Observers:
     """Functions that a runner calls.
 
     Args:
-        on_choice: with what "auto" has chosen.
-        on_recorded: on every rank, with the fourth step of a pipeline of several ranks as it ran, in seconds, and as it
-            is simulated for what its actions took. Given on all ranks or on none.
-        on_action: with each action before it is begun, and with None after the last of a step.
+        on_choice: called with what "auto" has chosen.
+        on_recorded: called on every rank, with the fourth step of a pipeline of several ranks as it ran, in seconds,
+            and as it is simulated for what its actions took. Given on all ranks or on none.
+        on_action: called with each action before it is begun, and with None after the last of a step.
     """
 
     on_choice: Callable[[Choice], object] | None = None
@@ -57,20 +57,20 @@ class PipelineRunner:
     1 (a mesh without splitting, any model) a step is plain gradient accumulation.
 
     Args:
-        model: what `split` returned.
+        model: the model that `split` returned.
         mesh: the mesh given to `split`.
         schedule: name in SCHEDULES; or "auto": the second step is measured, and from the third on the fastest schedule
             is used that `search` finds for it in the memory that is left; or the compute actions of each rank, for the
             stages that `split` placed there.
         microbatches: microbatches per step.
-        loss_fn: (what the model returns, target) -> scalar; called on the last stage. Losses are added over
+        loss_fn: (the model's output, target) -> scalar; called on the last stage. Losses are added over
             microbatches, so `loss_fn` does any averaging.
         grad_sync: combines gradients over data ranks; deferred in all backwards of a stage but its last, and in all
             that are split, and finished at the end of a step.
         sharding: shards parameters; follows the UNSHARD, RESHARD and REDUCE actions when its driver is "actions".
-        observers: who is told of what the runner does.
-        wire: how stages on different ranks send each other hidden states and their gradients: "full", or "fp8", in a
-            byte an element and a scale a token (`cai_pipeline.run.wire`), which rounds both.
+        observers: functions that are called with what the runner does.
+        wire: the form of the hidden states and gradients that stages on different ranks send each other: "full", or
+            "fp8", in a byte an element and a scale a token (`cai_pipeline.run.wire`), which rounds both.
 
     Raises:
         PlanError: the schedule is unknown or does not fit, or the model is not split for it or for this mesh; or
@@ -181,7 +181,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def forward(self, microbatch: Inputs) -> Any:
-        """What the model returns for one microbatch, on the rank of the last stage; None on the others."""
+        """The model's output for one microbatch, on the rank of the last stage; None on the others."""
         state = _StepState(self, [microbatch], None, training=False)
         state.perform(self._forwards(1))
         return state.output
@@ -216,7 +216,7 @@ def _targets(microbatches: Sequence[Inputs], targets: Sequence[Any]) -> Sequence
 
 @dataclass
 class _SavedForward:
-    """What the backward of a microbatch needs: the received tensors, and the graph of each output without its memory.
+    """The inputs of a microbatch's backward: the received tensors, and the graph of each output without its memory.
 
     An output without a gradient has None; the last stage has its loss.
     """
@@ -377,7 +377,7 @@ class _StepState:
                 do(model.get_submodule(name))
 
     def _taken(self, kind: Kind, action: Action) -> Tensors:
-        """What another rank has sent for an action, or the stage beside it on this one; nothing at the ends."""
+        """The tensors that another rank has sent for an action, or the stage beside it on this one; () at the ends."""
         receive = Action(kind, action.stage, action.microbatch)
         pending = self.receiving.pop(receive, None)
         return self.outgoing.pop(receive.partner, ()) if pending is None else pending.wait()
@@ -419,14 +419,14 @@ class _StepState:
         return None
 
     def _boundary(self, transfer: Action) -> Boundary:
-        """What a transfer's shape depends on: the stage before the boundary, and the shapes of the model's inputs."""
+        """The key that a transfer's shape depends on: the stage before the boundary, and the model inputs' shapes."""
         assert transfer.microbatch is not None
         stage_before = transfer.stage - (transfer.kind in (Kind.RECV_F, Kind.SEND_B))
         return stage_before, self.signatures[transfer.microbatch]
 
 
 def _signature(inputs: Inputs, device: torch.device) -> tuple[Any, ...]:
-    """What the descriptions of tensors between stages depend on; equal on all ranks, as their inputs are.
+    """The key that the descriptions of tensors between stages depend on; equal on all ranks, as their inputs are.
 
     Without graphs nobody knows which of them are parts.
     """

@@ -1,4 +1,4 @@
-"""What the compute actions of a step take: their times and bytes on this rank, and from all ranks a table of costs."""
+"""The costs of a step's compute actions: their times and bytes on this rank, and from all ranks a table of costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recorded:
     """A compute action as it ran.
 
     Args:
-        action: what ran.
+        action: the action that ran.
         start, end: seconds since all ranks of the pipeline began the step. What it waited for comes before.
         gained: bytes that it added to what the device holds.
     """
@@ -42,7 +42,7 @@ class Recorder:
 
     Args:
         group: the ranks of the pipeline, which all make one at the same time.
-        device: where they compute.
+        device: the device on which this rank computes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
@@ -88,7 +88,7 @@ class _Moment:
 
 
 def gather(recorded: Sequence[Recorded], group: dist.ProcessGroup | None) -> list[list[Recorded]]:
-    """What each rank of the pipeline has recorded. Collective."""
+    """The records of each rank of the pipeline. Collective."""
     return all_gather_object(list(recorded), group)
 
 
@@ -118,7 +118,7 @@ def costs_of(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> Costs:
     """Costs of every stage in seconds and bytes: medians over microbatches.
 
     Args:
-        of_ranks: what each rank recorded of a step whose backwards were all split.
+        of_ranks: the records of each rank of a step whose backwards were all split.
         held: rank of each stage.
     """
     seconds = _by_kind(of_ranks, lambda each: each.end - each.start)

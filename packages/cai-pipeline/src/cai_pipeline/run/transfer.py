@@ -36,7 +36,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """What describes `tensor`. Raises PlanError when it cannot be sent."""
+        """The description of `tensor`. Raises PlanError when it cannot be sent."""
         if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
             raise PlanError(
                 "the output of a pipeline stage cannot be sent",
@@ -53,13 +53,13 @@ class TensorMeta:
 
     @classmethod
     def decode(cls, encoded: torch.Tensor) -> TensorMeta:
-        """What `encode` wrote."""
+        """The description that `encode` wrote."""
         code, part, dims, *sizes = encoded.tolist()
         return cls(tuple(sizes[:dims]), DTYPES[code], bool(part))
 
 
 Metas = tuple[TensorMeta, ...]
-"""Of all tensors of a transfer."""
+"""The descriptions of all tensors of a transfer."""
 
 
 @dataclass
@@ -67,9 +67,9 @@ class PendingReceive:
     """The tensors of one transfer that are being received.
 
     Args:
-        incoming: what is received.
-        works: what is waited for.
-        metas: what describes the tensors.
+        incoming: the tensors to receive, as they travel.
+        works: the operations to wait for.
+        metas: the descriptions of the tensors.
         packed: whether each comes packed.
     """
 
@@ -97,7 +97,7 @@ class P2PCommunicator:
 
     Args:
         group: the pp group; all its ranks create their communicator at the same time.
-        device: where the tensors live.
+        device: the device of the tensors.
         peers: the ranks in the group that this one exchanges tensors with.
         wire: "fp8": hidden states travel packed.
     """
@@ -126,8 +126,8 @@ class P2PCommunicator:
 
         Args:
             peer: rank in the pp group.
-            send: what to send, or None.
-            receive: how many the peer sends.
+            send: the descriptions to send, or None.
+            receive: the number of tensors that the peer sends.
         """
         incoming = [torch.empty(ENCODED, dtype=torch.int64, device=self.device) for _ in range(receive)]
         for work in self._start(peer, [meta.encode(self.device) for meta in send or ()], incoming):
@@ -166,7 +166,7 @@ class P2PCommunicator:
         return as_hidden([tuple(each.shape) for each in tensors])
 
     def _room(self, meta: TensorMeta, packed: bool) -> torch.Tensor:
-        """Where what is received of a tensor comes."""
+        """An empty tensor to receive a tensor into."""
         if not packed:
             return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
         return torch.empty(packed_bytes(meta.shape), dtype=torch.uint8, device=self.device)

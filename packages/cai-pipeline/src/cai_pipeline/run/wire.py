@@ -1,4 +1,4 @@
-"""What stages send each other, in a byte an element.
+"""The tensors that stages send each other, in a byte an element.
 
 A row (the last dim: the hidden state of a token, or its gradient) is sent as float8 e4m3 codes and one float32 scale,
 the largest absolute value over 448 (Micikevicius et al., https://arxiv.org/abs/2209.05433). A value is off by a
@@ -29,7 +29,7 @@ def check_wire(wire: str) -> None:
 
 
 def as_hidden(shapes: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Which tensors of a transfer, the first of them the hidden states, are as wide as these: an encoder's output is.
+    """Whether each tensor of a transfer is as wide as the first, the hidden states: an encoder's output is.
 
     Others may have rows whose values share no scale, as a position bias has once a mask is in it: they are not packed.
     """
@@ -38,7 +38,7 @@ def as_hidden(shapes: Sequence[tuple[int, ...]]) -> list[bool]:
 
 
 def _width(shape: Sequence[int]) -> int:
-    """Of a row."""
+    """Number of elements of a row."""
     return shape[-1] if shape and 0 not in shape else 1
 
 

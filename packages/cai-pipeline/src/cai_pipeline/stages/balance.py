@@ -1,4 +1,4 @@
-"""Which layers go to which stage: contiguous layers, with the cost of the costliest stage, or rank, minimal."""
+"""The division of layers into stages: contiguous layers, with the cost of the costliest stage, or rank, minimal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between two stages in a forward, and where a stage reads and stores it."""
+"""The tensors that travel between two stages in a forward, and where a stage reads and stores them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from cai_mesh.errors import PlanError
 from cai_mesh.layout import attach, record_of
 
 Tensors = tuple[torch.Tensor, ...]
-"""What one stage sends to the next for a microbatch: the hidden states first, [B, S, D]."""
+"""The tensors that one stage sends to the next for a microbatch: the hidden states first, [B, S, D]."""
 
 
 def tensors_in(boundary: torch.Tensor | Tensors | None) -> Tensors:
-    """What stages send each other, as a tuple."""
+    """The tensors that stages send each other, as a tuple."""
     if boundary is None:
         return ()
     return (boundary,) if isinstance(boundary, torch.Tensor) else boundary
 
 
 def without_graph(sent: Tensors) -> Tensors:
-    """What a stage sends, detached; what the next one must know of it stays attached."""
+    """The tensors that a stage sends, detached; what the next one must know of them stays attached."""
     detached = tuple(each.detach() for each in sent)
     for each, before in zip(detached, sent, strict=True):
         if record_of(before).part:
@@ -45,7 +45,7 @@ class StageIO:
         received: output of the previous stage.
         to_send: output of this stage; stays empty on the last one.
         memory: the encoder's output, received or made here, once it is there.
-        was_read: what of `received` the forward has read.
+        was_read: names of the parts of `received` that the forward has read.
     """
 
     running: bool = False
@@ -70,7 +70,7 @@ class StageIO:
 
     @property
     def travelling(self) -> Tensors:
-        """What says the dtype and device of zeros: what the stage sends, or before that what it received."""
+        """The tensors whose dtype and device zeros take: what the stage sends, or before that what it received."""
         return self.to_send or self.received
 
     def zeros(self, shape: Sequence[int]) -> torch.Tensor:
@@ -90,11 +90,11 @@ class StageIO:
 
 @dataclass(frozen=True)
 class EncoderEnd:
-    """Where a model's encoder returns, and what a stage does there.
+    """The place where a model's encoder returns, and what a stage does there.
 
     Args:
         name: the encoder.
-        entry: of what it returns, the output that the decoder's layers read; None where it returns a tensor.
+        entry: the index or key, in what it returns, of the output that the decoder's layers read; None for a tensor.
         receives: the output was made on a stage before.
         sends: it is what this stage sends, which ends with the encoder's last layer.
     """
@@ -105,7 +105,7 @@ class EncoderEnd:
     sends: bool
 
     def pass_through(self, io: StageIO, output: Any) -> Any:
-        """What the encoder returns, with its output as received; it is kept for the next stage."""
+        """The encoder's return value, with its output as received; it is kept for the next stage."""
         if not self.receives:
             io.memory = output if self.entry is None else output[self.entry]
         else:

@@ -1,4 +1,4 @@
-"""How a forward is called: what `split` has tried of it, and small values for what is new."""
+"""The ways a forward is called: what `split` has tried of them, and small values for what is new."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cai_mesh.trial import SmallModel, Trial
 
 Shape = tuple[str | int, ...]
 LARGEST = 64
-"""Of sizes that a trial takes as they are."""
+"""The largest size that a trial takes as it is."""
 NUMBER = 3
 """Stands for any number in a trial."""
 
@@ -23,9 +23,9 @@ class Keyword:
     """A keyword argument that is not among the trial's inputs.
 
     Args:
-        value: of a flag or text; a number is as good as another, and `NUMBER` here.
-        shape: of a tensor: "batch", "length" and "hidden" for those of the model's input, or a size.
-        dtype: of a tensor.
+        value: the flag or text; a number is as good as another, and `NUMBER` here.
+        shape: a tensor's shape: "batch", "length" and "hidden" for those of the model's input, or a size.
+        dtype: a tensor's dtype.
     """
 
     name: str
@@ -99,7 +99,7 @@ def _sizes(model: Any, inputs: Mapping[str, Any]) -> Sizes:
 
 
 def _shape(value: torch.Tensor, sizes: Sizes) -> Shape:
-    """What each dim of a tensor means: where sizes are equal, its place says which."""
+    """The meaning of each dim of a tensor: where sizes are equal, its place says which."""
     return tuple(_meaning(value, axis, sizes) for axis in range(value.ndim))
 
 

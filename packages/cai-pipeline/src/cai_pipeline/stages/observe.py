@@ -1,4 +1,4 @@
-"""What modules are given and return in one forward of a model."""
+"""The arguments and return values of modules in one forward of a model."""
 
 from __future__ import annotations
 

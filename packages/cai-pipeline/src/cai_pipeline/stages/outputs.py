@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline returns, without what only the whole model has."""
+"""The output of the last stage of a pipeline, without what only the whole model has."""
 
 from __future__ import annotations
 

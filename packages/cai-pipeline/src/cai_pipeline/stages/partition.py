@@ -35,10 +35,10 @@ def partition(
 
     Args:
         model: the whole model.
-        structure: where its parts lie.
+        structure: the names of its parts.
         stage_layers: the layers of each stage.
         held: the rank of each stage.
-        rank: whose stages are kept.
+        rank: the rank whose stages are kept.
         tied: names of parameters that stages share.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What stands for the modules of other stages: no parameters, and outputs of the right shapes."""
+"""Placeholders for the modules of other stages: no parameters, and outputs of the right shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cai_pipeline.stages.boundary import StageIO
 from cai_pipeline.stages.structure import LayerList
 
 Role = Literal["input", "output", "pass"]
-"""What a placeholder layer does with the hidden states."""
+"""The work of a placeholder layer on the hidden states."""
 
 
 class Placeholder(nn.Module):
@@ -49,7 +49,7 @@ class PlaceholderLayer(Placeholder):
     Args:
         layers: the list the layer is in: what its layers return, and what they hand on beside the hidden states.
         role: "input" for the layer just before the stage's own: it returns the received tensors. "output" for the
-            layer just after them: what it is given is the stage's output. "pass" for all others.
+            layer just after them: its input is the stage's output. "pass" for all others.
     """
 
     def __init__(self, replaced: nn.Module, io: StageIO, layers: LayerList, role: Role):

@@ -45,7 +45,7 @@ class _Draws(TorchDispatchMode):
         self.place, self.drawn = f"after layer {layer} on stage {owner}", 0
 
     def begin(self, layer: int) -> None:
-        """What runs now belongs to what comes before a layer, as a decoder's embeddings do after its encoder."""
+        """Assign what runs now to the modules before a layer, as a decoder's embeddings run after its encoder."""
         owner = self.owners[layer] if self.stage is None else self.stage
         self.place, self.drawn = f"before layer {layer} on stage {owner}", 0
 

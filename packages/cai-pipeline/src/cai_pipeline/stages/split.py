@@ -52,7 +52,7 @@ def split(
             of layers; may be on the meta device.
         mesh: a mesh with an axis "pp", or of one dimension with a name of its own. A degree of 1 keeps the whole model.
         chunks: stages per rank.
-        placement: which stages they are: "loop" or "v", see `cai_pipeline.plans.placement`.
+        placement: the order of stages over ranks: "loop" or "v", see `cai_pipeline.plans.placement`.
         balance: "auto" for stages of equal cost: parameters that a token goes through (of experts those it visits), an
             eighth of an embedding's; or the number of layers of each stage, in the order of the stages.
         trial: the small model to try the split on; None: made of the model's transformers config.

@@ -43,9 +43,9 @@ class Stage:
         layers: the layers it owns, by their index in the whole model; a decoder's follow its encoder's.
         parts: names of the modules it owns: its layers, and what comes before the first or after the last.
         others: placeholders by name, for the parts of the rank's other stages.
-        reads: what a forward reads of what it received.
+        reads: names of the parts that a forward reads of what it received.
         receives: number of tensors that it receives.
-        encoder_end: where the model's encoder returns; None for a model without one.
+        encoder_end: the place where the model's encoder returns; None for a model without one.
     """
 
     index: int
@@ -143,7 +143,7 @@ class Stages:
 
     @staticmethod
     def of(model: nn.Module) -> Stages:
-        """What `split` made of `model`; an unsplit model is stage 0 of 1."""
+        """The stages that `split` made of `model`; an unsplit model is stage 0 of 1."""
         found = getattr(model, "cai_stages", None)
         return found or Stages((0,), {0: Stage(0, 1, range(0))})
 
@@ -159,7 +159,7 @@ def run_stage(
 
     Args:
         model: a model that `split` returned, or an unsplit one.
-        received: what the previous stage returned here; None on the first stage.
+        received: the tensors that the previous stage returned; None on the first stage.
         inputs: keyword arguments of the whole model (input_ids, attention_mask, ...); every stage gets the same.
             `use_cache` defaults to False, and `labels` reach only the last stage. Of labels that an encoder-decoder
             shifts into its decoder's input ids, the others get those.

@@ -1,4 +1,4 @@
-"""Where the parts of a model lie: found by observing a forward of a small instance, not by class name."""
+"""The places of a model's parts: found by observing a forward of a small instance, not by class name."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class LayerList:
     """A list of layers, and what runs beside it.
 
     Args:
-        name: of the `ModuleList`.
+        name: the name of the `ModuleList`.
         before: modules with parameters that run before its first layer (embeddings), in model order.
         after: modules with parameters that run after its last (final norm, head).
         outputs: length of the tuple a layer returns, or None when it returns a tensor.
-        carried: what layers hand on beside the hidden states, with a gradient.
+        carried: the tensors that layers hand on beside the hidden states, with a gradient.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Encoder:
     """The module whose output the layers of the second list read.
 
     Args:
-        name: of the module.
-        entry: of what it returns, its output; None where that is a tensor.
+        name: the module's name.
+        entry: the index or key of its output in what it returns; None where it returns a tensor.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ModelStructure:
     Args:
         lists: its list of layers, or of an encoder-decoder the encoder's and the decoder's. Layers are counted over
             both.
-        encoder: of an encoder-decoder.
+        encoder: the encoder of an encoder-decoder, else None.
         shaping: modules whose placeholders make the shapes that they make: before layers those that change shapes;
             after the last those whose shapes the model's code needs.
     """
@@ -108,7 +108,7 @@ class ModelStructure:
             yield from ((name, layers[-1]) for name in each.after)
 
     def tensors_before(self, model: nn.Module, layer: int) -> int:
-        """How many tensors travel over a boundary in front of a layer that is not the first."""
+        """The number of tensors that travel over a boundary in front of a layer that is not the first."""
         for place, (each, layers) in enumerate(self.ranges(model)):
             if layer in layers:
                 return 1 if layer == layers[0] else 1 + len(each.carried) + place
@@ -221,7 +221,7 @@ class _Reading:
         return shapes.pop()
 
     def _carried(self, calls: Sequence[Observed]) -> tuple[Carried, ...]:
-        """What layers return beside hidden states and the next ones take, with a gradient."""
+        """The tensors that layers return beside hidden states and the next ones take, with a gradient."""
         found: set[tuple[Carried, ...]] = set()
         for call, following in pairwise(calls):
             beside = call.output[1:] if isinstance(call.output, tuple) else ()

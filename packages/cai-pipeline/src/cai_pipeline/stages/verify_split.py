@@ -82,7 +82,7 @@ def verify_split(
 
 @lru_cache(maxsize=64)
 def structure_of(trial: Trial | SmallModel) -> ModelStructure:
-    """Where the parts of a trial's model lie. Raises PlanError when it cannot be split between its layers."""
+    """The places of the parts of a trial's model. Raises PlanError when it cannot be split between its layers."""
     with torch.device("cpu"), torch.enable_grad():
         model = trial.build().double().eval()
         with _explained(type(model).__name__):
@@ -228,8 +228,8 @@ def chain(
     Args:
         parts: the model of each stage, in order; one that holds several stages is there for each.
         inputs: keyword arguments of the whole model.
-        loss: of the last stage's output.
-        structure: of the model, for random numbers as `draws_by_place` has them; None: as they come.
+        loss: the loss as a function of the last stage's output.
+        structure: the model's structure, for random numbers as `draws_by_place` has them; None: as they come.
         owners: stage of each layer, then.
 
     Returns:

@@ -41,8 +41,8 @@ def limits_of(schedule: str) -> Limits:
 
 
 def placement_of(schedule: str, chunks: int = 1) -> Placement:
-    """How the stages of a schedule of SCHEDULES, or of "auto", are placed: those of two chunks that it may order freely
-    in a V, where the first rank has the last stage too and begins its backwards at once."""
+    """The placement of stages under a schedule of SCHEDULES or "auto": two chunks that it may order freely lie in a V,
+    where the first rank has the last stage too and begins its backwards at once."""
     two = schedule in LIMITS and LIMITS[schedule].stages == "two"
     return "v" if two or (schedule == "auto" and chunks == 2) else "loop"
 

@@ -26,9 +26,9 @@ Shifts = tuple[int, int, int, int]
 input of its second stage, of its first."""
 V_MIN: tuple[Shifts, ...] = ((1, 1, 1, 1),)
 V_HALF: tuple[Shifts, ...] = ((2, 2, 1, 1), (1, 1, 2, 2))
-"""Of even ranks to the next, and of odd ones."""
+"""The shifts from even ranks to the next, and from odd ones."""
 Starts = tuple[int, int, int, int]
-"""Of those four passes of microbatch 0."""
+"""The units in which a rank begins those four passes of microbatch 0."""
 
 
 def v_min(held: Held, microbatches: int, rank: int) -> list[Action]:
@@ -90,7 +90,7 @@ def _block(ranks: int, shifts: tuple[Shifts, ...]) -> Sequence[Starts]:
 
 
 def _weights(starts: Starts) -> tuple[int, int]:
-    """When the gradients of the weights begin, of the second stage and the first: in the free units, soon after."""
+    """The units in which the gradients of weights begin, of the second stage and the first: free ones, soon after."""
     free = set(range(PERIOD)) - {start % PERIOD for start in starts}
     _, _, up_i, down_i = starts
 

@@ -95,7 +95,7 @@ class _Made:
         self.waiting.append(Action(Kind.BACKWARD_WEIGHT, stage, m))
 
     def weights(self) -> None:
-        """What has waited longest."""
+        """Add the gradient of weights that has waited longest."""
         self.actions.append(self.waiting.popleft())
 
     def _next(self, forward: bool, stage: int) -> int:

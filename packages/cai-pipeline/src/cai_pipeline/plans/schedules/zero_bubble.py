@@ -21,7 +21,7 @@ from cai_pipeline.plans.schedules._arguments import check_arguments, check_one_c
 
 PARTS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Step = tuple[Kind, int]
-"""What is done, and for which stage."""
+"""The kind of an action, and its stage."""
 
 
 def zb_h1(held: Held, microbatches: int, rank: int) -> list[Action]:
