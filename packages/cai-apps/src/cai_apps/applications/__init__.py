@@ -40,7 +40,7 @@ class Application:
         check: raises CaiError for a config that cannot run, as far as can be told without torch and transformers.
         train: (config, label, keys given for this very start; None: all) -> the run's directory.
         plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need.
-        report: what the page of a run shows.
+        report: the contents of a run's page.
         commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
     """
 

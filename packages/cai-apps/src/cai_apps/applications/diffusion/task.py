@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 TENSOR = "tensor.json"
-"""In a run's directory: what tensor-parallel ranks divide, and which parts stay whole and why."""
+"""The file in a run's directory that says what tensor-parallel ranks divide, and which parts stay whole and why."""
 
 
 class DiffusionTask:

@@ -1,4 +1,4 @@
-"""From a checkpoint of any layout to an HF directory, in one process."""
+"""The export of a checkpoint of any layout to an HF directory, in one process."""
 
 from __future__ import annotations
 

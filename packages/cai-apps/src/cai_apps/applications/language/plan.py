@@ -16,7 +16,7 @@ def plan(config: Config, *, ranks: int | None = None, memory: int | None = None)
         memory: bytes of a rank's device, for what the config leaves to the plan.
 
     Raises:
-        CaiError: what `train` would raise before its ranks start.
+        CaiError: the errors that `train` would raise before its ranks start.
     """
     planner = Planner(LANGUAGE.resolve, LANGUAGE.workload)
     return planner.plan(config, ranks=ranks_of(config) if ranks is None else ranks, memory=memory)

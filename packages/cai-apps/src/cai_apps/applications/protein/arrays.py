@@ -23,11 +23,11 @@ Form = Literal["same", "turned", "heads", "joined", "flat"]
 
 @dataclass(frozen=True)
 class Place:
-    """Of one parameter.
+    """The place of one parameter in a file.
 
     Args:
-        key: of the file's array.
-        form: how it lies there.
+        key: the key of the file's array.
+        form: the form that it has there.
         at: its place along the first dim, of blocks; None: the array is of this parameter alone.
     """
 
@@ -37,7 +37,7 @@ class Place:
 
 
 Names = dict[str, tuple[str, Form]]
-"""By the parameter's name in our module: scope and name in the file, and the form."""
+"""The scope and name in the file, and the form, by the parameter's name in our module."""
 
 
 def ours_of(array: Tensor, form: Form) -> Tensor:

@@ -16,7 +16,7 @@ from cai_apps.applications.protein.chemistry import CPU, LETTERS, PLACES, Residu
 RADII = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
 """Van der Waals radii by element, angstroms."""
 OVERLAP = 1.5
-"""By how much two atoms without a bond may overlap, angstroms (section 1.9.11)."""
+"""The overlap that two atoms without a bond may have, angstroms (section 1.9.11)."""
 DEVIATIONS = 12.0
 """How many standard deviations a length or an angle may be off."""
 COMMON = "common"
@@ -27,7 +27,7 @@ Spread = tuple[float, float]
 
 @functools.cache
 def _table() -> dict[str, dict[Pair, Spread]]:
-    """By residue the lengths of its bonds (two atoms) and its angles (three), in angstroms and degrees."""
+    """Return the lengths of bonds (two atoms), angstroms, and the angles (three), degrees, of each residue by name."""
     found: dict[str, dict[Pair, Spread]] = {}
     own: dict[Pair, Spread] = {}
     for line in (files(__package__) / "data" / "bonds.txt").read_text(encoding="utf-8").splitlines():
@@ -48,10 +48,10 @@ def _of(residue: Residue) -> dict[Pair, Spread]:
 
 
 def distances(residue: Residue) -> dict[Pair, Spread]:
-    """Between two atoms that share a bond, or both have one to a third, angstroms.
+    """Return the distances between two atoms that share a bond, or both have one to a third, angstroms.
 
-    The latter by the law of cosines, its deviation from those of both bonds and of the angle as if they were
-    independent.
+    Distances of the second kind follow from the law of cosines, and their deviations from those of both bonds and of
+    the angle as if they were independent.
     """
     given = _of(residue)
     found = {atoms: spread for atoms, spread in given.items() if len(atoms) == 2}
@@ -71,12 +71,12 @@ def distances(residue: Residue) -> dict[Pair, Spread]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """By the number of a residue, 0 to 20 (unknown: no atoms).
+    """Bounds of distances, and radii, by the number of a residue, 0 to 20 (unknown: no atoms).
 
     Args:
-        lower, upper: of distances between two of the 14 places, angstroms [21, 14, 14]; both 0 where there are no two
-            atoms.
-        radius: of the atom at a place, angstroms [21, 14].
+        lower, upper: bounds of the distance between two of the 14 places, angstroms [21, 14, 14]; both 0 where there
+            are no two atoms.
+        radius: the radius of the atom at a place, angstroms [21, 14].
     """
 
     lower: Tensor
@@ -86,7 +86,7 @@ class Bounds:
 
 @functools.cache
 def bounds(device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Bounds:
-    """On a device in a dtype; made once for each."""
+    """Return the bounds on a device in a dtype; they are made once for each."""
     with ordinary():
         made = _bounds() if (device, dtype) == (CPU, torch.float64) else bounds()
         return Bounds(*(each.to(device, dtype) for each in vars(made).values()))

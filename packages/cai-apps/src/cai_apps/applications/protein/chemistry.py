@@ -33,10 +33,10 @@ class Residue:
     """One amino acid.
 
     Args:
-        letter, name: of one and of three letters.
+        letter, name: its names of one and of three letters.
         atoms: names in their order, with the group each moves with and its place in that group's frame.
         chi: the four atoms of each torsion of the side chain.
-        alike: which of these look the same after half a turn.
+        alike: whether each of these looks the same after half a turn.
         swaps: atoms that such a turn renames.
     """
 
@@ -70,16 +70,17 @@ def residues() -> tuple[Residue, ...]:
 
 @dataclass(frozen=True)
 class Tables:
-    """By the number of a residue, 0 to 20 (unknown: no side chain and no places).
+    """Tables by the number of a residue, 0 to 20 (unknown: no side chain and no places).
 
     Args:
-        there: which of the 14 places hold an atom [21, 14].
+        there: whether each of the 14 places holds an atom [21, 14].
         kind: the kind among 37 of the atom at a place, 0 where there is none [21, 14].
-        group: with which it moves [21, 14].
-        place: where it is in the group's frame, angstroms [21, 14, 3].
-        rotation, origin: of the eight groups at torsions of 0, each in the frame before it [21, 8, 3, 3], [21, 8, 3].
+        group: the group with which it moves [21, 14].
+        place: its position in the group's frame, angstroms [21, 14, 3].
+        rotation, origin: the frames of the eight groups at torsions of 0, each in the one before it [21, 8, 3, 3],
+            [21, 8, 3].
         chi: places of the four atoms of each torsion of the side chain [21, 4, 4]; has_chi: which there are [21, 4].
-        alike: which of these look the same after half a turn [21, 4].
+        alike: whether each of these looks the same after half a turn [21, 4].
         renamed: the place whose name an atom gets by such a turn, its own for most [21, 14].
     """
 
@@ -108,7 +109,7 @@ def ordinary() -> Iterator[None]:
 
 @functools.cache
 def tables(device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Tables:
-    """On a device, numbers in a dtype; made once for each."""
+    """Return the tables on a device, numbers in a dtype; they are made once for each."""
     with ordinary():
         made = _tables() if (device, dtype) == (CPU, torch.float64) else tables()
         each = (t.to(device, dtype if t.is_floating_point() else None) for t in vars(made).values())

@@ -45,7 +45,7 @@ PRESETS: dict[str, Callable[[], Sizes]] = {
 
 
 def sizes_of(name: str, *, templates: bool, errors: bool) -> Sizes:
-    """Of a preset.
+    """Return the sizes of a preset.
 
     Args:
         templates: whether any are read.
@@ -59,7 +59,7 @@ def sizes_of(name: str, *, templates: bool, errors: bool) -> Sizes:
 
 
 def sizes_for(config: Config) -> Sizes:
-    """Of the model of a run."""
+    """Return the sizes of a run's model."""
     return sizes_of(config.model.name, templates=config.data.templates > 0, errors=config.model.errors)
 
 

@@ -21,7 +21,7 @@ def piece_flops(config: Config) -> float:
 
 
 def forward_flops(sizes: Sizes, residues: int, sequences: int, extra: int, templates: int) -> float:
-    """Of one round."""
+    """Return the FLOPs of one round, forward."""
     found = sizes.blocks * block_flops(sizes.block, residues, sequences + templates)
     found += sizes.extra_blocks * block_flops(sizes.extra_block, residues, extra)
     if sizes.template is not None:
@@ -43,7 +43,7 @@ def _pair(of: PairSizes, residues: int) -> float:
 
 
 def block_flops(of: BlockSizes, residues: int, sequences: int) -> float:
-    """Of one block of a stack, forward."""
+    """Return the FLOPs of one block of a stack, forward."""
     inner, places, pairs = of.heads * of.head, sequences * residues, residues**2
     row = _attention(sequences, residues, of.c_m, inner) + 2 * pairs * of.pair.c_z * of.heads
     if of.one_query:  # queries of a column's mean, one head's keys and values

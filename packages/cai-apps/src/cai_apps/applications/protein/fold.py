@@ -30,10 +30,10 @@ class Options:
 
     Args:
         rounds: one after the other, each with its own draw of the alignment.
-        sequences, extra: of the alignment, as in training.
+        sequences, extra: sequences of the alignment that lead clusters, and others, as in training.
         templates: so many are read at most, by a model that reads any.
         masked: share of its residues that are masked, as in training.
-        seed: of what is drawn.
+        seed: the seed of what is drawn.
     """
 
     rounds: int = 4
@@ -50,8 +50,8 @@ class Prediction:
 
     Args:
         chain: its residues and atoms.
-        plddt: how well the surroundings of each residue are met, 0 to 100 [R].
-        errors: of where one residue lies, seen from another, angstroms [R, R]; None: a model without.
+        plddt: the expected lDDT of each residue, 0 to 100 [R].
+        errors: the expected error of one residue's place, seen from another, angstroms [R, R]; None: a model without.
         tm: the TM-score that these let expect; None: a model without.
     """
 
@@ -88,8 +88,8 @@ def fold(
     """The chain whose sequence is the first of an alignment.
 
     Args:
-        model: in evaluation mode, on its device and in its dtype.
-        name: of the chain that is returned.
+        model: a model in evaluation mode, on its device and in its dtype.
+        name: the name of the chain that is returned.
 
     Raises `DataError` for a prediction that is not finite.
     """

@@ -25,7 +25,7 @@ SHOWN = 5
 
 
 def openfold_names(model: AlphaFold) -> dict[str, str]:
-    """By our name of each parameter OpenFold's."""
+    """Return OpenFold's name of each parameter, by ours."""
     templates = 0 if model.template is None else len(model.template.blocks)
     table = names.alphafold(len(model.evoformer.blocks), len(model.extra_stack.blocks), templates)
     return {name: names.parameter(name, table) for name, _ in model.named_parameters()}

@@ -111,7 +111,7 @@ def _example(config: Config, sizes: Sizes, samples: int) -> Batch:
 
 
 def _no_truth(samples: int, count: int, rows: int) -> Truth:
-    """Of a structure of which nothing is known."""
+    """Return the truth of a structure of which nothing is known."""
     groups = (samples, count, GROUPS)
     frames = Frames(torch.eye(3).expand(*groups, 3, 3), torch.zeros(*groups, 3))
     return Truth(

@@ -16,7 +16,7 @@ class Batch:
 
     Args:
         dense: real-valued features [B, F].
-        ids: for each table, int64 [B, L].
+        ids: the ids for each table, int64 [B, L].
         labels: 0 or 1, float32 [B].
         odds: log-odds of each label being 1, [B]: what the best model would answer.
     """
@@ -38,7 +38,7 @@ class ClickData:
         dense: real-valued features.
         zipf: exponent of the frequencies of ids. Which ids are frequent differs from table to table.
         signal: scale of the log-odds.
-        seed: of everything.
+        seed: the seed of everything.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Arguments:
     images: Annotated[int, COUNT] = 1
     """Pictures of each prompt."""
     size: str | None = None
-    """In pixels, as 512, or as 512x768: height x width, in the order of diffusers' arguments. That of the training
+    """Size in pixels, as 512, or as 512x768: height x width, in the order of diffusers' arguments. That of the training
     images unless given."""
     steps: Annotated[int, Range(least=1, most=1000)] = 20
     """Denoising steps."""
@@ -50,7 +50,7 @@ class Arguments:
     raw: bool = False
     """Use the last weights, where averaged ones are there too."""
     patches: Literal["none", "exact", "stale"] = "none"
-    """Under a launcher: how its ranks make each picture together (arXiv:2402.19481). An even number of ranks with
+    """How the ranks of a launcher make each picture together (arXiv:2402.19481). An even number of ranks with
     guidance: half of them predict without the prompt, half with it. Each half, or all of them, make strips of the
     picture; exact: as one device; stale: after patches_warmup steps with what neighbours had a step before."""
     patches_warmup: Annotated[int, NATURAL] = 4
@@ -152,7 +152,7 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
 
 
 def _format(output: Path) -> str:
-    """Of the file, by its name. Raises `ConfigError` where Pillow writes none of that name."""
+    """Return the format of a file, by its name. Raises `ConfigError` where Pillow writes none of that name."""
     from PIL import Image
 
     found = Image.registered_extensions().get(output.suffix.lower())

@@ -27,9 +27,9 @@ class Buckets:
     likely as any other, and any layout and a resumed run read the same.
 
     Args:
-        images: of a prepared source that has shapes.
+        images: images of a prepared source that has shapes.
         batch: samples of a global batch.
-        seed: of what is drawn.
+        seed: the seed of what is drawn.
     """
 
     images: Images

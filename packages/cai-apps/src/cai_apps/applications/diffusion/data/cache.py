@@ -54,8 +54,8 @@ class Prepared:
     """A source on disk.
 
     Args:
-        directory: of the files.
-        images: how many.
+        directory: the directory of the files.
+        images: the number of images.
         tensors: shape and dtype of each file, by name.
         labels: names; empty where the condition is text.
         tokenizer: directory that holds `tokenizer`; None where there are no captions.

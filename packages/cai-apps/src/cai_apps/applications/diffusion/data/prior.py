@@ -34,7 +34,7 @@ class SubjectAndClass:
     """The images of a subject, then the first `count` of its class.
 
     Args:
-        caption: of those of the class; None: they have their own.
+        caption_of_class: the caption of the images of the class; None: they have their own.
     """
 
     subject: Source

@@ -15,9 +15,10 @@ def shapes_of(size: int, max_ratio: float, multiple: int) -> list[Shape]:
     """Shapes of at most size x size pixels, and as many as their ratio allows, from the highest to the widest.
 
     Args:
-        size: of the square, which is one of them.
+        size: the side of the square, which is one of them.
         max_ratio: longest side over shortest.
-        multiple: of every side. Sides grow by the multiple of it that is nearest to an eighth of `size`.
+        multiple: the number that every side is a multiple of. Sides grow by the multiple of it that is
+            nearest to an eighth of `size`.
     """
     step = multiple * max(1, round(size / PARTS / multiple))
     found = {(size, size)}

@@ -24,7 +24,7 @@ class Images:
 
     Args:
         dropout: share of the samples whose caption is left empty, or whose label is the unknown one.
-        seed: of which those are, and of their times.
+        seed: the seed that decides which those are, and the times of all samples.
     """
 
     prepared: Prepared
@@ -67,8 +67,8 @@ class SubjectAndClass:
     """Images of a subject and of its class in turn: every even place of the run's order has the subject.
 
     Args:
-        images: of both; the first `subject` are the subject's.
-        weight: of the loss of an image of the class.
+        images: the images of both; the first `subject` are the subject's.
+        weight: the weight of the loss of an image of the class.
     """
 
     images: Images

@@ -38,7 +38,7 @@ class Shape:
     place: str
 
     def text(self) -> str:
-        """In words."""
+        """Return the shape in words."""
         article = "a" if self.size[0] not in "aeiou" else "an"
         return f"{article} {self.size} {self.colour} {self.kind} at the {self.place}"
 

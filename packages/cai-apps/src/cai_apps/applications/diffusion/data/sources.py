@@ -240,7 +240,7 @@ class Folder:
 
 
 def _colours(image: Image.Image) -> Image.Image:
-    """In red, green and blue of 8 bits: 16 bits are scaled down, and what is transparent is white."""
+    """Return an image in red, green and blue of 8 bits: 16 bits are scaled down, and what is transparent is white."""
     from PIL import Image
 
     if image.mode.startswith("I"):
@@ -273,7 +273,7 @@ def _metadata(directory: Path) -> dict[str, str]:
 
 
 def _caption(file: Path, directory: Path, told: dict[str, str], common: str | None) -> str | None:
-    """From the file beside it, else from metadata.jsonl by its path or name, else the common one."""
+    """Return an image's caption: of the file beside it, else of metadata.jsonl by path or name, else the common one."""
     beside = file.with_suffix(".txt")
     if not beside.is_file():
         return told.get(file.relative_to(directory).as_posix(), told.get(file.name, common))

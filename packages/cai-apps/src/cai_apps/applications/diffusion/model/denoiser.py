@@ -20,15 +20,15 @@ from cai_mesh.errors import CheckpointError
 from cai_mesh.files import check_header
 
 EMBEDDING = ".norm1.emb."
-"""In names of a DiT's parameters: of a block's embedding of times and labels."""
+"""The part of a DiT's parameter names that marks a block's embedding of times and labels."""
 
 
 class Denoiser(nn.Module):
     """Noisy latents [n, c, h, w], times [n] and a condition -> what is in them, [n, c or 2 c, h, w].
 
     Args:
-        denoiser: of diffusers.
-        family: what it takes.
+        denoiser: a denoiser of diffusers.
+        family: its family, which knows what it takes.
         texts: text encoders that are trained too; without any the condition comes embedded.
     """
 
@@ -110,7 +110,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], None]]:
-    """Of a `Denoiser`: what fills the parameters and buffers of one of its modules."""
+    """Return a function that makes, for a `Denoiser`, what fills the parameters and buffers of one of its modules."""
 
     def of(model: nn.Module) -> Callable[[nn.Module], None]:
         assert isinstance(model, Denoiser)

@@ -1,4 +1,4 @@
-"""Of what parts a model is made, and in what shapes: from a preset shipped here, or from a directory of diffusers.
+"""The parts of a model and their shapes, from a preset shipped here or from a directory of diffusers.
 
 A preset is one JSON file with a table for each part; a directory has a subfolder for each, as
 `DiffusionPipeline.save_pretrained` writes it. Reading a design needs no torch.
@@ -36,13 +36,13 @@ class Design:
     """Configs of the parts of a model, as diffusers and transformers write them.
 
     Args:
-        name: of the preset, or the directory.
-        denoiser: what is trained.
-        scheduler: how images turn into noise.
-        autoencoder: of an `AutoencoderKL`; None: the model works on pixels.
-        fold: without an autoencoder, the side of the squares of pixels that become channels.
-        texts: of the text encoders, in the order of diffusers' pipelines; empty: labels are the condition.
-        directory: where weights and tokenizers are; None: a preset, which has none.
+        name: the name of the preset, or the directory.
+        denoiser: the config of the denoiser, which is trained.
+        scheduler: the config that says how images turn into noise.
+        autoencoder: the config of an `AutoencoderKL`; None: the model works on pixels.
+        fold: the side of the squares of pixels that become channels, for a model without an autoencoder.
+        texts: configs of the text encoders, in the order of diffusers' pipelines; empty: labels are the condition.
+        directory: the directory of weights and tokenizers; None: a preset, which has none.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Design:
 
     @property
     def channels(self) -> int:
-        """Of a latent image."""
+        """The channels of a latent image."""
         return 3 * self.fold**2 if self.autoencoder is None else self.autoencoder["latent_channels"]
 
     @property

@@ -23,12 +23,12 @@ LARGEST_TILE = 64
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Between pixels, uint8 [n, 3, h, w], and latents [n, c, h / factor, w / factor].
+    """A map between pixels, uint8 [n, 3, h, w], and latents [n, c, h / factor, w / factor].
 
     Args:
-        design: whose it is.
+        design: the design that it belongs to.
         model: an `AutoencoderKL`; None: pixels are folded.
-        decoding: how pictures are decoded (`loading.Memory`).
+        decoding: the way pictures are decoded (`loading.Memory`).
     """
 
     design: Design

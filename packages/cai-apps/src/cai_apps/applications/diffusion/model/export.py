@@ -35,7 +35,7 @@ PIPELINES = {
     "DiT": "DiTPipeline",
     "SD3": "StableDiffusion3Pipeline",
 }
-"""Of diffusers, by family: what opens an export that has an autoencoder."""
+"""The pipelines of diffusers that open an export with an autoencoder, by family."""
 
 
 def export(session: Session, design: Design, config: Config, directory: Path, run: Path) -> None:
@@ -80,7 +80,7 @@ def _save(
 
 
 def _all_names(design: Design, weights: dict[str, BoxedTensor]) -> dict[str, BoxedTensor]:
-    """With the names of every block for the embedding that the blocks of a DiT share."""
+    """Return weights with the names of every block for the embedding that the blocks of a DiT share."""
     if design.family.name != "DiT":
         return weights
     first = "denoiser.transformer_blocks.0.norm1.emb."

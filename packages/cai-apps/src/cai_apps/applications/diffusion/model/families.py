@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Family:
     """Args:
-    name: in messages.
-    folder: of the denoiser in a pipeline's directory.
+    name: its name in messages.
+    folder: the denoiser's folder in a pipeline's directory.
     condition: "text", "label", or "text and pooled": embeddings of tokens and one of the whole caption.
     arguments: names of the denoiser's keyword arguments, by what they hold: sample, time, text, pooled, label.
     widths: keys of its config with the widths of what it takes: text, pooled.
-    multiple: of its config: what the sides of its latents must be multiples of.
+    multiple: a function of its config: the number that the sides of its latents must be multiples of.
     square: its latents are as high as wide, and always of one size.
     zero: ends of the names of layers whose weights start at zero, so that blocks begin as the identity.
     layers: classes of its parts that are compiled, and recomputed, each as a whole.
@@ -102,8 +102,8 @@ FAMILIES = {
         flow=True,
     ),
 }
-"""By the class of diffusers. Zeros: SD's `zero_module` (Rombach et al., arXiv:2112.10752), adaLN-Zero (Peebles and Xie,
-arXiv:2212.09748)."""
+"""Families by the class of diffusers. Zeros: SD's `zero_module` (Rombach et al., arXiv:2112.10752), adaLN-Zero (Peebles
+and Xie, arXiv:2212.09748)."""
 
 
 def family_of(kind: str) -> Family:

@@ -30,11 +30,11 @@ class Memory:
     what the largest needs.
 
     Args:
-        weights: of the layers inside blocks of the denoiser and the text encoders: "plain": in the dtype of
-            computation; "int8" or "fp8": in 8 bits, made anew for each use (`quantized`). All else stays as it is:
+        weights: the form of the layers inside blocks of the denoiser and the text encoders: "plain": in the dtype
+            of computation; "int8" or "fp8": in 8 bits, made anew for each use (`quantization`). All else stays as is:
             norms, biases, tables, embedders of times and labels, the first and the last layers, the autoencoder.
         residency: "device", or "host": of those layers each is on the device only while it and the one before it run.
-        vae: how pictures are decoded: "whole": all of a batch at once; "sliced": one by one; "tiled": one by one, and
+        vae: the way pictures are decoded: "whole": all of a batch at once; "sliced": one by one; "tiled": one by one,
             each in overlapping tiles that are blended, which differs a little; "auto": the first of these that fits.
     """
 

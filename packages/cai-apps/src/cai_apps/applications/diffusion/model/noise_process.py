@@ -33,7 +33,7 @@ class Process(Protocol):
         ...
 
     def weight(self, time: Tensor) -> Tensor:
-        """Of the squared error of each sample, float [n]."""
+        """Return the weight of the squared error of each sample, float [n]."""
         ...
 
 

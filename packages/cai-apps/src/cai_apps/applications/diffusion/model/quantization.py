@@ -85,7 +85,7 @@ def quantize_layers(
     Embedders of times and labels (`emb`) stay as they are, and so do norms, tables and biases.
 
     Args:
-        layers: with their names; a module in two of them is changed once.
+        layers: the layers with their names; a module in two of them is changed once.
         device: computes what is stored, of one weight at a time; the result goes to where the weight was. None: there.
 
     Returns the names of what was quantized. Raises `ConfigError` where nothing is, or where a weight is not finite.

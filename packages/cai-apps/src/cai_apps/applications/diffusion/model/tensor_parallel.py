@@ -20,9 +20,9 @@ from cai_tensor_parallel.finding import survey
 from cai_tensor_parallel.plans import match
 
 WIDTH = 8
-"""Of a head of the small model."""
+"""The width of a head of the small model."""
 LENGTH = 6
-"""Of its captions."""
+"""The length of its captions, in tokens."""
 SAMPLES = 2
 
 
@@ -118,7 +118,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def _inputs(design: Design, train_text: bool) -> dict[str, Tensor]:
-    """Of a `Denoiser`'s forward, float64."""
+    """Return arguments of a `Denoiser`'s forward; latents and embeddings are float64."""
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> Tensor:
@@ -219,4 +219,4 @@ SMALL: dict[str, Callable[[Mapping[str, Any], tuple[Mapping[str, Any], ...], int
     "DiTTransformer2DModel": _dit,
     "SD3Transformer2DModel": _sd3,
 }
-"""By the class of diffusers: what of a config becomes small; all else stays, but for dropout."""
+"""Functions that return what of a config becomes small, by the class of diffusers. All else but dropout stays."""

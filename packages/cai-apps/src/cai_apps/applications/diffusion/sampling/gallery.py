@@ -75,7 +75,7 @@ def draw_at_the_end(job: Job) -> None:
 
 
 def _draw_all(job: Job, export: Path, home: Path) -> None:
-    """By every kind of weights that an export has."""
+    """Draw pictures by every kind of weights that an export has."""
     averaged = (export / RAW).is_dir()
     _draw(job, export, home / ("average" if averaged else "last"))
     if averaged:

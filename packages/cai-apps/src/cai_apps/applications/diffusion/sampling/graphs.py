@@ -18,8 +18,8 @@ Forward = Callable[[Mapping[str, Tensor]], Tensor]
 @dataclass(frozen=True)
 class _Recorded:
     """Args:
-    inputs: what the graph reads.
-    result: what it writes.
+    inputs: the tensors that the graph reads.
+    result: the tensor that it writes.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -36,7 +36,7 @@ class Graphed:
     object is dropped.
 
     Args:
-        forward: of tensors on a GPU, by name, to one tensor, in inference mode.
+        forward: a function from tensors on a GPU, by name, to one tensor, in inference mode.
     """
 
     def __init__(self, forward: Forward):

@@ -13,7 +13,7 @@ def label_numbers(design: Design, prompts: Sequence[str], names: Sequence[str]) 
     """Numbers of labels that prompts name.
 
     Args:
-        names: of the labels that are known by name, in their order.
+        names: the names of the labels that have one, in their order.
 
     Raises:
         ConfigError: a prompt is neither a name nor a number that the denoiser knows.

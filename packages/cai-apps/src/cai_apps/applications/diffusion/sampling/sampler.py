@@ -47,15 +47,15 @@ class Sampler:
     quantized where `memory` says so; from then on they stay on the host for as long as the sampler is there.
 
     Args:
-        directory: of an export, or of a pipeline of diffusers.
+        directory: the directory of an export, or of a pipeline of diffusers.
         raw: the last weights of the denoiser, where the export holds averaged ones too.
-        memory: what is held in memory.
+        memory: the way in which weights are held in memory and pictures are decoded.
         graphs: whether steps on a GPU are replayed as CUDA graphs (`graphs`), in which norms run our kernels; weights
             that come layer by layer and pictures in strips are not.
 
     Attributes:
-        device: where it draws.
-        seconds: that the last call took to denoise and decode, without what was read from files.
+        device: the device on which it draws.
+        seconds: the seconds that the last call took to denoise and decode, without what was read from files.
 
     Raises `ConfigError` where a part is missing.
     """
@@ -105,7 +105,7 @@ class Sampler:
 
     @functools.cached_property
     def _autoencoder(self) -> tuple[Autoencoder, AbstractContextManager[Any]]:
-        """Beside it what has it on the device."""
+        """The autoencoder, and the context in which it is on the device."""
         found = load_autoencoder(
             self.design, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
         )
@@ -146,7 +146,7 @@ class Sampler:
         """Refuse what cannot be drawn, before weights are read.
 
         Args:
-            strips: in which ranks make each picture.
+            strips: the number of strips in which ranks make each picture.
 
         Raises:
             ConfigError: the size, the scheduler, a label or `Memory` does not fit the model.
@@ -211,7 +211,7 @@ class Sampler:
         first: int,
         told: Callable[[int], None],
     ) -> list[Tensor]:
-        """Of each batch, on the host."""
+        """Return the latents of each batch, on the host."""
         strips = 1 if self._patches is None else self._patches.strips.count
         self.check(prompts, options, strips=strips)
         if self._branches is not None and options.guidance == 1:

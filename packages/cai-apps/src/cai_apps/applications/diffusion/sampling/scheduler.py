@@ -27,7 +27,7 @@ class Options:
 
     Args:
         size: side in pixels, or height and width; None: of the images it was trained on.
-        steps: of the scheduler.
+        steps: the number of steps of the scheduler.
         guidance: 1: none.
         scheduler: "auto", "ddim", "dpm" or "flow".
         seed: picture number i starts from noise of (seed, i), whatever else is drawn with it.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepBounds:
-    """Args: kept: of `process.Diffusing`, float64 [T]."""
+    """The bounds of each step's variance. Args: kept: that of `noise_process.Diffusing`, float64 [T]."""
 
     kept: Tensor
 
@@ -24,8 +24,8 @@ class StepBounds:
         """Bits a number, float [n].
 
         Args:
-            noise: what the model says of it, [n, c, h, w]; no gradient flows to it.
-            v: what the model says of the variance, of the same shape.
+            noise: the model's prediction of the noise, [n, c, h, w]; no gradient flows to it.
+            v: the model's prediction of the variance, of the same shape.
             x, noisy: the sample without noise, and what the model saw.
             time: int64 [n].
         """
@@ -59,7 +59,10 @@ def _divergence(mean: Tensor, log_variance: Tensor, other: Tensor, other_log_var
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Of 8-bit values in [-1, 1] under a normal distribution: its mass within half a value to either side."""
+    """Return the log-likelihood of 8-bit values in [-1, 1] under a normal distribution.
+
+    It is the logarithm of the distribution's mass within half a value to either side.
+    """
     spread = torch.exp(-log_scale)
     below = torch.special.ndtr(spread * (x - mean - 1 / 255))
     above = torch.special.ndtr(spread * (x - mean + 1 / 255))

@@ -37,12 +37,12 @@ class Noising:
     """Makes a microbatch of `data.samples.Images` ready: latents, noise, what is to be learned, and its weight.
 
     Args:
-        seed: of the noise.
-        offset: how much of it is alike all over a channel.
+        seed: the seed of the noise.
+        offset: the amount of it that is alike all over a channel.
         compute: dtype of what goes into the model.
         variance: the model says the variance too.
         most: numbers of a sample's latents at most.
-        layout: in memory, of the noisy latents.
+        layout: the memory format of the noisy latents.
     """
 
     process: Process
@@ -95,7 +95,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
     """The workload of a config.
 
     Args:
-        device: of this rank; None: nothing will be encoded, the workload is only planned.
+        device: this rank's device; None: nothing will be encoded, the workload is only planned.
     """
     compute = DTYPES[config.precision.compute]
     process = process_of(

@@ -36,11 +36,11 @@ class Arguments:
     output: Path = Path("folded")
     """Directory for NAME.cif and NAME.pae.json."""
     preset: str = "alphafold"
-    """Of which model a file of weights is."""
+    """The model that a file of weights is of."""
     rounds: Annotated[int, COUNT] = 4
     """One after the other, each from what the one before found (recycling)."""
     sequences: Annotated[int, COUNT] = 512
-    """Of the alignment that lead clusters."""
+    """Sequences of the alignment that lead clusters."""
     extra: Annotated[int, COUNT] = 1024
     """Other sequences of the alignment."""
     templates: tuple[str, ...] = ()
@@ -50,10 +50,10 @@ class Arguments:
     raw: bool = False
     """Use the last weights, where averaged ones are there too."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of computing. auto: bf16 on a GPU that has it, else fp32; coordinates are float32 always."""
+    """The dtype of computing. auto: bf16 on a GPU that has it, else fp32; coordinates are float32 always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, SEED] = 0
-    """Of which sequences lead clusters, and what is masked."""
+    """The seed that decides which sequences lead clusters, and what is masked."""
 
 
 def run(arguments: list[str]) -> int:
@@ -115,7 +115,7 @@ def _model(options: Arguments) -> AlphaFold:
 
 
 def _templates(options: Arguments, alignment: Alignment) -> list[Template]:
-    """Of the first sequence; what is dropped of a search is told."""
+    """Return the templates of the first sequence, and print which hits of a search are left out."""
     from cai_apps.applications.protein.data.hhr import read_hhr
     from cai_apps.applications.protein.data.related import choose, given
     from cai_apps.applications.protein.data.structures import read_chain

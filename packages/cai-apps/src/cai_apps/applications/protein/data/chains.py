@@ -28,7 +28,7 @@ from cai_mesh.errors import ConfigError, DataError, did_you_mean
 from cai_mesh.files import private_folder, replaced
 
 FORMAT = 2
-"""Of what is kept; another one makes all of it anew."""
+"""The format of what is kept; with another one all of it is made anew."""
 ALIGNMENTS = {".a3m": read_a3m, ".sto": read_stockholm}
 STRUCTURES = (".cif", ".pdb")
 SHIPPED = "shipped"
@@ -39,7 +39,7 @@ class Files:
     """What one chain is read from.
 
     Args:
-        name: of the chain.
+        name: the name of the chain.
         alignment, structure: files.
         chain: its name in the structure; None: the only protein there.
         hits: related structures; None: none are known.
@@ -60,7 +60,7 @@ class Prepared:
     validation: dict[str, Path]
 
     def file(self, name: str) -> Path:
-        """Of a chain. Raises `ConfigError` for a name that is none."""
+        """Return the file of a chain. Raises `ConfigError` for a name that is none."""
         every = self.training | self.validation
         if name not in every:
             raise ConfigError(

@@ -26,7 +26,7 @@ class Masking:
     """How residues of an alignment are masked for the model to find, as BERT does (Devlin et al., 2019).
 
     Args:
-        share: of residues that are.
+        share: the share of residues that are drawn for it.
         uniform, profile, same: shares of these that become any residue, one of their column, or stay; the rest are
             masked.
     """
@@ -39,7 +39,7 @@ class Masking:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Of one draw. S: sequences that lead a cluster; E: extra ones.
+    """The features of one draw. S: sequences that lead a cluster; E: extra ones.
 
     Args:
         features: [S, R, 49]; extra: [E, R, 25].
@@ -94,7 +94,10 @@ def mask(residues: Tensor, profile: Tensor, masking: Masking, generator: Generat
 
 
 def nearest_of(leading: Tensor, others: Tensor) -> Tensor:
-    """Of each other sequence [E, R] the leading one [S, R] with which it agrees at most places; gaps do not count."""
+    """Return the leading sequence [S, R] with which each other one [E, R] agrees at most places, by number [E].
+
+    Gaps do not count.
+    """
     one, other = (F.one_hot(each, KINDS)[..., :GAP].float().flatten(1) for each in (leading, others))
     return (other @ one.T).argmax(1)
 

@@ -36,9 +36,9 @@ class Piece:
 
     Args:
         residues: neighbouring ones, drawn where a chain has more.
-        sequences: of the alignment that lead clusters; extra: others.
+        sequences: sequences of the alignment that lead clusters; extra: others.
         clamped: share of samples whose errors of the backbone have a most (section 1.11.5).
-        masking: of the alignment.
+        masking: the masking of the alignment.
         templates: 0: features have none.
     """
 
@@ -106,7 +106,7 @@ def query(
     """The features of each round of a whole chain, whose structure nobody knows; a batch of one.
 
     Args:
-        piece: at most so many sequences; nothing is padded.
+        piece: the most sequences and templates that are read; nothing is padded.
         templates: the first are taken that the piece has room for.
     """
     residue = torch.from_numpy(np.minimum(alignment.residues[0], UNKNOWN)).long()

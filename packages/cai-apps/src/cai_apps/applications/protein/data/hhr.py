@@ -22,12 +22,12 @@ class Hit:
     """A sequence that is like the query, and how they lie beside each other.
 
     Args:
-        number: in the file, from 1.
+        number: the hit's number in the file, from 1.
         name: as the file has it, to the first space.
-        probability: that the two are related, percent.
-        e_value: how many hits as good are expected by chance.
+        probability: the probability that the two are related, percent.
+        e_value: the number of hits as good that are expected by chance.
         aligned: columns where both have a residue, as the file tells.
-        sum_probs: how many of these are expected to be right.
+        sum_probs: the number of these that are expected to be right.
         query, template: the aligned rows, of one length; `-` is a gap.
         query_start, template_start: places of their first letters, from 0.
     """
@@ -51,7 +51,7 @@ class Hit:
 
     @property
     def sequence(self) -> str:
-        """Of the template, without gaps."""
+        """The sequence of the template, without gaps."""
         return self.template.replace("-", "")
 
     def pairs(self) -> np.ndarray:

@@ -29,7 +29,7 @@ class Chosen:
     """Templates of a query.
 
     Args:
-        templates: in their order.
+        templates: the templates, in the order in which their hits were looked at.
         dropped: other hits that were looked at, each with the reason.
     """
 

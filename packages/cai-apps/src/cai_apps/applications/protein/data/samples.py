@@ -27,10 +27,10 @@ class Pieces:
 
     Args:
         chains: files of `data.chains`.
-        piece: how much of a chain a sample holds.
-        rounds: of a step, at most.
+        piece: the amount of a chain that a sample holds.
+        rounds: the largest number of rounds of a step.
         global_batch: samples of a step, which have as many rounds as each other.
-        seed: of all that is drawn.
+        seed: the seed of all that is drawn.
         fixed: every step has all rounds, as in validation.
     """
 

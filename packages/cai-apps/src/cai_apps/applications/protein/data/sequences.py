@@ -23,9 +23,9 @@ class Alignment:
     """Sequences beside the one whose structure is asked for, which is the first.
 
     Args:
-        names: of the sequences.
+        names: the names of the sequences.
         residues: numbers of the residues [sequences, residues], uint8; a gap is `GAP`.
-        deletions: how many residues of a sequence lie before this one and beside none of the first, uint16.
+        deletions: the number of residues of a sequence that lie before this one and beside none of the first, uint16.
     """
 
     names: tuple[str, ...]
@@ -143,7 +143,7 @@ def _check_lengths(rows: list[tuple[str, str]], path: Path) -> None:
 
 
 def _deletions(row: str) -> np.ndarray:
-    """Before each column, how many small letters."""
+    """Return the number of small letters before each column."""
     found, count = [], 0
     for letter in row.replace(".", ""):
         if letter.islower():

@@ -22,9 +22,9 @@ class Chain:
     """One chain, with residues of its sequence that no atom is known of.
 
     Args:
-        name: of the file and the chain.
+        name: the names of the file and the chain.
         residue: numbers of the residues [R], int64.
-        atoms: at their 14 places, angstroms [R, 14, 3], float64; known: which are [R, 14].
+        atoms: positions at the 14 places of a residue, angstroms [R, 14, 3], float64; known: which are known [R, 14].
         resolution: angstroms; 0 where the file has none.
     """
 
@@ -36,7 +36,7 @@ class Chain:
 
     @property
     def sequence(self) -> str:
-        """In letters; X for an unknown residue."""
+        """The sequence in letters; X for an unknown residue."""
         return "".join((LETTERS + "X")[number] for number in self.residue)
 
 
@@ -81,7 +81,7 @@ def read_chain(path: Path, chain: str | None = None) -> Chain:
 
 
 def _polymers(gemmi: Any, structure: Any) -> dict[str, tuple[Any, Any]]:
-    """By the name of a chain its protein and the entity of that."""
+    """Return the protein of each chain that has one, and its entity, by the name of the chain."""
     found = {}
     for chain in structure[0]:
         polymer = chain.get_polymer()
@@ -103,7 +103,7 @@ def _chosen(path: Path, polymers: dict[str, Any], chain: str | None) -> str:
 
 
 def _places() -> list[list[str]]:
-    """By the number of a residue the names at its places; an unknown one has none."""
+    """Return the names of the atoms at the places of each residue, by its number; an unknown one has none."""
     return [*(list(each.atoms) for each in residues()), []]
 
 
@@ -130,7 +130,7 @@ def write_chain(path: Path, chain: Chain, confidence: np.ndarray | None = None) 
     """A chain as mmCIF.
 
     Args:
-        confidence: of each residue, 0 to 100 [R], written where B factors are.
+        confidence: the confidence in each residue, 0 to 100 [R], written where B factors are.
     """
     gemmi = load_gemmi()
     structure = gemmi.Structure()

@@ -28,14 +28,14 @@ class Template:
 
     Args:
         chain: its structure.
-        place: of each residue of the query that of the template, from 0, or `NOWHERE` [R], int64.
+        place: the place in the template beside each residue of the query, from 0, or `NOWHERE` [R], int64.
     """
 
     chain: Chain
     place: np.ndarray
 
     def cut(self, at: slice) -> Template:
-        """Beside a piece of the query."""
+        """Return the template beside a piece of the query."""
         return Template(self.chain, self.place[at])
 
 

@@ -18,7 +18,7 @@ PSI, FIRST_CHI = 3, 4
 
 
 def _places(x: Tensor, places: Tensor) -> Tensor:
-    """Of atoms x [..., R, 14, 3] those at places [..., R, k] -> [..., R, k, 3]."""
+    """Return those of the atoms x [..., R, 14, 3] that are at places [..., R, k]: [..., R, k, 3]."""
     return x.gather(-2, places[..., None].expand(*places.shape, 3))
 
 
@@ -66,7 +66,7 @@ class Groups:
 
 
 def groups(residue: Tensor, atoms: Tensor, known: Tensor) -> Groups:
-    """As `torsions`."""
+    """Return the rigid groups of a known structure; the arguments are those of `torsions`."""
     table = tables(residue.device, atoms.dtype)
     base = residue.new_zeros(*residue.shape, GROUPS, 3)
     base[..., 0, :] = residue.new_tensor([C, ALPHA, N])
@@ -95,7 +95,7 @@ class Named:
 
     Args:
         atoms, known: [..., R, 14, 3] and [..., R, 14].
-        renamed: which residues have other names than they came with [..., R].
+        renamed: whether a residue's atoms have other names than they came with [..., R].
     """
 
     atoms: Tensor

@@ -12,7 +12,7 @@ from cai_apps.applications.protein.model.frames import Frames
 
 
 def _bins(squared: Tensor, first: float, last: float, count: int) -> Tensor:
-    """In which of `count` bins squared distances lie; bounds from `first` to `last`, angstroms."""
+    """Return in which of `count` bins squared distances lie; bounds from `first` to `last`, angstroms."""
     bounds = torch.linspace(first, last, count - 1, dtype=squared.dtype, device=squared.device).square()
     return (squared[..., None] > bounds).sum(-1)
 

@@ -9,13 +9,13 @@ EPS = 1e-8
 
 
 def mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Of each sample, [B]; 0 where nothing is left. Args: x, mask: [B, ...], of shapes that broadcast."""
+    """Return the mean of each sample, [B]; 0 where nothing is left. Args: x, mask: [B, ...], shapes that broadcast."""
     weight = torch.broadcast_to(mask.to(x.dtype), x.shape)
     dims = tuple(range(1, x.dim()))
     return (x * weight).sum(dims) / (weight.sum(dims) + EPS)
 
 
 def cross_entropy(scores: Tensor, number: Tensor) -> Tensor:
-    """Of each row of scores [..., bins] with the number of its bin [...], in float32 or wider."""
+    """Return the cross entropy of each row of scores [..., bins] with the number of its bin [...], float32 or wider."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return -wide.log_softmax(-1).gather(-1, number[..., None])[..., 0]

@@ -28,7 +28,7 @@ def fape(
         frames, true_frames: [B, F]; frame_mask: [B, F].
         x, true_x: [B, P, 3], angstroms; x_mask: [B, P].
         clamp: distances count as this at most, angstroms; None: there is no most.
-        scale: what counts as 1, angstroms.
+        scale: the distance that counts as 1, angstroms.
     """
     return _mean(_apart(frames, x, true_frames, true_x), frame_mask, x_mask, clamp, scale)
 
@@ -63,7 +63,7 @@ def backbone(placed: Frames, true: Frames, mask: Tensor, clamped: Tensor) -> Ten
 
 
 def distances(x: Tensor) -> Tensor:
-    """Between each two of the points [B, n, 3], [B, n, n]."""
+    """Return the distances between each two of the points [B, n, 3]: [B, n, n]."""
     return ((x[:, :, None] - x[:, None]).square().sum(-1) + 1e-10).sqrt()
 
 

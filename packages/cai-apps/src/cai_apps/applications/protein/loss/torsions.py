@@ -15,10 +15,11 @@ def torsions(
     """Squared errors of chi 1 to 4, and how far the lengths of all seven are from 1: [B].
 
     Args:
-        angles, raw: of every block of the structure module, [blocks, B, R, 7, 2]: of length 1, and as they came.
+        angles, raw: the angles of every block of the structure module, [blocks, B, R, 7, 2]: of length 1, and as they
+            came.
         true: sines and cosines of chi, [B, R, 4, 2].
         residue: numbers [B, R].
-        chi_mask: which chi are known [B, R, 4]; mask: [B, R].
+        chi_mask: 1 where a chi is known, else 0 [B, R, 4]; mask: [B, R].
     """
     turn = 1 - 2 * tables(residue.device).alike[residue].to(true.dtype)[..., None]
     off, off_turned = ((angles[..., 3:, :] - way).square().sum(-1) for way in (true, true * turn))

@@ -13,9 +13,10 @@ from cai_apps.applications.protein.chemistry import LETTERS, tables
 from cai_apps.applications.protein.data.truth import ALPHA, C, N
 
 LENGTH, LENGTH_PROLINE = (1.329, 0.014), (1.341, 0.016)
-"""Of the bond between two residues, and of one to a proline: mean and standard deviation, angstroms."""
+"""Lengths of the bond between two residues, and of one to a proline: mean and standard deviation, angstroms."""
 COSINE_AT_C, COSINE_AT_N = (-0.4473, 0.0311), (-0.5203, 0.0353)
-"""Of the angles CA-C-N and C-N-CA. OpenFold holds the first to 0.014, the deviation of the bond's length."""
+"""Cosines of the angles CA-C-N and C-N-CA: mean and standard deviation. OpenFold holds the first to 0.014, the
+deviation of the bond's length."""
 SULFUR = 5
 """The place whose atoms may come close: cysteine's sulfur. As AlphaFold does, this counts for any residue's."""
 SMALL, CLOSE = 1e-6, 1e-10
@@ -24,13 +25,13 @@ SMALL, CLOSE = 1e-6, 1e-10
 
 @dataclass(frozen=True)
 class Violations:
-    """Of a structure, before it is weighted.
+    """Violations of a structure, before they are weighted.
 
     Args:
         bonds: mean error of the lengths between residues beyond what is allowed, angstroms [B].
-        angles_c, angles_n: of the cosines of CA-C-N and C-N-CA [B].
-        clashes: of atoms too close or, in a residue, too far apart, a mean over atoms, angstroms [B].
-        residues: which have any of these [B, R].
+        angles_c, angles_n: mean errors of the cosines of CA-C-N and C-N-CA beyond what is allowed [B].
+        clashes: errors of atoms too close or, in a residue, too far apart, a mean over atoms, angstroms [B].
+        residues: whether a residue has any of these [B, R].
     """
 
     bonds: Tensor
@@ -46,7 +47,7 @@ class Violations:
 
 
 def violations(residue: Tensor, index: Tensor, atoms: Tensor) -> Violations:
-    """Of atoms at the 14 places of each residue.
+    """Return the violations of atoms at the 14 places of each residue.
 
     Args:
         residue: numbers [B, R]; an unknown one has no atoms.
@@ -89,14 +90,14 @@ def _between(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tu
 
 
 def _direction(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Of length one, [..., 3], and how far, [...]."""
+    """Return the direction from `start` to `end`, of length one [..., 3], and the distance [...]."""
     vector = end - start
     length = (SMALL + vector.square().sum(-1)).sqrt()
     return vector / length[..., None], length
 
 
 def _clashes(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much atoms of different residues lie too close, summed over pairs [B]; residues that do [B, R]."""
+    """Return by how much atoms of different residues lie too close, summed over pairs [B]; residues that do [B, R]."""
     shape = there.shape
     flat, radius = atoms.flatten(1, 2), bounds(atoms.device, atoms.dtype).radius[residue].flatten(1, 2)
     apart = (CLOSE + (flat[:, :, None] - flat[:, None]).square().sum(-1)).sqrt()
@@ -119,7 +120,8 @@ def _may_clash(index: Tensor, there: Tensor) -> Tensor:
 
 
 def _within(residue: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much atoms of a residue lie too close or too far apart, summed over pairs [B]; such residues [B, R]."""
+    """Return by how much atoms of a residue lie too close or too far apart, summed over pairs [B]; residues that do
+    [B, R]."""
     held = bounds(atoms.device, atoms.dtype)
     lower, upper = held.lower[residue], held.upper[residue]
     apart = (CLOSE + (atoms[..., :, None, :] - atoms[..., None, :, :]).square().sum(-1)).sqrt()

@@ -21,9 +21,9 @@ from cai_apps.applications.protein.model.structure import Placed
 WEIGHTS = {
     "backbone": 0.5, "side chains": 0.5, "torsions": 1.0, "distances": 0.3, "masked residues": 2.0, "plddt": 0.01,
 }  # fmt: skip
-"""Of the first training (section 1.9.1)."""
+"""Weights of the losses in the first training (section 1.9.1)."""
 FINE_TUNING = WEIGHTS | {"violations": 1.0, "resolved": 0.01, "aligned errors": 0.1}
-"""Of training on."""
+"""Weights of the losses in fine-tuning, the training after that."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Truth:
 
     Args:
         residue: numbers [B, R]; mask: [B, R].
-        atoms, known: at their 14 places, angstroms [B, R, 14, 3], [B, R, 14].
-        torsions, torsions_known: of `data.truth` [B, R, 7, 2], [B, R, 7].
-        groups: of `data.truth` [B, R, 8].
+        atoms, known: positions at their 14 places, angstroms, and which are known [B, R, 14, 3], [B, R, 14].
+        torsions, torsions_known: the result of `data.truth.torsions` [B, R, 7, 2], [B, R, 7].
+        groups: the result of `data.truth.groups` [B, R, 8].
         rows, masked: numbers of the alignment's residues, and which were masked [B, S, R].
         clamped: 1 where errors of the backbone have a most, else 0 [B].
         fine: 1 where the resolution is good enough to learn confidence from, else 0 [B].
@@ -131,7 +131,7 @@ def _beta(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Tensor
 
 
 def _kinds(residue: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the 37 kinds of atoms those that are known, and those that a residue has, [B, R, 37]."""
+    """Return which of the 37 kinds of atoms are known, and which a residue has, [B, R, 37]."""
     table = tables(residue.device)
     kind, has = table.kind[residue], table.there[residue]
     blank = torch.zeros(*residue.shape, len(ATOMS), device=residue.device)

@@ -22,14 +22,14 @@ ALPHA, BETA = 1, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the whole model; by default AlphaFold's.
+    """Sizes of the whole model; by default AlphaFold's.
 
     Args:
         target, alignment, extra: features of a residue, in a sequence of the alignment, in an extra sequence.
-        block, blocks: of the Evoformer.
-        extra_block, extra_blocks: of the stack for extra sequences.
-        template: of what reads templates; None: nothing does.
-        structure: of the structure module.
+        block, blocks: sizes of a block of the Evoformer, and the number of blocks.
+        extra_block, extra_blocks: the same for the stack of extra sequences.
+        template: sizes of the part that reads templates; None: there is none.
+        structure: sizes of the structure module.
         errors: whether aligned errors are predicted.
     """
 
@@ -91,9 +91,9 @@ class Round:
     """What one round found.
 
     Args:
-        m, z, s: of the trunk, [B, S, R, c_m], [B, R, R, c_z], [B, R, c_s].
-        folded: what the structure module says.
-        said: by the heads.
+        m, z, s: the output of the trunk, [B, S, R, c_m], [B, R, R, c_z], [B, R, c_s].
+        folded: the output of the structure module.
+        said: the output of the heads.
     """
 
     m: Tensor
@@ -122,7 +122,7 @@ class AlphaFold(nn.Module):
         """Rounds one after the other, each with its own draw of the alignment; the last alone has gradients.
 
         Args:
-            rounds: of one batch, of one shape of the pair.
+            rounds: features of each round, all of one batch; the pair has the same shape in all.
         """
         before: Round | None = None
         for features in rounds[:-1]:

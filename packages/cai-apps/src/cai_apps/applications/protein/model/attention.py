@@ -16,7 +16,7 @@ class GatedAttention(nn.Module):
     """Attention of N heads inside each row of x [B, rows, L, width], with a gate on what a head says.
 
     Args:
-        width: of x.
+        width: the width of x.
         heads: N.
         head: width of a head.
     """
@@ -51,7 +51,7 @@ class GlobalAttention(nn.Module):
     """Attention along the sequences of an alignment with one query for all of a residue: Algorithm 19.
 
     Args:
-        width: of x.
+        width: the width of x.
         heads: N, which share keys and values.
         head: width of a head.
     """

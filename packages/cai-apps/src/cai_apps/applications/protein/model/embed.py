@@ -13,11 +13,11 @@ BEYOND = 1e8
 
 
 def distance_bins(x: Tensor, first: float, last: float, count: int) -> Tensor:
-    """In which bin the distance of each two points lies, one-hot [..., n, n, count]: none below `first`.
+    """Return the bin of the distance between each two points, one-hot [..., n, n, count]; all 0 below `first`.
 
     Args:
         x: points [..., n, 3], angstroms.
-        first, last: where the first and the last bin begin, angstroms; the last has no end.
+        first, last: starts of the first and the last bin, angstroms; the last has no end.
     """
     squared = (x[..., :, None, :] - x[..., None, :, :]).square().sum(-1, keepdim=True)
     low = torch.linspace(first, last, count, dtype=x.dtype, device=x.device).square()
@@ -57,7 +57,8 @@ class RecyclingEmbedder(nn.Module):
 
     Args:
         c_m, c_z: widths.
-        first, last, bins: of distances between beta carbons, angstroms.
+        first, last, bins: starts of the first and the last bin of distances between beta carbons, angstroms, and the
+            number of bins.
     """
 
     def __init__(self, c_m: int, c_z: int, first: float = 3.25, last: float = 20.75, bins: int = 15):

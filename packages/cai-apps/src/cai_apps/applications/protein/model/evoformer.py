@@ -13,13 +13,13 @@ from cai_apps.applications.protein.model.pair import TriangleAttention, Triangle
 
 @dataclass(frozen=True)
 class PairSizes:
-    """Of the pair's part of a block.
+    """Sizes of the pair's part of a block.
 
     Args:
         c_z: width of the pair.
         triangle: width inside triangle multiplications.
-        heads, head: of triangle attention.
-        factor: of the transition.
+        heads, head: the number of heads of triangle attention, and the width of one.
+        factor: the inner width of the transition, as a multiple of `c_z`.
         dropout: rate, of what rows or columns share.
     """
 
@@ -33,16 +33,16 @@ class PairSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Of a block of the Evoformer.
+    """Sizes of a block of the Evoformer.
 
     Args:
         c_m: width of the alignment.
-        heads, head: of row and column attention.
+        heads, head: the number of heads of row and column attention, and the width of one.
         outer: width inside the outer product mean.
-        factor: of the transition.
+        factor: the inner width of the transition, as a multiple of `c_m`.
         dropout: rate, of what the sequences share.
         one_query: column attention has one query for all of a residue, as for extra sequences.
-        pair: of the pair's part.
+        pair: sizes of the pair's part.
     """
 
     c_m: int = 256
@@ -56,7 +56,7 @@ class BlockSizes:
 
 
 EXTRA = BlockSizes(c_m=64, head=8, one_query=True)
-"""Of a block for extra sequences."""
+"""Sizes of a block for extra sequences."""
 
 
 class PairUpdates(nn.Module):
@@ -104,8 +104,8 @@ class Evoformer(nn.Module):
     """Blocks, then the sequence that is folded by itself: lines 1 to 12 of Algorithm 6.
 
     Args:
-        sizes: of a block.
-        blocks: how many.
+        sizes: the sizes of a block.
+        blocks: the number of blocks.
         c_s: width of the sequence that is returned; None: extra sequences, of which none is.
     """
 

@@ -14,7 +14,7 @@ def _mixed(first: Tensor, second: Tensor, third: Tensor, x: Tensor) -> Tensor:
 
 
 def product(one: Tensor, other: Tensor) -> Tensor:
-    """Of rotations [..., 3, 3]. Written out, for matrix units may round coordinates to TF32."""
+    """Return the product of two rotations [..., 3, 3], written out because matrix units may round it to TF32."""
     return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)
 
 

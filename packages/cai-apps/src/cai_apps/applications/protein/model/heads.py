@@ -15,11 +15,12 @@ class Said:
     """Scores before their softmax or sigmoid.
 
     Args:
-        plddt: of how well a residue's surroundings are met, in 50 bins [B, R, 50].
-        distances: between beta carbons, in 64 bins [B, R, R, 64].
-        residues: of what was masked in the alignment, among 23 [B, S, R, 23].
+        plddt: scores of how well a residue's surroundings are met, in 50 bins [B, R, 50].
+        distances: scores of the distance between beta carbons, in 64 bins [B, R, R, 64].
+        residues: scores of the residue that was masked in the alignment, among 23 [B, S, R, 23].
         resolved: whether an atom would be seen in an experiment [B, R, 37].
-        errors: of where one residue lies, seen from another, in 64 bins [B, R, R, 64]; None: a model without.
+        errors: scores of the error of one residue's place, seen from another, in 64 bins [B, R, R, 64]; None: the
+            model does not predict it.
     """
 
     plddt: Tensor

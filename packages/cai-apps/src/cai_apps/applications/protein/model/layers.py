@@ -51,8 +51,8 @@ class Transition(nn.Module):
     """Two layers on each element: Algorithm 9 for an alignment, 15 for a pair.
 
     Args:
-        width: of the elements.
-        factor: by which the layer between is wider.
+        width: the width of the elements.
+        factor: the width of the layer between, as a multiple of `width`.
     """
 
     def __init__(self, width: int, factor: int):

@@ -14,7 +14,7 @@ from cai_apps.applications.protein.model.layers import linear
 MASKED = 1e5
 """Taken off the scores of residues that are not there."""
 ONE = 0.541324854612918
-"""Whose softplus is 1."""
+"""The number whose softplus is 1."""
 
 
 class PointAttention(nn.Module):

@@ -14,16 +14,16 @@ from cai_apps.applications.protein.model.layers import linear
 from cai_apps.applications.protein.model.points import PointAttention
 
 ANGSTROMS = 10.0
-"""Of the unit in which the module moves residues."""
+"""The unit in which the module moves residues, in angstroms."""
 
 
 @dataclass(frozen=True)
 class StructureSizes:
-    """Of the structure module.
+    """Sizes of the structure module.
 
     Args:
         c_s, c_z: widths of the sequence and the pair.
-        head, heads, seen, said: of `PointAttention`.
+        head, heads, seen, said: the arguments of `PointAttention` with these names.
         blocks: rounds with the same weights.
         dropout: rate.
         angles: width inside the network of angles; its blocks.
@@ -46,7 +46,7 @@ class Placed:
     """What a block of the structure module says.
 
     Args:
-        frames: of the backbone [B, R], angstroms.
+        frames: the frames of the backbone [B, R], angstroms.
         angles: sines and cosines of the seven torsions [B, R, 7, 2], of length 1.
         raw_angles: the same as they came.
     """
@@ -61,10 +61,10 @@ class Folded:
     """What the structure module says.
 
     Args:
-        s: of the sequence, [B, R, c_s].
-        blocks: of each of its blocks.
-        groups: after the last one, the frames of the eight rigid groups of a residue [B, R, 8], angstroms.
-        atoms: where its 14 atoms are then [B, R, 14, 3], angstroms.
+        s: the sequence after the last block, [B, R, c_s].
+        blocks: the output of each block.
+        groups: the frames of the eight rigid groups of a residue after the last block [B, R, 8], angstroms.
+        atoms: the positions of its 14 atoms after the last block [B, R, 14, 3], angstroms.
     """
 
     s: Tensor

@@ -63,12 +63,12 @@ class TemplateAttention(nn.Module):
 
 @dataclass(frozen=True)
 class TemplateSizes:
-    """Of what reads templates.
+    """Sizes of the part that reads templates.
 
     Args:
         angles, pair: features of a residue and of two residues.
-        blocks, sizes: of the stack, and of a block of it.
-        heads, head: of the attention to templates.
+        blocks, sizes: the number of blocks of the stack, and the sizes of one.
+        heads, head: the number of heads of the attention to templates, and the width of one.
     """
 
     angles: int = 57

@@ -26,7 +26,7 @@ class Branches:
     pair: dist.ProcessGroup
 
     def own(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of conditions [2 n, ...], those without a prompt first, this rank's [n, ...]."""
+        """Return this rank's half [n, ...] of conditions [2 n, ...], of which those without a prompt come first."""
         return {name: value.chunk(2)[self.index] for name, value in given.items()}
 
     def both(self, said: Tensor) -> tuple[Tensor, Tensor]:

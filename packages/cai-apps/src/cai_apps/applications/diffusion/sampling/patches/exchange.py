@@ -17,9 +17,9 @@ class Clock:
     """Where a picture stands, for all its exchanges.
 
     Args:
-        step: of the denoising, from 0.
+        step: the step of the denoising, from 0.
         warmup: steps that wait for this step's neighbours; None: all.
-        nbytes: that this rank has received.
+        nbytes: the bytes that this rank has received.
     """
 
     step: int = -1
@@ -36,8 +36,8 @@ class Exchange:
     """One layer's tensors of all strips.
 
     Args:
-        name: of the layer, in messages.
-        group: of the ranks, in the order of their strips.
+        name: the name of the layer, in messages.
+        group: the group of the ranks, in the order of their strips.
         clock: shared by all layers.
     """
 

@@ -48,8 +48,8 @@ def teach(denoiser: nn.Module, strips: Strips, exchange: Callable[[str], Exchang
     """Change the layers in place.
 
     Args:
-        denoiser: that `check_layers` has passed.
-        strips: which part is one's own.
+        denoiser: a denoiser that `check_layers` has passed.
+        strips: the strips, and which of them is one's own.
         exchange: makes the exchange of a layer from its name.
     """
     for name, module in list(denoiser.named_modules()):

@@ -15,8 +15,8 @@ class Strips:
     """Horizontal strips of equal height, from top to bottom.
 
     Args:
-        count: how many.
-        index: which of them is one's own.
+        count: the number of strips.
+        index: the number of one's own strip, from 0 at the top.
     """
 
     count: int
@@ -27,7 +27,7 @@ class Strips:
 
         Args:
             height: rows of the latents.
-            multiple: what the rows of each strip must be a multiple of.
+            multiple: the number that the rows of each strip must be a multiple of.
 
         Raises:
             ConfigError: they do not divide.
@@ -54,8 +54,8 @@ class Strips:
 
         Args:
             own: the strip.
-            edges: of each strip its first and last rows, [n, c, 2 rows, w].
-            rows: of the halo.
+            edges: the first and last rows of each strip, [n, c, 2 rows, w].
+            rows: the number of rows of the halo on each side.
         """
         none = torch.zeros_like(own[:, :, :rows])
         above = edges[self.index - 1][:, :, rows:] if self.index else none
@@ -114,8 +114,8 @@ def whole_moments(fresh: Tensor, remembered: list[Tensor], index: int) -> Tensor
 
     Args:
         fresh: `moments` of one's own strip.
-        remembered: of all strips, of one step; of this step, the result is exact.
-        index: of one's own strip.
+        remembered: `moments` of all strips at one step; where that is this step, the result is exact.
+        index: the number of one's own strip.
     """
     mean, square = fresh + (torch.stack(remembered).mean(0) - remembered[index])
     own = fresh[1] - fresh[0].square()
