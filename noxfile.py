@@ -102,12 +102,9 @@ def quick(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """ruff's rules and format, and pyright over the sources."""
-    house.link_torch(session, third_party=True)  # typed against what is integrated
-    _lint(session)
-
-
-def _lint(session: nox.Session) -> None:
-    session.install("ruff", "pyright[nodejs]", "nox")
+    constraints = house.link_torch(session)  # without Triton, whose annotations refuse correct kernels
+    tools = ("ruff", "pyright[nodejs]", "nox", "numpy", "pytest")
+    session.install("-c", str(constraints), *tools, *house.EXAMPLES)  # typed against what is integrated
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
