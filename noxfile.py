@@ -94,8 +94,8 @@ def quick(session: nox.Session) -> None:
 
     `-- --base REV` says since when; default: what is not committed, or else the last commit.
     """
+    session.notify("lint", posargs=[])
     house.install_everything(session)
-    _lint(session)
     session.run("python", "tools/reach.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
