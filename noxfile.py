@@ -37,6 +37,7 @@ TEST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "CAI_TESTS_LOCK": str(house.CACHE / "tests.lock"),
+    "PYTEST_TIMEOUT": "600",  # a test may wait for another session's that fills the machine (decision 50)
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools import house
+from tools import house, reach, side_by_side
 
 ROOT = house.ROOT
 PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists())
@@ -196,3 +196,41 @@ def test_the_workflow_has_a_job_for_every_session_of_ci():
         "compat",
     }
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("nox -s ci")
+
+
+def test_every_suite_has_a_budget():
+    budgets = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text())
+    assert set(budgets) == {*house.SUITES, *house.PAIRS}
+
+
+def test_a_suite_over_its_budget_fails(pytestconfig):
+    (shared,) = [
+        plugin for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "over_budget")
+    ]
+    counts = {"processes": 3, "groups": 5}
+    assert not shared.over_budget("a", counts, {"a": {"processes": 3, "groups": 5}})
+    (line,) = shared.over_budget("a", counts, {"a": {"processes": 3, "groups": 4}})
+    assert "a started 5 groups, its budget is 4" in line
+    assert len(shared.over_budget("unknown", counts, {})) == 2
+
+
+def test_one_job_that_fails_stops_no_other():
+    shown: list[str] = []
+    python = [sys.executable, "-c"]
+    jobs = [
+        side_by_side.Job("bad", [*python, "print('out of bad'); raise SystemExit(3)"]),
+        side_by_side.Job("good", [*python, "import os; print(os.environ['WORD'])"], {"WORD": "out of good"}),
+    ]
+    assert not side_by_side.run(jobs, shown.append)
+    text = "\n".join(shown)
+    assert "out of bad" in text and "out of good" in text and "FAILED with 3" in text
+    assert side_by_side.run(jobs[1:], shown.append)
+
+
+def test_a_change_reaches_tests_through_the_face_of_a_package():
+    """The nearest first, and not every test of the package."""
+    source = ROOT / "packages/cai-mesh/src/cai_mesh/sizes.py"
+    tests = [str(path.relative_to(ROOT)) for path in reach.reached([source])]
+    assert tests[:3] == list(reach.ALWAYS)
+    assert "packages/cai-gemini/tests/test_offload.py" in tests
+    assert "packages/cai-mesh/tests/test_layout.py" not in tests

@@ -37,7 +37,8 @@ class Outcome:
         name: of the job.
         code: its exit code.
         wall: seconds from start to end.
-        cpu: seconds of user and system time, of its children too.
+        cpu: seconds of user and system time of it and of the processes it waits for; ranks, which are forked from a
+            server, are not among them.
     """
 
     name: str
@@ -46,9 +47,20 @@ class Outcome:
     cpu: float
 
 
+def busy_seconds() -> float:
+    """Return the seconds that the machine's cores have worked since it started, for whomever; 0 where nobody tells."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system = map(int, file.readline().split()[1:4])
+    except OSError:
+        return 0.0
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
 def run_job(job: Job, show: Callable[[str], None]) -> Outcome:
     """Run one job and show its output, whole, when it has ended."""
     began = time.monotonic()
+    show(f"===== {job.name} begins")
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             job.command,
@@ -57,7 +69,7 @@ def run_job(job: Job, show: Callable[[str], None]) -> Outcome:
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(job.environment or {})},
         )
-        _, status, usage = os.wait4(process.pid, 0)  # which tells what the children took, too
+        _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         text = output.read()
@@ -75,9 +87,10 @@ def row(outcome: Outcome) -> str:
 
 def run(jobs: Sequence[Job], show: Callable[[str], None] = lambda text: print(text, flush=True)) -> bool:
     """Run jobs in their order, `AT_ONCE` at a time; returns whether all passed. One that fails stops no other."""
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began, busy, load = time.monotonic(), busy_seconds(), os.getloadavg()[0]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = list(pool.map(lambda job: run_job(job, show), jobs))
-    total = f"{(time.monotonic() - began) / 60:.1f} min, {sum(o.cpu for o in outcomes) / 60:.1f} CPU-min"
-    show("\n".join([*map(row, outcomes), f"together: {total}, load at the start {load:.1f}"]))
+    minutes = f"{(time.monotonic() - began) / 60:.1f} min"
+    cores = f"{(busy_seconds() - busy) / 60:.1f} CPU-min of the machine"
+    show("\n".join([*map(row, outcomes), f"together: {minutes}, {cores}, load at the start {load:.1f}"]))
     return all(outcome.code == 0 for outcome in outcomes)
