@@ -238,6 +238,8 @@ def share(session: nox.Session) -> None:
 def install_everything(session: nox.Session, *requirements: str, third_party: bool = True) -> None:
     """Install all seven packages, editable, over the one torch and, unless told otherwise, the shared packages."""
     constraints = link_torch(session, third_party=third_party)
+    if not third_party:  # among the shared packages is the backend that builds ours
+        session.install("hatchling", "editables")
     editable = [word for package in PACKAGES for word in ("-e", str(ROOT / "packages" / package))]
     session.install("--no-build-isolation", "-c", str(constraints), *editable, *requirements)
 
