@@ -100,7 +100,7 @@ def fold(
     read = query(alignment, piece, options.rounds, draws, templates)
     given = [_on(features, reference) for features in read]
     found = model(given)
-    atoms, said = found.folded.atoms[0].double().cpu(), found.said
+    atoms, said = found.folded.atoms[0].double().cpu(), found.scores
     if not bool(atoms.isfinite().all()):
         with watched(model) as first:
             model(given)
