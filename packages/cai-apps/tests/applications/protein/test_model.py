@@ -27,7 +27,7 @@ def kept() -> dict[str, torch.Tensor]:
 
 def values(found, mask):
     said = {
-        name: getattr(found.said, name) for name in ("plddt", "distances", "residues", "resolved", "errors")
+        name: getattr(found.scores, name) for name in ("plddt", "distances", "residues", "resolved", "errors")
     }
     said["residues"] = said["residues"] * mask
     return {"m": found.m * mask, "z": found.z, "s": found.s, "atoms": found.folded.atoms, **said}
@@ -96,7 +96,7 @@ def motion(seed: int) -> Frames:
 
 def test_point_attention_does_not_see_how_the_whole_lies():
     torch.manual_seed(0)
-    attention = PointAttention(16, 12, head=4, heads=3, seen=2, said=3).double()
+    attention = PointAttention(16, 12, head=4, heads=3, qk_point_count=2, v_point_count=3).double()
     for param in attention.parameters():
         torch.nn.init.normal_(param, std=0.3)
     s, z = torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(2, 6, 6, 12, dtype=torch.float64)

@@ -51,68 +51,68 @@ def ours_of(array: Tensor, form: Form) -> Tensor:
     return array.flatten() if form == "flat" else array
 
 
-def _linear(ours: str, scope: str) -> Names:
-    return {f"{ours}.weight": (f"{scope}//weights", "turned"), f"{ours}.bias": (f"{scope}//bias", "same")}
+def _linear(module: str, scope: str) -> Names:
+    return {f"{module}.weight": (f"{scope}//weights", "turned"), f"{module}.bias": (f"{scope}//bias", "same")}
 
 
-def _norm(ours: str, scope: str) -> Names:
-    return {f"{ours}.weight": (f"{scope}//scale", "same"), f"{ours}.bias": (f"{scope}//offset", "same")}
+def _norm(module: str, scope: str) -> Names:
+    return {f"{module}.weight": (f"{scope}//scale", "same"), f"{module}.bias": (f"{scope}//offset", "same")}
 
 
-def _attention(ours: str, scope: str, *, gated: bool = True, one_query: bool = False) -> Names:
+def _attention(module: str, scope: str, *, gated: bool = True, one_query: bool = False) -> Names:
     shared: Form = "turned" if one_query else "heads"
-    found: Names = {
-        f"{ours}.to_q.weight": (f"{scope}//query_w", "heads"),
-        f"{ours}.to_k.weight": (f"{scope}//key_w", shared),
-        f"{ours}.to_v.weight": (f"{scope}//value_w", shared),
-        f"{ours}.out.weight": (f"{scope}//output_w", "joined"),
-        f"{ours}.out.bias": (f"{scope}//output_b", "same"),
+    names: Names = {
+        f"{module}.to_q.weight": (f"{scope}//query_w", "heads"),
+        f"{module}.to_k.weight": (f"{scope}//key_w", shared),
+        f"{module}.to_v.weight": (f"{scope}//value_w", shared),
+        f"{module}.out.weight": (f"{scope}//output_w", "joined"),
+        f"{module}.out.bias": (f"{scope}//output_b", "same"),
     }
     if gated:
-        found[f"{ours}.gate.weight"] = (f"{scope}//gating_w", "heads")
-        found[f"{ours}.gate.bias"] = (f"{scope}//gating_b", "flat")
-    return found
+        names[f"{module}.gate.weight"] = (f"{scope}//gating_w", "heads")
+        names[f"{module}.gate.bias"] = (f"{scope}//gating_b", "flat")
+    return names
 
 
-def _transition(ours: str, scope: str) -> Names:
+def _transition(module: str, scope: str) -> Names:
     return (
-        _norm(f"{ours}.norm", f"{scope}/input_layer_norm")
-        | _linear(f"{ours}.wide", f"{scope}/transition1")
-        | _linear(f"{ours}.out", f"{scope}/transition2")
+        _norm(f"{module}.norm", f"{scope}/input_layer_norm")
+        | _linear(f"{module}.wide", f"{scope}/transition1")
+        | _linear(f"{module}.out", f"{scope}/transition2")
     )
 
 
-def _multiplication(ours: str, scope: str, *, outgoing: bool) -> Names:
+def _multiplication(module: str, scope: str, *, outgoing: bool) -> Names:
     """Left and right change places where sides come in."""
-    left, right = ("left", "right") if outgoing else ("right", "left")
+    left_side, right_side = ("left", "right") if outgoing else ("right", "left")
     return (
-        _norm(f"{ours}.norm", f"{scope}/layer_norm_input")
-        | _linear(f"{ours}.left", f"{scope}/{left}_projection")
-        | _linear(f"{ours}.right", f"{scope}/{right}_projection")
-        | _linear(f"{ours}.left_gate", f"{scope}/{left}_gate")
-        | _linear(f"{ours}.right_gate", f"{scope}/{right}_gate")
-        | _norm(f"{ours}.norm_out", f"{scope}/center_layer_norm")
-        | _linear(f"{ours}.out", f"{scope}/output_projection")
-        | _linear(f"{ours}.gate", f"{scope}/gating_linear")
+        _norm(f"{module}.norm", f"{scope}/layer_norm_input")
+        | _linear(f"{module}.left", f"{scope}/{left_side}_projection")
+        | _linear(f"{module}.right", f"{scope}/{right_side}_projection")
+        | _linear(f"{module}.left_gate", f"{scope}/{left_side}_gate")
+        | _linear(f"{module}.right_gate", f"{scope}/{right_side}_gate")
+        | _norm(f"{module}.norm_out", f"{scope}/center_layer_norm")
+        | _linear(f"{module}.out", f"{scope}/output_projection")
+        | _linear(f"{module}.gate", f"{scope}/gating_linear")
     )
 
 
-def _triangle_attention(ours: str, scope: str) -> Names:
-    bias: Names = {f"{ours}.bias.weight": (f"{scope}//feat_2d_weights", "turned")}
+def _triangle_attention(module: str, scope: str) -> Names:
+    bias: Names = {f"{module}.bias.weight": (f"{scope}//feat_2d_weights", "turned")}
     return (
-        _norm(f"{ours}.norm", f"{scope}/query_norm")
+        _norm(f"{module}.norm", f"{scope}/query_norm")
         | bias
-        | _attention(f"{ours}.attention", f"{scope}/attention")
+        | _attention(f"{module}.attention", f"{scope}/attention")
     )
 
 
-def _pair(ours: str, scope: str) -> Names:
+def _pair(module: str, scope: str) -> Names:
     return (
-        _multiplication(f"{ours}outgoing", f"{scope}triangle_multiplication_outgoing", outgoing=True)
-        | _multiplication(f"{ours}incoming", f"{scope}triangle_multiplication_incoming", outgoing=False)
-        | _triangle_attention(f"{ours}starting", f"{scope}triangle_attention_starting_node")
-        | _triangle_attention(f"{ours}ending", f"{scope}triangle_attention_ending_node")
-        | _transition(f"{ours}transition", f"{scope}pair_transition")
+        _multiplication(f"{module}outgoing", f"{scope}triangle_multiplication_outgoing", outgoing=True)
+        | _multiplication(f"{module}incoming", f"{scope}triangle_multiplication_incoming", outgoing=False)
+        | _triangle_attention(f"{module}starting", f"{scope}triangle_attention_starting_node")
+        | _triangle_attention(f"{module}ending", f"{scope}triangle_attention_ending_node")
+        | _transition(f"{module}transition", f"{scope}pair_transition")
     )
 
 
@@ -161,11 +161,11 @@ def _structure() -> Names:
         "structure.angles.blocks.1.second": f"{side}/resblock2_1",
         "structure.angles.out": f"{side}/unnormalized_angles",
     }
-    found: Names = {"structure.attention.weight": (f"{points}//trainable_point_weights", "same")}
-    for ours, scope in linears.items():
-        found |= _linear(ours, scope)
+    names: Names = {"structure.attention.weight": (f"{points}//trainable_point_weights", "same")}
+    for module, scope in linears.items():
+        names |= _linear(module, scope)
     return (
-        found
+        names
         | _norm("structure.norm", f"{ROOT}structure_module/single_layer_norm")
         | _norm("structure.norm_pair", f"{ROOT}structure_module/pair_layer_norm")
         | _norm("structure.norm_attention", f"{FOLD}attention_layer_norm")
@@ -195,11 +195,11 @@ def _once() -> Names:
         "heads.resolved": f"{ROOT}experimentally_resolved_head/logits",
         "heads.errors": f"{ROOT}predicted_aligned_error_head/logits",
     }
-    found: Names = {}
-    for ours, scope in linears.items():
-        found |= _linear(ours, scope)
+    names: Names = {}
+    for module, scope in linears.items():
+        names |= _linear(module, scope)
     return (
-        found
+        names
         | _norm("recycling.norm", f"{EVOFORMER}prev_msa_first_row_norm")
         | _norm("recycling.norm_pair", f"{EVOFORMER}prev_pair_norm")
         | _norm("template.norm", f"{TEMPLATE}output_layer_norm")
@@ -217,18 +217,18 @@ def places(parameters: list[str]) -> dict[str, Place]:
         "evoformer": _block(f"{EVOFORMER}evoformer_iteration/", one_query=False),
         "template": _pair("", f"{TEMPLATE}template_pair_stack/__layer_stack_no_state/"),
     }
-    found = {}
+    place_by_name = {}
     for name in parameters:
         if name in once:
-            found[name] = Place(*once[name])
+            place_by_name[name] = Place(*once[name])
             continue
-        stack, _, rest = name.partition(".blocks.")
-        number, _, own = rest.partition(".")
-        found[name] = Place(*stacks[stack][own], int(number))
-    return found
+        stack, _, suffix = name.partition(".blocks.")
+        number, _, block_parameter = suffix.partition(".")
+        place_by_name[name] = Place(*stacks[stack][block_parameter], int(number))
+    return place_by_name
 
 
-def read(held: dict[str, Tensor], place: Place) -> Tensor:
+def read(arrays: dict[str, Tensor], place: Place) -> Tensor:
     """A parameter from the file's arrays. Raises IndexError where the stack has fewer blocks."""
-    array = held[place.key]
+    array = arrays[place.key]
     return ours_of(array if place.at is None else array[place.at], place.form).to(torch.float32)

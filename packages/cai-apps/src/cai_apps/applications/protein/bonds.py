@@ -28,16 +28,16 @@ Spread = tuple[float, float]
 @functools.cache
 def _table() -> dict[str, dict[Pair, Spread]]:
     """Return the lengths of bonds (two atoms), angstroms, and the angles (three), degrees, of each residue by name."""
-    found: dict[str, dict[Pair, Spread]] = {}
-    own: dict[Pair, Spread] = {}
+    spreads_by_residue: dict[str, dict[Pair, Spread]] = {}
+    residue_spreads: dict[Pair, Spread] = {}
     for line in (files(__package__) / "data" / "bonds.txt").read_text(encoding="utf-8").splitlines():
         kind, *words = line.split()
         if kind == "residue":
-            own = found[words[0]] = {}
+            residue_spreads = spreads_by_residue[words[0]] = {}
         elif kind in ("bond", "angle"):
             *atoms, mean, deviation = words
-            own[tuple(atoms)] = float(mean), float(deviation)
-    return found
+            residue_spreads[tuple(atoms)] = float(mean), float(deviation)
+    return spreads_by_residue
 
 
 def _of(residue: Residue) -> dict[Pair, Spread]:
@@ -53,10 +53,10 @@ def distances(residue: Residue) -> dict[Pair, Spread]:
     Distances of the second kind follow from the law of cosines, and their deviations from those of both bonds and of
     the angle as if they were independent.
     """
-    given = _of(residue)
-    found = {atoms: spread for atoms, spread in given.items() if len(atoms) == 2}
-    bonds = found | {(second, first): spread for (first, second), spread in found.items()}
-    for (first, middle, third), (degrees, spread) in ((a, s) for a, s in given.items() if len(a) == 3):
+    spreads = _of(residue)
+    pair_distances = {atoms: spread for atoms, spread in spreads.items() if len(atoms) == 2}
+    bonds = pair_distances | {(second, first): spread for (first, second), spread in pair_distances.items()}
+    for (first, middle, third), (degrees, spread) in ((a, s) for a, s in spreads.items() if len(a) == 3):
         (one, one_off), (other, other_off) = bonds[first, middle], bonds[middle, third]
         angle, off = math.radians(degrees), math.radians(spread)
         length = math.sqrt(one**2 + other**2 - 2 * one * other * math.cos(angle))
@@ -65,8 +65,8 @@ def distances(residue: Residue) -> dict[Pair, Spread]:
             (one - other * math.cos(angle)) * one_off,
             (other - one * math.cos(angle)) * other_off,
         )
-        found[first, third] = length, math.hypot(*parts) / length
-    return found
+        pair_distances[first, third] = length, math.hypot(*parts) / length
+    return pair_distances
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Bounds:
 def bounds(device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Bounds:
     """Return the bounds on a device in a dtype; they are made once for each."""
     with ordinary():
-        made = _bounds() if (device, dtype) == (CPU, torch.float64) else bounds()
-        return Bounds(*(each.to(device, dtype) for each in vars(made).values()))
+        reference = _bounds() if (device, dtype) == (CPU, torch.float64) else bounds()
+        return Bounds(*(tensor.to(device, dtype) for tensor in vars(reference).values()))
 
 
 def _bounds() -> Bounds:

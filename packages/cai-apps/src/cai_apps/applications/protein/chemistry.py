@@ -51,21 +51,21 @@ class Residue:
 @functools.cache
 def residues() -> tuple[Residue, ...]:
     """The twenty, in the order of `LETTERS`."""
-    found: list[Residue] = []
+    amino_acids: list[Residue] = []
     text = (files(__package__) / "data" / "residues.txt").read_text(encoding="utf-8")
     for line in text.splitlines():
         kind, *words = line.split()
         if kind == "residue":
-            found.append(Residue(*words))
+            amino_acids.append(Residue(*words))
         elif kind == "atom":
             name, group, x, y, z = words
-            found[-1].atoms[name] = (int(group), (float(x), float(y), float(z)))
+            amino_acids[-1].atoms[name] = (int(group), (float(x), float(y), float(z)))
         elif kind == "chi":
-            found[-1].chi.append(words[:4])
-            found[-1].alike.append(words[4:] == ["alike"])
+            amino_acids[-1].chi.append(words[:4])
+            amino_acids[-1].alike.append(words[4:] == ["alike"])
         elif kind == "swap":
-            found[-1].swaps[words[0]] = words[1]
-    return tuple(found)
+            amino_acids[-1].swaps[words[0]] = words[1]
+    return tuple(amino_acids)
 
 
 @dataclass(frozen=True)
@@ -111,60 +111,60 @@ def ordinary() -> Iterator[None]:
 def tables(device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Tables:
     """Return the tables on a device, numbers in a dtype; they are made once for each."""
     with ordinary():
-        made = _tables() if (device, dtype) == (CPU, torch.float64) else tables()
-        each = (t.to(device, dtype if t.is_floating_point() else None) for t in vars(made).values())
-        return Tables(*each)
+        reference = _tables() if (device, dtype) == (CPU, torch.float64) else tables()
+        tensors = (t.to(device, dtype if t.is_floating_point() else None) for t in vars(reference).values())
+        return Tables(*tensors)
 
 
 def _tables() -> Tables:
     count = len(LETTERS) + 1
-    there, kind, group = (torch.zeros(count, PLACES, dtype=torch.int64) for _ in range(3))
+    has_atom, kind, group = (torch.zeros(count, PLACES, dtype=torch.int64) for _ in range(3))
     place = torch.zeros(count, PLACES, 3, dtype=torch.float64)
     rotation = torch.eye(3, dtype=torch.float64).repeat(count, GROUPS, 1, 1)
     origin = torch.zeros(count, GROUPS, 3, dtype=torch.float64)
     for number, residue in enumerate(residues()):
         for at, (name, (of, where)) in enumerate(residue.atoms.items()):
-            there[number, at], kind[number, at], group[number, at] = 1, ATOMS.index(name), of
+            has_atom[number, at], kind[number, at], group[number, at] = 1, ATOMS.index(name), of
             place[number, at] = torch.tensor(where, dtype=torch.float64)
         for of, (turn, start) in _groups(residue).items():
             rotation[number, of], origin[number, of] = turn, start
-    return Tables(there.bool(), kind, group, place, rotation, origin, *_torsions(count))
+    return Tables(has_atom.bool(), kind, group, place, rotation, origin, *_torsions(count))
 
 
 def _torsions(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`chi`, `has_chi`, `alike` and `renamed` of `Tables`."""
     chi, has_chi = torch.zeros(count, 4, 4, dtype=torch.int64), torch.zeros(count, 4, dtype=torch.bool)
-    alike, renamed = torch.zeros(count, 4, dtype=torch.bool), torch.arange(PLACES).repeat(count, 1)
+    pi_periodic, renamed = torch.zeros(count, 4, dtype=torch.bool), torch.arange(PLACES).repeat(count, 1)
     for number, residue in enumerate(residues()):
         places = list(residue.atoms)
         for at, (atoms, same) in enumerate(zip(residue.chi, residue.alike, strict=True)):
             chi[number, at] = torch.tensor([places.index(atom) for atom in atoms])
-            has_chi[number, at], alike[number, at] = True, same
+            has_chi[number, at], pi_periodic[number, at] = True, same
         for one, other in residue.swaps.items():
             first, second = places.index(one), places.index(other)
             renamed[number, first], renamed[number, second] = second, first
-    return chi, has_chi, alike, renamed
+    return chi, has_chi, pi_periodic, renamed
 
 
 def _groups(residue: Residue) -> dict[int, tuple[Tensor, Tensor]]:
     """Rotation and origin of the groups that a residue has but for the backbone and omega: section 1.8.4."""
     at = {name: torch.tensor(where, dtype=torch.float64) for name, (_, where) in residue.atoms.items()}
     unit = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    found = {
+    group_frames = {
         2: (_axes(at["N"] - at["CA"], unit), at["N"]),
         3: (_axes(at["C"] - at["CA"], at["CA"] - at["N"]), at["C"]),
     }
     for number, (first, second, third, _) in enumerate(residue.chi):
         if number == 0:
-            found[4] = (_axes(at[third] - at[second], at[first] - at[second]), at[third])
+            group_frames[4] = (_axes(at[third] - at[second], at[first] - at[second]), at[third])
         else:  # the axis is that of the group before, which begins where it turns
-            found[4 + number] = (_axes(at[third], -unit), at[third])
-    return found
+            group_frames[4 + number] = (_axes(at[third], -unit), at[third])
+    return group_frames
 
 
-def _axes(x: Tensor, beside: Tensor) -> Tensor:
-    """A rotation whose first axis is along x, its second toward `beside`."""
+def _axes(x: Tensor, plane_vector: Tensor) -> Tensor:
+    """A rotation whose first axis is along x, its second toward `plane_vector`."""
     first = x / x.norm()
-    second = beside - (first @ beside) * first
+    second = plane_vector - (first @ plane_vector) * first
     second = second / second.norm()
     return torch.stack([first, second, torch.linalg.cross(first, second)], -1)

@@ -22,11 +22,11 @@ def piece_flops(config: Config) -> float:
 
 def forward_flops(sizes: Sizes, residues: int, sequences: int, extra: int, templates: int) -> float:
     """Return the FLOPs of one round, forward."""
-    found = sizes.blocks * block_flops(sizes.block, residues, sequences + templates)
-    found += sizes.extra_blocks * block_flops(sizes.extra_block, residues, extra)
+    flops = sizes.blocks * block_flops(sizes.block, residues, sequences + templates)
+    flops += sizes.extra_blocks * block_flops(sizes.extra_block, residues, extra)
     if sizes.template is not None:
-        found += templates * sizes.template.blocks * _pair(sizes.template.sizes, residues)
-    return found
+        flops += templates * sizes.template.blocks * _pair(sizes.template.sizes, residues)
+    return flops
 
 
 def _attention(rows: int, length: int, width: int, inner: int) -> float:

@@ -65,15 +65,15 @@ class Prediction:
         write_chain(path, self.chain, self.plddt)
         if self.errors is None:
             return [path]
-        beside = path.with_suffix(".pae.json")
-        found = {
+        errors_path = path.with_suffix(".pae.json")
+        record = {
             "predicted_aligned_error": np.round(self.errors, 2).tolist(),
             "max_predicted_aligned_error": 31.75,
             "ptm": round(self.tm or 0.0, 4),
             "plddt": np.round(self.plddt, 2).tolist(),
         }
-        write_text(beside, json.dumps([found]))
-        return [path, beside]
+        write_text(errors_path, json.dumps([record]))
+        return [path, errors_path]
 
 
 def alone(name: str, residues: np.ndarray) -> Alignment:
@@ -97,33 +97,35 @@ def fold(
     draws = torch.Generator().manual_seed(options.seed)
     count = 0 if model.template is None else min(options.templates, len(templates))
     piece = Piece(1, options.sequences, options.extra, masking=Masking(options.masked), templates=count)
-    read = query(alignment, piece, options.rounds, draws, templates)
-    given = [_on(features, reference) for features in read]
-    found = model(given)
-    atoms, said = found.folded.atoms[0].double().cpu(), found.said
+    features_by_round = query(alignment, piece, options.rounds, draws, templates)
+    rounds = [_on(features, reference) for features in features_by_round]
+    last_round = model(rounds)
+    atoms, scores = last_round.folded.atoms[0].double().cpu(), last_round.scores
     if not bool(atoms.isfinite().all()):
         with watched(model) as first:
-            model(given)
+            model(rounds)
         raise DataError(
             f"the structure of {name} is not finite",
             got=f"the first output that is not: {first[0] if first else 'in no one module'}",
             cause="weights that are not, or a dtype too narrow",
         )
-    residue = given[0].residue[0].cpu()
-    there = tables().there[residue]
-    chain = Chain(name, residue.numpy(), atoms.numpy(), there.numpy(), 0.0)
-    errors = None if said.errors is None else predicted_errors(said.errors)[0].cpu().numpy()
-    tm = None if said.errors is None else float(predicted_tm(said.errors, given[0].mask)[0])
-    return Prediction(chain, confidence(said.plddt)[0].cpu().numpy(), errors, tm)
+    residue = rounds[0].residue[0].cpu()
+    atom_mask = tables().there[residue]
+    chain = Chain(name, residue.numpy(), atoms.numpy(), atom_mask.numpy(), 0.0)
+    errors = None if scores.errors is None else predicted_errors(scores.errors)[0].cpu().numpy()
+    tm = None if scores.errors is None else float(predicted_tm(scores.errors, rounds[0].mask)[0])
+    return Prediction(chain, confidence(scores.plddt)[0].cpu().numpy(), errors, tm)
 
 
 def _on(features: Features, like: torch.Tensor) -> Features:
     return each_tensor(features, lambda x: x.to(like.device, like.dtype if x.is_floating_point() else None))
 
 
-def likeness(found: Chain, true: Chain) -> float:
+def likeness(predicted: Chain, true: Chain) -> float:
     """The mean lDDT of alpha carbons beside a known structure, 0 to 1, over those that it has."""
-    one, other = (torch.from_numpy(each.atoms[None, :, ALPHA]) for each in (found, true))
-    known = torch.from_numpy(true.known[None, :, ALPHA])
-    each = lddt(one, other, known)
-    return float((each * known).sum() / known.sum())
+    predicted_alpha, true_alpha = (
+        torch.from_numpy(chain.atoms[None, :, ALPHA]) for chain in (predicted, true)
+    )
+    alpha_mask = torch.from_numpy(true.known[None, :, ALPHA])
+    residue_lddt = lddt(predicted_alpha, true_alpha, alpha_mask)
+    return float((residue_lddt * alpha_mask).sum() / alpha_mask.sum())

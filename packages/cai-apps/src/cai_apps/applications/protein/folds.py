@@ -80,12 +80,12 @@ def _fold_all(job: Job, weights: Path, step: int) -> dict[str, dict[str, float]]
     )
     scores: dict[str, dict[str, float]] = {}
     for name in config.folding.chains:
-        known = load(job.prepared.file(name))
-        found, chain = fold(model, name, known.alignment, options, known.templates), known.chain
-        found.write(home / f"{name}.cif")
+        record = load(job.prepared.file(name))
+        prediction, chain = fold(model, name, record.alignment, options, record.templates), record.chain
+        prediction.write(home / f"{name}.cif")
         write_chain(truth / f"{name}.cif", chain)
-        scores[name] = {"lddt": likeness(found.chain, chain), "plddt": float(found.plddt.mean())}
-        if found.tm is not None:
-            scores[name]["tm"] = found.tm
+        scores[name] = {"lddt": likeness(prediction.chain, chain), "plddt": float(prediction.plddt.mean())}
+        if prediction.tm is not None:
+            scores[name]["tm"] = prediction.tm
     write_text(home / SCORES, json.dumps(scores, indent=1))
     return scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def _attention(ours: str, theirs: str) -> dict[str, str]:
+def _attention(module: str, openfold_module: str) -> dict[str, str]:
     names = {
         "to_q": "linear_q",
         "to_k": "linear_k",
@@ -11,35 +11,41 @@ def _attention(ours: str, theirs: str) -> dict[str, str]:
         "gate": "linear_g",
         "out": "linear_o",
     }
-    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+    return {
+        f"{module}.{child}": f"{openfold_module}.{openfold_child}" for child, openfold_child in names.items()
+    }
 
 
-def _transition(ours: str, theirs: str) -> dict[str, str]:
+def _transition(module: str, openfold_module: str) -> dict[str, str]:
     names = {"norm": "layer_norm", "wide": "linear_1", "out": "linear_2"}
-    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+    return {
+        f"{module}.{child}": f"{openfold_module}.{openfold_child}" for child, openfold_child in names.items()
+    }
 
 
-def _triangles(ours: str, theirs: str) -> dict[str, str]:
+def _triangles(module: str, openfold_module: str) -> dict[str, str]:
     names = {
         "norm": "layer_norm_in", "left": "linear_a_p", "left_gate": "linear_a_g", "right": "linear_b_p",
         "right_gate": "linear_b_g", "norm_out": "layer_norm_out", "out": "linear_z", "gate": "linear_g",
     }  # fmt: skip
-    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+    return {
+        f"{module}.{child}": f"{openfold_module}.{openfold_child}" for child, openfold_child in names.items()
+    }
 
 
-def _triangle_attention(ours: str, theirs: str) -> dict[str, str]:
-    names = {f"{ours}.norm": f"{theirs}.layer_norm", f"{ours}.bias": f"{theirs}.linear"}
-    return names | _attention(f"{ours}.attention", f"{theirs}.mha")
+def _triangle_attention(module: str, openfold_module: str) -> dict[str, str]:
+    names = {f"{module}.norm": f"{openfold_module}.layer_norm", f"{module}.bias": f"{openfold_module}.linear"}
+    return names | _attention(f"{module}.attention", f"{openfold_module}.mha")
 
 
-def pair_updates(ours: str, theirs: str) -> dict[str, str]:
+def pair_updates(module: str, openfold_module: str) -> dict[str, str]:
     """Modules of `PairUpdates`."""
     return (
-        _triangles(f"{ours}.outgoing", f"{theirs}.tri_mul_out")
-        | _triangles(f"{ours}.incoming", f"{theirs}.tri_mul_in")
-        | _triangle_attention(f"{ours}.starting", f"{theirs}.tri_att_start")
-        | _triangle_attention(f"{ours}.ending", f"{theirs}.tri_att_end")
-        | _transition(f"{ours}.transition", f"{theirs}.pair_transition")
+        _triangles(f"{module}.outgoing", f"{openfold_module}.tri_mul_out")
+        | _triangles(f"{module}.incoming", f"{openfold_module}.tri_mul_in")
+        | _triangle_attention(f"{module}.starting", f"{openfold_module}.tri_att_start")
+        | _triangle_attention(f"{module}.ending", f"{openfold_module}.tri_att_end")
+        | _transition(f"{module}.transition", f"{openfold_module}.pair_transition")
     )
 
 
@@ -89,8 +95,11 @@ def structure() -> dict[str, str]:
         "angles.out": "angle_resnet.linear_out",
     }
     for block in range(2):
-        ours, theirs = f"angles.blocks.{block}", f"angle_resnet.layers.{block}"
-        names |= {f"{ours}.first": f"{theirs}.linear_1", f"{ours}.second": f"{theirs}.linear_2"}
+        module, openfold_module = f"angles.blocks.{block}", f"angle_resnet.layers.{block}"
+        names |= {
+            f"{module}.first": f"{openfold_module}.linear_1",
+            f"{module}.second": f"{openfold_module}.linear_2",
+        }
     return names
 
 
@@ -148,12 +157,15 @@ def alphafold(blocks: int, extra_blocks: int, template_blocks: int) -> dict[str,
         ("structure", "structure_module"): structure(),
     }
     stacks = (("extra_stack", "extra_msa_stack", extra_blocks), ("evoformer", "evoformer", blocks))
-    for ours, theirs, count in stacks:
+    for module, openfold_module, count in stacks:
         for number in range(count):
-            key = (f"{ours}.blocks.{number}", f"{theirs}.blocks.{number}")
-            parts[key] = block(one_query=ours == "extra_stack")
-    for (ours, theirs), table in parts.items():
-        names |= {f"{ours}.{own}": f"{theirs}.{name}" for own, name in table.items()}
+            key = (f"{module}.blocks.{number}", f"{openfold_module}.blocks.{number}")
+            parts[key] = block(one_query=module == "extra_stack")
+    for (module, openfold_module), table in parts.items():
+        names |= {
+            f"{module}.{child}": f"{openfold_module}.{openfold_child}"
+            for child, openfold_child in table.items()
+        }
     return names
 
 

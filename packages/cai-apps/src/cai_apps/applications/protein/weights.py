@@ -46,11 +46,11 @@ class Parts:
 
 def parts_of(path: Path) -> Parts:
     """Raises `DataError` for a file that cannot be read."""
-    held = _arrays(path) if path.suffix == ".npz" else _load(path)
+    tensors = _arrays(path) if path.suffix == ".npz" else _load(path)
     errors = ("predicted_aligned_error_head", "aux_heads.tm.")
     return Parts(
-        templates=any("template" in name for name in held),
-        errors=any(part in name for name in held for part in errors),
+        templates=any("template" in name for name in tensors),
+        errors=any(part in name for name in tensors for part in errors),
     )
 
 
@@ -72,10 +72,10 @@ def read_openfold(model: AlphaFold, path: Path) -> None:
     Raises:
         DataError: the file is none, or has other parameters or shapes than the model, by name; nothing is written.
     """
-    held = _load(path)
-    wanted = openfold_names(model)
-    _check_names(path, set(wanted.values()), set(held))
-    _fill(model, path, {name: held[theirs] for name, theirs in wanted.items()}, wanted)
+    tensors = _load(path)
+    keys = openfold_names(model)
+    _check_names(path, set(keys.values()), set(tensors))
+    _fill(model, path, {name: tensors[key] for name, key in keys.items()}, keys)
 
 
 def read_alphafold(model: AlphaFold, path: Path) -> None:
@@ -83,26 +83,26 @@ def read_alphafold(model: AlphaFold, path: Path) -> None:
 
     Raises `DataError` as `read_openfold`, and where a stack has another number of blocks.
     """
-    held = _arrays(path)
-    wanted = places([name for name, _ in model.named_parameters()])
-    _check_names(path, {place.key for place in wanted.values()}, set(held))
+    arrays = _arrays(path)
+    place_by_name = places([name for name, _ in model.named_parameters()])
+    _check_names(path, {place.key for place in place_by_name.values()}, set(arrays))
     blocks: dict[str, int] = {}
-    for place in wanted.values():
+    for place in place_by_name.values():
         if place.at is not None:
             blocks[place.key] = max(blocks.get(place.key, 0), place.at + 1)
     for key, count in blocks.items():
-        if len(held[key]) != count:
+        if len(arrays[key]) != count:
             raise DataError(
                 f"{path} has another number of blocks than the model",
-                got=f"{key}: {len(held[key])}",
+                got=f"{key}: {len(arrays[key])}",
                 expected=count,
             )
-    found = {name: read(held, place) for name, place in wanted.items()}
-    _fill(model, path, found, {name: place.key for name, place in wanted.items()})
+    tensors = {name: read(arrays, place) for name, place in place_by_name.items()}
+    _fill(model, path, tensors, {name: place.key for name, place in place_by_name.items()})
 
 
-def _check_names(path: Path, wanted: set[str], held: set[str]) -> None:
-    missing, extra = sorted(wanted - held), sorted(held - wanted)
+def _check_names(path: Path, expected_names: set[str], file_names: set[str]) -> None:
+    missing, extra = sorted(expected_names - file_names), sorted(file_names - expected_names)
     if missing or extra:
         raise DataError(
             f"{path} has other parameters than the model",
@@ -111,26 +111,26 @@ def _check_names(path: Path, wanted: set[str], held: set[str]) -> None:
         )
 
 
-def _fill(model: AlphaFold, path: Path, held: dict[str, Tensor], theirs: dict[str, str]) -> None:
-    """Copy tensors by our names, once all fit; `theirs`: what the file calls them."""
+def _fill(model: AlphaFold, path: Path, tensors: dict[str, Tensor], keys: dict[str, str]) -> None:
+    """Copy tensors by our names, once all fit; `keys`: what the file calls them."""
     params = dict(model.named_parameters())
-    other = [name for name, value in held.items() if value.shape != params[name].shape]
-    if other:
-        got, expected = (tuple(of[other[0]].shape) for of in (held, params))
+    misshapen = [name for name, value in tensors.items() if value.shape != params[name].shape]
+    if misshapen:
+        got, expected = (tuple(of[misshapen[0]].shape) for of in (tensors, params))
         raise DataError(
-            f"{len(other)} parameters of {path} have another shape",
-            got=f"{theirs[other[0]]}: {got}",
+            f"{len(misshapen)} parameters of {path} have another shape",
+            got=f"{keys[misshapen[0]]}: {got}",
             expected=expected,
         )
     with torch.no_grad():
-        for name, value in held.items():
+        for name, value in tensors.items():
             params[name].copy_(value)
 
 
 def write_openfold(model: AlphaFold, path: Path) -> None:
     """A file that OpenFold reads."""
-    wanted = openfold_names(model)
-    torch.save({wanted[name]: param.detach().cpu() for name, param in model.named_parameters()}, path)
+    keys = openfold_names(model)
+    torch.save({keys[name]: param.detach().cpu() for name, param in model.named_parameters()}, path)
 
 
 def _arrays(path: Path) -> dict[str, Tensor]:
@@ -147,9 +147,9 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             check_header(path, error=DataError)
-            held: Any = load_file(path)
+            state: Any = load_file(path)
         else:
-            held = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (
         Exception
     ) as error:  # of torch's unpickler, too, which fails in many ways over bytes that are no pickle
@@ -160,21 +160,21 @@ def _load(path: Path) -> dict[str, Tensor]:
             expected="a file of OpenFold's (.pt, .safetensors) or AlphaFold's (.npz) weights",
             fix="copy or download it again",
         ) from None
-    if isinstance(held, dict) and isinstance(held.get("ema"), dict):
-        held = held["ema"]["params"]
-    elif isinstance(held, dict) and isinstance(held.get("state_dict"), dict):
-        held = held["state_dict"]
+    if isinstance(state, dict) and isinstance(state.get("ema"), dict):
+        state = state["ema"]["params"]
+    elif isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
     if (
-        not isinstance(held, dict)
-        or not held
-        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items())
+        not isinstance(state, dict)
+        or not state
+        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
     ):
-        raise DataError(f"{path} is no state dict", got=type(held).__name__, expected="tensors by name")
-    while prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in held)), None):
-        held = {name.removeprefix(prefix): value for name, value in held.items()}
-    return held
+        raise DataError(f"{path} is no state dict", got=type(state).__name__, expected="tensors by name")
+    while prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
 
 
-def _few(found: list[str]) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return (", ".join(found[:SHOWN]) or "none") + more
+def _few(keys: list[str]) -> str:
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return (", ".join(keys[:SHOWN]) or "none") + more

@@ -77,10 +77,10 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
 
 
 def _loss(weights: dict[str, float]) -> Loss:
-    def loss(found: Round, truth: Truth) -> Tensor:
+    def loss(prediction: Round, truth: Truth) -> Tensor:
         """The sum over samples; a sample counts by the root of its residues (section 1.9)."""
-        each = total(losses(found, truth, bonds="violations" in weights), weights)
-        return (each * truth.mask.sum(-1).sqrt().to(each.dtype)).sum()
+        sample_losses = total(losses(prediction, truth, bonds="violations" in weights), weights)
+        return (sample_losses * truth.mask.sum(-1).sqrt().to(sample_losses.dtype)).sum()
 
     return loss
 

@@ -91,11 +91,11 @@ def _chains(path: Path) -> Iterator[tuple[str, Alignment]]:
             expected=f"{', '.join(ALIGNMENTS)}, .fasta or .fa",
             fix="rename it by what it holds",
         )
-    taken: set[str] = set()
+    file_names: set[str] = set()
     for number, (name, sequence) in enumerate(read_fasta(path), 1):
         short = "".join(c if c.isalnum() or c in "-." else "_" for c in (name.split() or [""])[0])[:60]
-        short = short if short and short not in taken else f"{short or path.stem}_{number}"
-        taken.add(short)
+        short = short if short and short not in file_names else f"{short or path.stem}_{number}"
+        file_names.add(short)
         yield short, alone(short, numbers_of(sequence, f"sequence {number} ({name}) of {path}"))
 
 
@@ -125,10 +125,10 @@ def _templates(options: Arguments, alignment: Alignment) -> list[Template]:
         return []
     first = Path(options.templates[0])
     if first.suffix == ".hhr":
-        found = choose(query, read_hhr(first), options.template_structures or first.parent, most=MOST)
-        for hit, reason in found.dropped:
+        chosen = choose(query, read_hhr(first), options.template_structures or first.parent, most=MOST)
+        for hit, reason in chosen.dropped:
             print(f"template {hit.name} is left out: {reason}", flush=True)
-        return found.templates
+        return chosen.templates
     files = [name.rpartition(":") for name in options.templates]
     named = [(Path(file), chain) if file else (Path(chain), None) for file, _, chain in files]
     return given(query, [read_chain(file, chain) for file, chain in named])
@@ -150,12 +150,12 @@ def _fold(
     options.output.mkdir(parents=True, exist_ok=True)
     how = Options(options.rounds, options.sequences, options.extra, MOST, seed=options.seed)
     for name, alignment in chains:
-        found = fold(model, name, alignment, how, templates)
-        files = found.write(options.output / f"{name}.cif")
-        tm = "" if found.tm is None else f", expected TM-score {found.tm:.2f}"
+        prediction = fold(model, name, alignment, how, templates)
+        files = prediction.write(options.output / f"{name}.cif")
+        tm = "" if prediction.tm is None else f", expected TM-score {prediction.tm:.2f}"
         sequences = len(alignment.residues)
         print(
             f"{name}: {len(alignment.residues[0])} residues, {sequences} sequence{'s' * (sequences > 1)}, "
-            f"confidence {found.plddt.mean():.1f} of 100{tm}: {', '.join(map(str, files))}",
+            f"confidence {prediction.plddt.mean():.1f} of 100{tm}: {', '.join(map(str, files))}",
             flush=True,
         )

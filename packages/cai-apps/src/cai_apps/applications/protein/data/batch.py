@@ -24,18 +24,21 @@ TRUTH, TEMPLATES = "truth.", "templates."
 def packed(rounds: Sequence[Features], truth: Truth | None = None) -> dict[str, Tensor]:
     """The rounds of samples and their truth; each tensor has the samples along its first dimension."""
     first = rounds[0]
-    whole = replace(first, **{name: torch.stack([getattr(r, name) for r in rounds], 1) for name in DRAWN})
-    return _named(whole, "") | ({} if truth is None else _named(truth, TRUTH))
+    features = replace(first, **{name: torch.stack([getattr(r, name) for r in rounds], 1) for name in DRAWN})
+    return _named(features, "") | ({} if truth is None else _named(truth, TRUTH))
 
 
 def features_of(batch: dict[str, Tensor]) -> list[Features]:
     """The rounds that `packed` was given."""
     templates = _filled(Templates, batch, TEMPLATES) if any(k.startswith(TEMPLATES) for k in batch) else None
     names = [field.name for field in fields(Features) if field.name != "templates"]
-    whole = Features(**{name: batch[name] for name in names}, templates=templates)
+    features = Features(**{name: batch[name] for name in names}, templates=templates)
     # a slice's strides depend on the number of rounds, and torch compiles anew for other strides
-    drawn = [[each.contiguous() for each in getattr(whole, name).unbind(1)] for name in DRAWN]
-    return [replace(whole, **dict(zip(DRAWN, each, strict=True))) for each in zip(*drawn, strict=True)]
+    drawn = [[tensor.contiguous() for tensor in getattr(features, name).unbind(1)] for name in DRAWN]
+    return [
+        replace(features, **dict(zip(DRAWN, round_tensors, strict=True)))
+        for round_tensors in zip(*drawn, strict=True)
+    ]
 
 
 def truth_of(batch: dict[str, Tensor]) -> Truth:
@@ -44,20 +47,20 @@ def truth_of(batch: dict[str, Tensor]) -> Truth:
 
 
 def _named(value: Any, prefix: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for field in fields(value):
-        held = getattr(value, field.name)
-        if is_dataclass(held):
-            found |= _named(held, f"{prefix}{field.name}.")
-        elif held is not None:
-            found[f"{prefix}{field.name}"] = held
-    return found
+        member = getattr(value, field.name)
+        if is_dataclass(member):
+            tensors |= _named(member, f"{prefix}{field.name}.")
+        elif member is not None:
+            tensors[f"{prefix}{field.name}"] = member
+    return tensors
 
 
 def _filled(kind: type, batch: dict[str, Tensor], prefix: str) -> Any:
     hints = typing.get_type_hints(kind)
-    held = {
+    members = {
         name: _filled(hint, batch, f"{prefix}{name}.") if is_dataclass(hint) else batch[f"{prefix}{name}"]
         for name, hint in hints.items()
     }
-    return kind(**held)
+    return kind(**members)

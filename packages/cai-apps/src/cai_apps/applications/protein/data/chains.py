@@ -82,18 +82,19 @@ def found_in(directory: Path) -> list[Files]:
 
     Raises `DataError` for a directory without alignments, an alignment without a structure, or a chain with two.
     """
-    found: dict[str, Files] = {}
+    files_by_chain: dict[str, Files] = {}
     for path in sorted(p for p in directory.iterdir() if p.suffix in ALIGNMENTS):
-        if path.stem in found:
+        if path.stem in files_by_chain:
             raise DataError(
-                f"two alignments of {path.stem}", got=f"{found[path.stem].alignment.name}, {path.name}"
+                f"two alignments of {path.stem}",
+                got=f"{files_by_chain[path.stem].alignment.name}, {path.name}",
             )
         structure, chain = _structure(directory, path.stem)
         hits = path.with_suffix(".hhr")
-        found[path.stem] = Files(path.stem, path, structure, chain, hits if hits.is_file() else None)
-    if not found:
+        files_by_chain[path.stem] = Files(path.stem, path, structure, chain, hits if hits.is_file() else None)
+    if not files_by_chain:
         raise DataError(f"no alignments in {directory}", expected=f"files of {', '.join(ALIGNMENTS)}")
-    return list(found.values())
+    return list(files_by_chain.values())
 
 
 def _structure(directory: Path, name: str) -> tuple[Path, str | None]:
@@ -117,42 +118,42 @@ def prepare(data: Data) -> Prepared:
     """
     cache = private_folder(Path(data.cache), "data.cache") / "chains"
     private_folder(cache, "a directory of data.cache")
-    held: dict[str, Path] = {}
+    cached_paths: dict[str, Path] = {}
     directory = directory_of(data.source)
     related = Path(data.template_structures).expanduser() if data.template_structures else directory
-    found = found_in(directory)
-    if data.templates and not any(each.hits for each in found):
+    chains = found_in(directory)
+    if data.templates and not any(chain.hits for chain in chains):
         raise DataError(
             f"data.templates = {data.templates}, but no chain of {data.source} has related structures",
             expected="NAME.hhr of HHsearch beside NAME.a3m",
             fix="put them there, or set data.templates to 0",
         )
-    for each in found:
-        path = _kept(each, cache, related if data.templates else None)
+    for chain in chains:
+        path = _kept(chain, cache, related if data.templates else None)
         with np.load(path, allow_pickle=False) as arrays:
             if float(arrays["resolution"]) <= data.max_resolution:
-                held[each.name] = path
+                cached_paths[chain.name] = path
     if data.templates:
-        _check_templates(data, held)
+        _check_templates(data, cached_paths)
     for name in data.validation:
-        if name not in held:
+        if name not in cached_paths:
             raise ConfigError(
                 f"data.validation names {name!r}, which is no chain of {data.source}",
-                expected=", ".join(held) or "none is fine enough",
-                fix=did_you_mean(name, held),
+                expected=", ".join(cached_paths) or "none is fine enough",
+                fix=did_you_mean(name, cached_paths),
             )
-    training = {name: path for name, path in held.items() if name not in data.validation}
+    training = {name: path for name, path in cached_paths.items() if name not in data.validation}
     if not training:
         raise DataError(
             f"no chain of {data.source} is left to train on",
             cause=f"all are for validation, or coarser than {data.max_resolution} angstroms",
         )
-    return Prepared(training, {name: held[name] for name in data.validation})
+    return Prepared(training, {name: cached_paths[name] for name in data.validation})
 
 
-def _check_templates(data: Data, held: Mapping[str, Path]) -> None:
+def _check_templates(data: Data, cached_paths: Mapping[str, Path]) -> None:
     """Raise `DataError` where not one chain has a template."""
-    for path in held.values():
+    for path in cached_paths.values():
         with np.load(path, allow_pickle=False) as arrays:
             if int(arrays["templates"]):
                 return
@@ -163,36 +164,38 @@ def _check_templates(data: Data, held: Mapping[str, Path]) -> None:
     )
 
 
-def _kept(each: Files, cache: Path, related: Path | None) -> Path:
+def _kept(sources: Files, cache: Path, related: Path | None) -> Path:
     """Where a chain is kept, read now if it was not.
 
     Args:
         related: directory of related structures; None: they are not asked for.
     """
-    digest = hashlib.sha256(f"{FORMAT} {each.chain} ".encode())
-    for file in (each.alignment, each.structure):
+    digest = hashlib.sha256(f"{FORMAT} {sources.chain} ".encode())
+    for file in (sources.alignment, sources.structure):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    hits = read_hhr(each.hits) if related is not None and each.hits is not None else []
+    hits = read_hhr(sources.hits) if related is not None and sources.hits is not None else []
     if related is not None:
         digest.update(repr((hits, sorted(path.name for path in related.iterdir()))).encode())
-    path = cache / digest.hexdigest()[:20] / f"{each.name}.npz"
+    path = cache / digest.hexdigest()[:20] / f"{sources.name}.npz"
     if path.is_file():
         if _is_whole(path):
             return path
         print(f"the cache {path} is damaged and is made anew", flush=True)
-    alignment = ALIGNMENTS[each.alignment.suffix](each.alignment)
-    chain = read_chain(each.structure, each.chain)
+    alignment = ALIGNMENTS[sources.alignment.suffix](sources.alignment)
+    chain = read_chain(sources.structure, sources.chain)
     check_pair(alignment, chain)
-    held = [] if related is None else choose(chain.residue, hits, related, released(each.structure)).templates
+    templates = (
+        [] if related is None else choose(chain.residue, hits, related, released(sources.structure)).templates
+    )
     private_folder(path.parent, "a directory of data.cache")
     arrays = {
         "names": np.array(alignment.names),
         "residues": alignment.residues,
         "deletions": alignment.deletions,
-        "templates": np.array(len(held)),
+        "templates": np.array(len(templates)),
         **_arrays(chain, ""),
-        **{name: a for i, t in enumerate(held) for name, a in _arrays(t.chain, f"{i}.").items()},
-        **{f"{i}.place": t.place for i, t in enumerate(held)},
+        **{name: a for i, t in enumerate(templates) for name, a in _arrays(t.chain, f"{i}.").items()},
+        **{f"{i}.place": t.place for i, t in enumerate(templates)},
     }
     with replaced(path) as file:
         np.savez_compressed(file, **arrays)
@@ -202,8 +205,8 @@ def _kept(each: Files, cache: Path, related: Path | None) -> Path:
 def _is_whole(path: Path) -> bool:
     """Whether every array of a file has the checksum it was written with."""
     try:
-        with zipfile.ZipFile(path) as held:
-            return held.testzip() is None
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError):
         return False
 
@@ -212,9 +215,9 @@ def _arrays(chain: Chain, prefix: str) -> dict[str, np.ndarray]:
     return {f"{prefix}{name}": np.asarray(value) for name, value in vars(chain).items()}
 
 
-def _chain(held: Mapping[str, np.ndarray], prefix: str) -> Chain:
-    arrays = {name: held[f"{prefix}{name}"] for name in ("residue", "atoms", "known")}
-    return Chain(str(held[f"{prefix}name"]), **arrays, resolution=float(held[f"{prefix}resolution"]))
+def _chain(archive: Mapping[str, np.ndarray], prefix: str) -> Chain:
+    arrays = {name: archive[f"{prefix}{name}"] for name in ("residue", "atoms", "known")}
+    return Chain(str(archive[f"{prefix}name"]), **arrays, resolution=float(archive[f"{prefix}resolution"]))
 
 
 @dataclass(frozen=True)
@@ -229,12 +232,13 @@ class Known:
 def load(path: Path) -> Known:
     """What `prepare` has kept. Raises `DataError` where the file has been damaged since."""
     try:
-        with np.load(path, allow_pickle=False) as held:
-            alignment = Alignment(tuple(held["names"].tolist()), held["residues"], held["deletions"])
+        with np.load(path, allow_pickle=False) as archive:
+            alignment = Alignment(tuple(archive["names"].tolist()), archive["residues"], archive["deletions"])
             templates = [
-                Template(_chain(held, f"{i}."), held[f"{i}.place"]) for i in range(int(held["templates"]))
+                Template(_chain(archive, f"{i}."), archive[f"{i}.place"])
+                for i in range(int(archive["templates"]))
             ]
-            return Known(alignment, _chain(held, ""), templates)
+            return Known(alignment, _chain(archive, ""), templates)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"{path} is damaged", got=str(error).splitlines()[0], fix="delete it: it is made anew"

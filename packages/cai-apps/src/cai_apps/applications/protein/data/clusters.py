@@ -61,15 +61,19 @@ def draw(
     order = torch.cat(
         [torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(len(residues) - 1, generator=generator)]
     )
-    leading, others = order[:sequences], order[sequences:]
+    leading_rows, extra_rows = order[:sequences], order[sequences:]
     profile = F.one_hot(residues, GAP + 1).float().mean(0)
-    true = residues[leading]
-    seen, masked = mask(true, profile, masking, generator)
-    nearest = nearest_of(seen, residues[others])
-    likeness, lost = summaries(seen, deletions[leading], residues[others], deletions[others], nearest)
-    features = torch.cat([_sequence(seen, deletions[leading]), likeness, _squashed(lost)[..., None]], -1)
-    kept = others[torch.randperm(len(others), generator=generator)[:extra]]
-    return Clusters(features, _sequence(residues[kept], deletions[kept]), true, masked)
+    true = residues[leading_rows]
+    corrupted_residues, masked = mask(true, profile, masking, generator)
+    nearest = nearest_of(corrupted_residues, residues[extra_rows])
+    likeness, lost = summaries(
+        corrupted_residues, deletions[leading_rows], residues[extra_rows], deletions[extra_rows], nearest
+    )
+    features = torch.cat(
+        [_sequence(corrupted_residues, deletions[leading_rows]), likeness, _squashed(lost)[..., None]], -1
+    )
+    sampled_rows = extra_rows[torch.randperm(len(extra_rows), generator=generator)[:extra]]
+    return Clusters(features, _sequence(residues[sampled_rows], deletions[sampled_rows]), true, masked)
 
 
 def target_features(residue: Tensor) -> Tensor:
@@ -93,23 +97,25 @@ def mask(residues: Tensor, profile: Tensor, masking: Masking, generator: Generat
     return torch.where(drawn, other, residues), drawn
 
 
-def nearest_of(leading: Tensor, others: Tensor) -> Tensor:
+def nearest_of(leading: Tensor, extra: Tensor) -> Tensor:
     """Return the leading sequence [S, R] with which each other one [E, R] agrees at most places, by number [E].
 
     Gaps do not count.
     """
-    one, other = (F.one_hot(each, KINDS)[..., :GAP].float().flatten(1) for each in (leading, others))
-    return (other @ one.T).argmax(1)
+    leading_kinds, extra_kinds = (
+        F.one_hot(residues, KINDS)[..., :GAP].float().flatten(1) for residues in (leading, extra)
+    )
+    return (extra_kinds @ leading_kinds.T).argmax(1)
 
 
 def summaries(
-    leading: Tensor, deletions: Tensor, others: Tensor, other_deletions: Tensor, nearest: Tensor
+    leading: Tensor, deletions: Tensor, extra: Tensor, extra_deletions: Tensor, nearest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Shares of the residues in each cluster [S, R, 23], and the mean number of deletions [S, R]."""
-    counts = torch.ones(len(leading)).index_add_(0, nearest, torch.ones(len(others)))
+    counts = torch.ones(len(leading)).index_add_(0, nearest, torch.ones(len(extra)))
     counts = (counts + SMALL)[:, None]
-    kinds = F.one_hot(leading, KINDS).float().index_add_(0, nearest, F.one_hot(others, KINDS).float())
-    lost = deletions.clone().index_add_(0, nearest, other_deletions)
+    kinds = F.one_hot(leading, KINDS).float().index_add_(0, nearest, F.one_hot(extra, KINDS).float())
+    lost = deletions.clone().index_add_(0, nearest, extra_deletions)
     return kinds / counts[..., None], lost / counts
 
 

@@ -85,18 +85,19 @@ def example(
     length = len(chain.residue)
     start = int(torch.randint(max(length - piece.residues, 0) + 1, (), generator=generator))
     at = slice(start, start + piece.residues)
-    cut = Alignment(alignment.names, alignment.residues[:, at], alignment.deletions[:, at])
+    piece_alignment = Alignment(alignment.names, alignment.residues[:, at], alignment.deletions[:, at])
     clamped = float(torch.rand((), generator=generator) < piece.clamped)
-    residue = torch.from_numpy(np.minimum(cut.residues[0], UNKNOWN)).long()
+    residue = torch.from_numpy(np.minimum(piece_alignment.residues[0], UNKNOWN)).long()
     drawn = [
-        clusters.draw(cut, piece.sequences, piece.extra, piece.masking, generator) for _ in range(rounds)
+        clusters.draw(piece_alignment, piece.sequences, piece.extra, piece.masking, generator)
+        for _ in range(rounds)
     ]
-    found = None
+    template_tensors = None
     if piece.templates:
-        cuts = [template.cut(at) for template in templates]
-        found = template_features(cuts, piece.residues, piece.templates)
-    given = [replace(_features(residue, start, each, piece), templates=found) for each in drawn]
-    return given, _truth(chain, at, drawn[-1], piece, clamped)
+        piece_templates = [template.cut(at) for template in templates]
+        template_tensors = template_features(piece_templates, piece.residues, piece.templates)
+    features = [replace(_features(residue, start, draw, piece), templates=template_tensors) for draw in drawn]
+    return features, _truth(chain, at, drawn[-1], piece, clamped)
 
 
 def query(
@@ -117,8 +118,10 @@ def query(
         clusters.draw(alignment, piece.sequences, piece.extra, piece.masking, generator)
         for _ in range(rounds)
     )
-    found = template_features(templates, piece.residues, piece.templates) if piece.templates else None
-    return [replace(_features(residue, 0, each, piece), templates=found) for each in drawn]
+    template_tensors = (
+        template_features(templates, piece.residues, piece.templates) if piece.templates else None
+    )
+    return [replace(_features(residue, 0, draw, piece), templates=template_tensors) for draw in drawn]
 
 
 def _check_templates(chain: Chain, templates: Sequence[Template]) -> None:
@@ -133,10 +136,10 @@ def _check_templates(chain: Chain, templates: Sequence[Template]) -> None:
 
 def _features(residue: Tensor, start: int, drawn: clusters.Clusters, piece: Piece) -> Features:
     count, rows, extra = piece.residues, piece.sequences, piece.extra
-    ones = torch.ones(len(residue))
+    residue_mask = torch.ones(len(residue))
     return Features(
         residue=_padded(residue, count, value=UNKNOWN)[None],
-        mask=_padded(ones, count)[None],
+        mask=_padded(residue_mask, count)[None],
         index=(start + torch.arange(count))[None],
         target=_padded(clusters.target_features(residue), count)[None],
         alignment=_padded(drawn.features, rows, count)[None],
@@ -150,16 +153,16 @@ def _truth(chain: Chain, at: slice, drawn: clusters.Clusters, piece: Piece, clam
     count, rows = piece.residues, piece.sequences
     residue = _padded(torch.from_numpy(chain.residue[at]), count, value=UNKNOWN)
     atoms = _padded(torch.from_numpy(chain.atoms[at]), count)
-    known = _padded(torch.from_numpy(chain.known[at]), count)
-    angles, angles_known = truth.torsions(residue, atoms, known)
-    groups = truth.groups(residue, atoms, known)
+    atom_mask = _padded(torch.from_numpy(chain.known[at]), count)
+    angles, angles_known = truth.torsions(residue, atoms, atom_mask)
+    groups = truth.groups(residue, atoms, atom_mask)
     fine = float(0.1 <= chain.resolution <= RESOLUTION)
-    found = Truth(
-        residue, _padded(torch.ones(len(chain.residue[at])), count), atoms, known, angles, angles_known, groups,
+    padded_truth = Truth(
+        residue, _padded(torch.ones(len(chain.residue[at])), count), atoms, atom_mask, angles, angles_known, groups,
         _padded(drawn.true, rows, count, value=GAP), _padded(drawn.masked.float(), rows, count),
         torch.tensor(clamped), torch.tensor(fine), at.start + torch.arange(count),
     )  # fmt: skip
-    return each_tensor(found, lambda x: (x.float() if x.is_floating_point() else x)[None])
+    return each_tensor(padded_truth, lambda x: (x.float() if x.is_floating_point() else x)[None])
 
 
 def stacked(samples: Sequence[T]) -> T:
@@ -169,8 +172,8 @@ def stacked(samples: Sequence[T]) -> T:
         return torch.cat(list(samples))  # type: ignore[arg-type, return-value]
     if not is_dataclass(first):
         return first
-    held = {f.name: stacked([getattr(each, f.name) for each in samples]) for f in fields(first)}
-    return replace(first, **held)  # type: ignore[type-var]
+    members = {f.name: stacked([getattr(sample, f.name) for sample in samples]) for f in fields(first)}
+    return replace(first, **members)  # type: ignore[type-var]
 
 
 def each_tensor(value: Any, change: Any) -> Any:

@@ -46,8 +46,8 @@ class Hit:
     @property
     def entry(self) -> tuple[str, str] | None:
         """The entry of the Protein Data Bank, four capitals, and its chain; None: the name is none of these."""
-        found = _ENTRY.match(self.name)
-        return (found[1].upper(), found[2]) if found else None
+        match = _ENTRY.match(self.name)
+        return (match[1].upper(), match[2]) if match else None
 
     @property
     def sequence(self) -> str:
@@ -102,9 +102,9 @@ def _hit(path: Path, lines: list[str], start: int, end: int) -> Hit:
         raise _damaged(path, end - 1, "the end of the file", f"name and numbers of hit {number}")
     if not lines[start + 1].startswith(">"):
         raise _damaged(path, start + 1, lines[start + 1][:40], f">NAME of hit {number}")
-    told = dict(re.findall(r"([\w-]+)=(\S+)", lines[start + 2]))
+    statistics = dict(re.findall(r"([\w-]+)=(\S+)", lines[start + 2]))
     try:
-        probability, e_value, aligned, sum_probs = (float(told[name]) for name in _NEEDED)
+        probability, e_value, aligned, sum_probs = (float(statistics[name]) for name in _NEEDED)
     except (KeyError, ValueError):
         raise _damaged(path, start + 2, lines[start + 2][:60], " ".join(f"{n}=" for n in _NEEDED)) from None
     rows: dict[str, str] = {"Q": "", "T": ""}
@@ -126,15 +126,13 @@ def _hit(path: Path, lines: list[str], start: int, end: int) -> Hit:
         starts.setdefault(kind, first - 1)
     if len(starts) < 2 or len(rows["Q"]) != len(rows["T"]):
         raise _damaged(path, last, "no row of the template", f"rows Q and T of hit {number}")
-    found = Hit(
+    hit = Hit(
         number, (lines[start + 1][1:].split() or [""])[0], probability, e_value, int(aligned), sum_probs,
         rows["Q"], rows["T"], starts["Q"], starts["T"],
     )  # fmt: skip
-    if len(found.pairs()) != found.aligned:
-        raise _damaged(
-            path, last, f"{len(found.pairs())} aligned columns", f"{found.aligned} of hit {number}"
-        )
-    return found
+    if len(hit.pairs()) != hit.aligned:
+        raise _damaged(path, last, f"{len(hit.pairs())} aligned columns", f"{hit.aligned} of hit {number}")
+    return hit
 
 
 def _rows(path: Path, lines: list[str], start: int, end: int) -> Iterator[tuple[int, str, int, str, int]]:

@@ -55,21 +55,21 @@ def choose(
     order = sorted(hits, key=lambda hit: -hit.sum_probs) if by_sum else list(hits)
     for hit in order:
         _check_query(query, hit)
-    found = Chosen([], [])
+    chosen = Chosen([], [])
     for hit in order:
-        if len(found.templates) == most:
+        if len(chosen.templates) == most:
             break
         reason = _unfit(query, hit)
         if not reason:
             try:
-                found.templates.append(_read(query, hit, folder, newest))
+                chosen.templates.append(_read(query, hit, folder, newest))
             except CaiError as error:
                 if strict:
                     raise
                 reason = " ".join(error.render().split())
         if reason:
-            found.dropped.append((hit, reason))
-    return found
+            chosen.dropped.append((hit, reason))
+    return chosen
 
 
 def drawn(templates: Sequence[Template], generator: torch.Generator, most: int = 4) -> list[Template]:
@@ -84,20 +84,20 @@ def given(query: np.ndarray, chains: Sequence[Chain]) -> list[Template]:
 
     Raises `DataError` for one of which no residue with atoms is beside the query.
     """
-    found = []
+    templates = []
     for chain in chains:
         place = np.full(len(query), NOWHERE, np.int64)
-        one, other = aligned(query, chain.residue)
-        place[one] = other
-        found.append(_with_atoms(Template(chain, place)))
-    return found
+        query_places, chain_places = aligned(query, chain.residue)
+        place[query_places] = chain_places
+        templates.append(_with_atoms(Template(chain, place)))
+    return templates
 
 
 def aligned(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Places of two sequences that lie beside each other in a global alignment (BLOSUM62), twice [columns]."""
     gemmi = load_gemmi()
-    names = [*(each.name for each in residues()), "UNK"]
-    first, second = ([names[min(int(number), UNKNOWN)] for number in each] for each in (one, other))
+    names = [*(amino_acid.name for amino_acid in residues()), "UNK"]
+    first, second = ([names[min(int(number), UNKNOWN)] for number in sequence] for sequence in (one, other))
     result = gemmi.align_string_sequences(first, second, [], gemmi.AlignmentScoring("b"))
     rows = [
         result.add_gaps(letters, which) for which, letters in ((1, "x" * len(one)), (2, "x" * len(other)))
@@ -114,10 +114,12 @@ def _letters(query: np.ndarray) -> str:
 def _check_query(query: np.ndarray, hit: Hit) -> None:
     letters = _letters(query)
     row = hit.query.replace("-", "")
-    own = letters[hit.query_start : hit.query_start + len(row)]
-    differ = [at for at, (a, b) in enumerate(zip(row, own, strict=False)) if a != b and "X" not in (a, b)]
-    if len(own) < len(row) or differ:
-        at = hit.query_start + (differ[0] if differ else len(own))
+    query_piece = letters[hit.query_start : hit.query_start + len(row)]
+    differ = [
+        at for at, (a, b) in enumerate(zip(row, query_piece, strict=False)) if a != b and "X" not in (a, b)
+    ]
+    if len(query_piece) < len(row) or differ:
+        at = hit.query_start + (differ[0] if differ else len(query_piece))
         raise DataError(
             f"hit {hit.number} ({hit.name}) is of another query",
             got=f"another residue at place {at + 1}",
@@ -182,15 +184,15 @@ def placed(query: np.ndarray, hit: Hit, chain: Chain) -> Template:
 
     Raises `DataError` where less than nine tenths agree, or no residue beside the query has atoms.
     """
-    own = numbers_of(hit.sequence.replace("*", "X"), f"the template of hit {hit.number}")
+    template_residues = numbers_of(hit.sequence.replace("*", "X"), f"the template of hit {hit.number}")
     start = hit.template_start
-    if np.array_equal(own, chain.residue[start : start + len(own)]):
-        where = np.arange(start, start + len(own))
+    if np.array_equal(template_residues, chain.residue[start : start + len(template_residues)]):
+        where = np.arange(start, start + len(template_residues))
     else:
-        one, other = aligned(own, chain.residue)
-        a, b = own[one], chain.residue[other]
+        template_places, chain_places = aligned(template_residues, chain.residue)
+        a, b = template_residues[template_places], chain.residue[chain_places]
         same = int(((a == b) | (a == UNKNOWN) | (b == UNKNOWN)).sum())
-        shorter = min(len(own), len(chain.residue))
+        shorter = min(len(template_residues), len(chain.residue))
         if same < ALIKE * shorter:
             raise DataError(
                 f"template mismatch: hit {hit.number} ({hit.name}) is not of {chain.name}",
@@ -198,8 +200,8 @@ def placed(query: np.ndarray, hit: Hit, chain: Chain) -> Template:
                 expected=f"{ALIKE:.0%}",
                 cause="another release of the entry",
             )
-        where = np.full(len(own), NOWHERE)
-        where[one] = other
+        where = np.full(len(template_residues), NOWHERE)
+        where[template_places] = chain_places
     place = np.full(len(query), NOWHERE, np.int64)
     pairs = hit.pairs()
     place[pairs[:, 0]] = where[pairs[:, 1]]
@@ -207,7 +209,9 @@ def placed(query: np.ndarray, hit: Hit, chain: Chain) -> Template:
 
 
 def _with_atoms(template: Template) -> Template:
-    beside = template.place[template.place != NOWHERE]
-    if not template.chain.known[beside].any():
-        raise DataError(f"{template.chain.name} has no atoms beside the query", got=f"{len(beside)} residues")
+    aligned_places = template.place[template.place != NOWHERE]
+    if not template.chain.known[aligned_places].any():
+        raise DataError(
+            f"{template.chain.name} has no atoms beside the query", got=f"{len(aligned_places)} residues"
+        )
     return template

@@ -46,7 +46,7 @@ class Pieces:
     ):
         self._chains, self._piece, self._rounds = list(chains), piece, rounds
         self._global_batch, self._seed, self._fixed = global_batch, seed, fixed
-        self._kept: OrderedDict[int, Known] = OrderedDict()
+        self._cache: OrderedDict[int, Known] = OrderedDict()
 
     @property
     def size(self) -> int:
@@ -54,27 +54,27 @@ class Pieces:
 
     def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
         rounds = self._rounds if self._fixed else self.drawn_rounds(int(positions[0]) // self._global_batch)
-        found = []
+        samples = []
         for index, position in zip(indices.tolist(), positions.tolist(), strict=True):
             draws = torch.Generator().manual_seed(rng.key(self._seed, "piece", position))
-            found.append(self._sample(self._known(index), rounds, draws))
-        each = [stacked([sample[0][number] for sample in found]) for number in range(rounds)]
-        return packed(each, stacked([truth for _, truth in found]))
+            samples.append(self._sample(self._known(index), rounds, draws))
+        rounds_features = [stacked([sample[0][number] for sample in samples]) for number in range(rounds)]
+        return packed(rounds_features, stacked([truth for _, truth in samples]))
 
     def drawn_rounds(self, step: int) -> int:
         """How many rounds a step has: each number from 1 on is as likely (section 1.10)."""
         return 1 + rng.key(self._seed, "rounds", step) % self._rounds
 
-    def _sample(self, known: Known, rounds: int, draws: torch.Generator) -> tuple[list[Features], Truth]:
+    def _sample(self, record: Known, rounds: int, draws: torch.Generator) -> tuple[list[Features], Truth]:
         most = self._piece.templates
-        taken = known.templates[:most] if self._fixed else drawn(known.templates, draws, most)
-        return example(known.alignment, known.chain, self._piece, rounds, draws, taken if most else ())
+        templates = record.templates[:most] if self._fixed else drawn(record.templates, draws, most)
+        return example(record.alignment, record.chain, self._piece, rounds, draws, templates if most else ())
 
     def _known(self, index: int) -> Known:
-        if index in self._kept:
-            self._kept.move_to_end(index)
+        if index in self._cache:
+            self._cache.move_to_end(index)
         else:
-            self._kept[index] = load(self._chains[index])
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[index]
+            self._cache[index] = load(self._chains[index])
+            if len(self._cache) > KEPT:
+                self._cache.popitem(last=False)
+        return self._cache[index]

@@ -55,12 +55,12 @@ def read_fasta(path: Path) -> list[tuple[str, str]]:
 
     Raises `DataError` for a file without an entry, or text before the first.
     """
-    found = list(_entries(path))
-    if not found:
+    entries = list(_entries(path))
+    if not entries:
         raise DataError(
             f"{path} has no sequence", expected="lines of a name, >NAME, each with its sequence below"
         )
-    return found
+    return entries
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
@@ -98,17 +98,18 @@ def read_stockholm(path: Path) -> Alignment:
             rows.setdefault(name, []).append(part.strip())
     if not rows:
         raise DataError(f"{path} has no sequence", expected="lines of a name and its aligned sequence")
-    whole = [(name, "".join(parts).replace(".", "-")) for name, parts in rows.items()]
-    _check_lengths(whole, path)
-    kept = np.array([letter != "-" for letter in whole[0][1]])
+    sequences = [(name, "".join(parts).replace(".", "-")) for name, parts in rows.items()]
+    _check_lengths(sequences, path)
+    query_columns = np.array([letter != "-" for letter in sequences[0][1]])
     written = [
         (
             name,
             "".join(
-                a if k else a.lower() if a != "-" else "" for a, k in zip(row.upper(), kept, strict=True)
+                a if k else a.lower() if a != "-" else ""
+                for a, k in zip(row.upper(), query_columns, strict=True)
             ),
         )
-        for name, row in whole
+        for name, row in sequences
     ]
     return _aligned(written, path)
 
@@ -144,14 +145,14 @@ def _check_lengths(rows: list[tuple[str, str]], path: Path) -> None:
 
 def _deletions(row: str) -> np.ndarray:
     """Return the number of small letters before each column."""
-    found, count = [], 0
+    counts, count = [], 0
     for letter in row.replace(".", ""):
         if letter.islower():
             count += 1
         else:
-            found.append(count)
+            counts.append(count)
             count = 0
-    return np.array(found, np.uint16)
+    return np.array(counts, np.uint16)
 
 
 def _text(path: Path) -> str:

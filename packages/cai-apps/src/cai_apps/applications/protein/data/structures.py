@@ -72,23 +72,25 @@ def read_chain(path: Path, chain: str | None = None) -> Chain:
     structure.assign_label_seq_id()
     polymers = _polymers(gemmi, structure)
     if not polymers:
-        held = sorted(
-            {str(each.polymer_type).split(".")[-1] for each in structure.entities if each.full_sequence}
+        polymer_types = sorted(
+            {str(entity.polymer_type).split(".")[-1] for entity in structure.entities if entity.full_sequence}
         )
-        raise DataError(f"{path} has no protein", got=", ".join(held) or "nothing but small molecules")
+        raise DataError(
+            f"{path} has no protein", got=", ".join(polymer_types) or "nothing but small molecules"
+        )
     name = _chosen(path, polymers, chain)
     return _chain(f"{path.name.split('.')[0]}_{name}", structure, *polymers[name])
 
 
 def _polymers(gemmi: Any, structure: Any) -> dict[str, tuple[Any, Any]]:
     """Return the protein of each chain that has one, and its entity, by the name of the chain."""
-    found = {}
+    polymers = {}
     for chain in structure[0]:
         polymer = chain.get_polymer()
         entity = structure.get_entity_of(polymer) if len(polymer) else None
         if len(polymer) and polymer.check_polymer_type() == gemmi.PolymerType.PeptideL:
-            found[chain.name] = (polymer, entity)
-    return found
+            polymers[chain.name] = (polymer, entity)
+    return polymers
 
 
 def _chosen(path: Path, polymers: dict[str, Any], chain: str | None) -> str:
@@ -104,26 +106,28 @@ def _chosen(path: Path, polymers: dict[str, Any], chain: str | None) -> str:
 
 def _places() -> list[list[str]]:
     """Return the names of the atoms at the places of each residue, by its number; an unknown one has none."""
-    return [*(list(each.atoms) for each in residues()), []]
+    return [*(list(amino_acid.atoms) for amino_acid in residues()), []]
 
 
 def _chain(name: str, structure: Any, polymer: Any, entity: Any) -> Chain:
-    whole = [] if entity is None else [entry.split(",")[0] for entry in entity.full_sequence]
-    sequence = whole or [residue.name for residue in polymer]
-    by_name = {each.name: number for number, each in enumerate(residues())}
-    number = np.array([by_name.get(SAME.get(each, each), UNKNOWN) for each in sequence], np.int64)
+    full_sequence = [] if entity is None else [entry.split(",")[0] for entry in entity.full_sequence]
+    sequence = full_sequence or [residue.name for residue in polymer]
+    by_name = {amino_acid.name: number for number, amino_acid in enumerate(residues())}
+    number = np.array(
+        [by_name.get(SAME.get(residue_name, residue_name), UNKNOWN) for residue_name in sequence], np.int64
+    )
     atoms = np.zeros((len(sequence), PLACES, 3))
-    taken = np.zeros((len(sequence), PLACES))
+    occupancy = np.zeros((len(sequence), PLACES))
     order = _places()
     for count, residue in enumerate(polymer):
-        at = residue.label_seq - 1 if whole else count
+        at = residue.label_seq - 1 if full_sequence else count
         places_of = order[number[at]]
         for atom in residue:
             kind = ATOM.get(atom.name, atom.name) if residue.name in SAME else atom.name
-            if kind in places_of and atom.occ > taken[at, places_of.index(kind)]:
+            if kind in places_of and atom.occ > occupancy[at, places_of.index(kind)]:
                 place = places_of.index(kind)
-                atoms[at, place], taken[at, place] = atom.pos.tolist(), atom.occ
-    return Chain(name, number, atoms, taken > 0, float(structure.resolution))
+                atoms[at, place], occupancy[at, place] = atom.pos.tolist(), atom.occ
+    return Chain(name, number, atoms, occupancy > 0, float(structure.resolution))
 
 
 def write_chain(path: Path, chain: Chain, confidence: np.ndarray | None = None) -> None:
@@ -137,7 +141,7 @@ def write_chain(path: Path, chain: Chain, confidence: np.ndarray | None = None) 
     structure.name = chain.name
     model, written = gemmi.Model(1), gemmi.Chain("A")
     order = _places()
-    names = [each.name for each in residues()] + ["UNK"]
+    names = [amino_acid.name for amino_acid in residues()] + ["UNK"]
     for at, number in enumerate(chain.residue):
         residue = gemmi.Residue()
         residue.name, residue.seqid = names[number], gemmi.SeqId(str(at + 1))

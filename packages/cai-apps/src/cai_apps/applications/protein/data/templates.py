@@ -39,51 +39,51 @@ class Template:
         return Template(self.chain, self.place[at])
 
 
-def features(given: Sequence[Template], residues: int, count: int, vectors: bool = False) -> Templates:
+def features(templates: Sequence[Template], residues: int, count: int, vectors: bool = False) -> Templates:
     """Features of templates, of a batch of one, float32.
 
     A torsion of which an atom is not known is what comes out with that atom at 0; the mask beside it says so.
 
     Args:
-        given: the first `count` are taken; where there are fewer, others are there in shape alone.
+        templates: the first `count` are taken; where there are fewer, others are there in shape alone.
         residues: as many as the query has, or more.
         vectors: whether the directions to other alpha carbons are told; published weights were made without.
     """
-    taken = list(given[:count])
+    first_templates = list(templates[:count])
     residue = torch.full((count, residues), GAP)
     atoms = torch.zeros(count, residues, PLACES, 3, dtype=torch.float64)
-    known = torch.zeros(count, residues, PLACES, dtype=torch.bool)
-    for number, template in enumerate(taken):
-        here = np.flatnonzero(template.place != NOWHERE)
-        there = template.place[here]
-        residue[number, here] = torch.from_numpy(template.chain.residue[there])
-        atoms[number, here] = torch.from_numpy(template.chain.atoms[there]).double()
-        known[number, here] = torch.from_numpy(template.chain.known[there])
-    angles, psi = _angles(residue, atoms, known)
-    there = (torch.arange(count) < len(taken)).float()
-    pair = _pair(residue, atoms, known, vectors)
-    return Templates(*(each.float()[None] for each in (pair, angles, psi, there)))
+    atom_mask = torch.zeros(count, residues, PLACES, dtype=torch.bool)
+    for number, template in enumerate(first_templates):
+        query_places = np.flatnonzero(template.place != NOWHERE)
+        template_places = template.place[query_places]
+        residue[number, query_places] = torch.from_numpy(template.chain.residue[template_places])
+        atoms[number, query_places] = torch.from_numpy(template.chain.atoms[template_places]).double()
+        atom_mask[number, query_places] = torch.from_numpy(template.chain.known[template_places])
+    angles, psi = _angles(residue, atoms, atom_mask)
+    template_mask = (torch.arange(count) < len(first_templates)).float()
+    pair = _pair(residue, atoms, atom_mask, vectors)
+    return Templates(*(tensor.float()[None] for tensor in (pair, angles, psi, template_mask)))
 
 
-def _angles(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+def _angles(residue: Tensor, atoms: Tensor, atom_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Residue, torsions, the same after half a turn, and which are known [T, R, 57]; whether psi is [T, R]."""
     kind = residue.clamp(max=UNKNOWN)
-    turns, there = truth.torsions(kind, atoms, known)
-    alike = F.pad(tables().alike[kind], (3, 0)).to(turns.dtype)
-    other = turns * (1 - 2 * alike)[..., None]
-    parts = [F.one_hot(residue, GAP + 1), turns.flatten(-2), other.flatten(-2), there]
-    return torch.cat([each.to(turns.dtype) for each in parts], -1), there[..., truth.PSI - 1]
+    turns, torsion_mask = truth.torsions(kind, atoms, atom_mask)
+    pi_periodic = F.pad(tables().alike[kind], (3, 0)).to(turns.dtype)
+    other = turns * (1 - 2 * pi_periodic)[..., None]
+    parts = [F.one_hot(residue, GAP + 1), turns.flatten(-2), other.flatten(-2), torsion_mask]
+    return torch.cat([part.to(turns.dtype) for part in parts], -1), torsion_mask[..., truth.PSI - 1]
 
 
-def _pair(residue: Tensor, atoms: Tensor, known: Tensor, vectors: bool) -> Tensor:
+def _pair(residue: Tensor, atoms: Tensor, atom_mask: Tensor, vectors: bool) -> Tensor:
     """Distances of beta carbons, residues and directions [T, R, R, 88], 0 where a backbone is not known."""
     glycine = residue == LETTERS.index("G")
     beta = torch.where(glycine[..., None], atoms[..., ALPHA, :], atoms[..., BETA, :])
-    beta_known = torch.where(glycine, known[..., ALPHA], known[..., BETA])
-    whole = _both(known[..., [truth.N, truth.ALPHA, truth.C]].all(-1)).to(atoms.dtype)
+    beta_known = torch.where(glycine, atom_mask[..., ALPHA], atom_mask[..., BETA])
+    backbone_mask = _both(atom_mask[..., [truth.N, truth.ALPHA, truth.C]].all(-1)).to(atoms.dtype)
     kinds = F.one_hot(residue, GAP + 1).to(atoms.dtype)
     count = residue.shape[-1]
-    frames = truth.groups(residue.clamp(max=UNKNOWN), atoms, known).frames[..., :1]
+    frames = truth.groups(residue.clamp(max=UNKNOWN), atoms, atom_mask).frames[..., :1]
     toward = frames.inverted(atoms[..., None, :, ALPHA, :])
     length = (toward.square().sum(-1, keepdim=True) + 1e-20).sqrt()
     parts = [
@@ -92,9 +92,9 @@ def _pair(residue: Tensor, atoms: Tensor, known: Tensor, vectors: bool) -> Tenso
         kinds[..., None, :, :].expand(-1, count, -1, -1),
         kinds[..., None, :].expand(-1, -1, count, -1),
         toward / length * float(vectors),
-        whole[..., None],
+        backbone_mask[..., None],
     ]
-    return torch.cat(parts, -1) * whole[..., None]
+    return torch.cat(parts, -1) * backbone_mask[..., None]
 
 
 def _both(mask: Tensor) -> Tensor:

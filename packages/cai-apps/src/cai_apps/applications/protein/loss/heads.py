@@ -32,10 +32,12 @@ def masked_residues(scores: Tensor, true: Tensor, masked: Tensor) -> Tensor:
     return mean(cross_entropy(scores, true), masked)
 
 
-def resolved(scores: Tensor, seen: Tensor, there: Tensor) -> Tensor:
+def resolved(scores: Tensor, observed_atoms: Tensor, atom_mask: Tensor) -> Tensor:
     """Section 1.9.10. scores [B, R, 37]; which atoms an experiment saw, and which a residue has, [B, R, 37] -> [B]."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return mean(F.binary_cross_entropy_with_logits(wide, seen.to(wide.dtype), reduction="none"), there)
+    return mean(
+        F.binary_cross_entropy_with_logits(wide, observed_atoms.to(wide.dtype), reduction="none"), atom_mask
+    )
 
 
 def plddt(scores: Tensor, alpha: Tensor, true: Tensor, mask: Tensor) -> Tensor:
@@ -48,8 +50,11 @@ def plddt(scores: Tensor, alpha: Tensor, true: Tensor, mask: Tensor) -> Tensor:
 def aligned_errors(scores: Tensor, frames: Frames, true: Frames, mask: Tensor) -> Tensor:
     """Section 1.9.7. scores [B, R, R, 64] of where one residue lies, seen from another; mask [B, R] -> [B]."""
     with torch.no_grad():
-        seen, wanted = (each[..., None].inverted(each.origin[:, None]) for each in (frames, true))
-        number = _bins((seen - wanted).square().sum(-1), 0.0, 31.0, scores.shape[-1])
+        predicted_positions, true_positions = (
+            residue_frames[..., None].inverted(residue_frames.origin[:, None])
+            for residue_frames in (frames, true)
+        )
+        number = _bins((predicted_positions - true_positions).square().sum(-1), 0.0, 31.0, scores.shape[-1])
     return mean(cross_entropy(scores, number), _both(mask))
 
 

@@ -35,9 +35,9 @@ def fape(
 
 def _apart(frames: Frames, x: Tensor, true_frames: Frames, true_x: Tensor) -> Tensor:
     """How far each point lies from its true one, seen from each frame: [B, F, P]."""
-    seen = frames[..., None].inverted(x[:, None])
-    true = true_frames[..., None].inverted(true_x[:, None])
-    return ((seen - true).square().sum(-1) + SMALL).sqrt()
+    local_points = frames[..., None].inverted(x[:, None])
+    true_local_points = true_frames[..., None].inverted(true_x[:, None])
+    return ((local_points - true_local_points).square().sum(-1) + SMALL).sqrt()
 
 
 def _mean(
@@ -76,10 +76,15 @@ def lddt(x: Tensor, true: Tensor, mask: Tensor, cutoff: float = 15.0) -> Tensor:
     Args:
         x, true: [B, n, 3]; mask: [B, n].
     """
-    apart, wanted = distances(x), distances(true)
-    mask = mask.to(apart.dtype)
-    itself = torch.eye(x.shape[1], dtype=apart.dtype, device=x.device)
-    counts = (wanted < cutoff).to(apart.dtype) * mask[:, :, None] * mask[:, None] * (1 - itself)
-    off = (apart - wanted).abs()
-    met = sum((off < bound).to(apart.dtype) for bound in (0.5, 1.0, 2.0, 4.0)) / 4
+    predicted_distances, true_distances = distances(x), distances(true)
+    mask = mask.to(predicted_distances.dtype)
+    diagonal = torch.eye(x.shape[1], dtype=predicted_distances.dtype, device=x.device)
+    counts = (
+        (true_distances < cutoff).to(predicted_distances.dtype)
+        * mask[:, :, None]
+        * mask[:, None]
+        * (1 - diagonal)
+    )
+    deviation = (predicted_distances - true_distances).abs()
+    met = sum((deviation < bound).to(predicted_distances.dtype) for bound in (0.5, 1.0, 2.0, 4.0)) / 4
     return (1e-10 + (counts * met).sum(-1)) / (1e-10 + counts.sum(-1))

@@ -54,19 +54,21 @@ def violations(residue: Tensor, index: Tensor, atoms: Tensor) -> Violations:
         index: places in the chain [B, R]; residues whose places differ by one have a bond.
         atoms: [B, R, 14, 3], angstroms, float32 or wider.
     """
-    there = tables(residue.device).there[residue].to(atoms.dtype)
-    between, broken = _between(residue, index, atoms, there)
-    clash, close = _clashes(residue, index, atoms, there)
-    bend, strained = _within(residue, atoms, there)
-    clashes = 2 * (clash + bend) / (SMALL + there.sum((-1, -2)))  # each error is of two atoms
+    atom_mask = tables(residue.device).there[residue].to(atoms.dtype)
+    between, broken = _between(residue, index, atoms, atom_mask)
+    clash, close = _clashes(residue, index, atoms, atom_mask)
+    bend, strained = _within(residue, atoms, atom_mask)
+    clashes = 2 * (clash + bend) / (SMALL + atom_mask.sum((-1, -2)))  # each error is of two atoms
     return Violations(*between, clashes, broken | close | strained)
 
 
-def _between(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tuple[list[Tensor], Tensor]:
+def _between(residue: Tensor, index: Tensor, atoms: Tensor, atom_mask: Tensor) -> tuple[list[Tensor], Tensor]:
     """Errors of the bond, of CA-C-N and of C-N-CA, [B] each; residues beside one that is off [B, R]."""
     alpha, c = atoms[:, :-1, ALPHA], atoms[:, :-1, C]
     n, next_alpha = atoms[:, 1:, N], atoms[:, 1:, ALPHA]
-    joined = ((index[:, 1:] - index[:, :-1]) == 1).to(atoms.dtype) * there[:, :-1, C] * there[:, 1:, N]
+    joined = (
+        ((index[:, 1:] - index[:, :-1]) == 1).to(atoms.dtype) * atom_mask[:, :-1, C] * atom_mask[:, 1:, N]
+    )
     proline = residue[:, 1:] == LETTERS.index("P")
     mean, deviation = (
         torch.where(proline, torch.full_like(joined, special), torch.full_like(joined, usual))
@@ -78,15 +80,15 @@ def _between(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tu
     at_c, at_n = (to_alpha * to_n).sum(-1), (-to_n * onward).sum(-1)
     checked = (
         (length, mean, deviation, joined),
-        (at_c, *COSINE_AT_C, joined * there[:, :-1, ALPHA]),
-        (at_n, *COSINE_AT_N, joined * there[:, 1:, ALPHA]),
+        (at_c, *COSINE_AT_C, joined * atom_mask[:, :-1, ALPHA]),
+        (at_n, *COSINE_AT_N, joined * atom_mask[:, 1:, ALPHA]),
     )
-    errors, off = [], torch.zeros_like(proline)
-    for value, wanted, spread, mask in checked:
-        error = ((value - wanted).square() + SMALL).sqrt() - DEVIATIONS * spread
+    errors, violated = [], torch.zeros_like(proline)
+    for value, ideal, spread, mask in checked:
+        error = ((value - ideal).square() + SMALL).sqrt() - DEVIATIONS * spread
         errors.append((mask * F.relu(error)).sum(-1) / (mask.sum(-1) + SMALL))
-        off = off | ((error > 0) & (mask > 0))
-    return errors, F.pad(off, (0, 1)) | F.pad(off, (1, 0))
+        violated = violated | ((error > 0) & (mask > 0))
+    return errors, F.pad(violated, (0, 1)) | F.pad(violated, (1, 0))
 
 
 def _direction(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,36 +98,40 @@ def _direction(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     return vector / length[..., None], length
 
 
-def _clashes(residue: Tensor, index: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+def _clashes(residue: Tensor, index: Tensor, atoms: Tensor, atom_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return by how much atoms of different residues lie too close, summed over pairs [B]; residues that do [B, R]."""
-    shape = there.shape
+    shape = atom_mask.shape
     flat, radius = atoms.flatten(1, 2), bounds(atoms.device, atoms.dtype).radius[residue].flatten(1, 2)
-    apart = (CLOSE + (flat[:, :, None] - flat[:, None]).square().sum(-1)).sqrt()
-    allowed = _may_clash(index, there)
+    distance = (CLOSE + (flat[:, :, None] - flat[:, None]).square().sum(-1)).sqrt()
+    allowed = _may_clash(index, atom_mask)
     lower = radius[:, :, None] + radius[:, None] - OVERLAP
-    error = allowed * F.relu(lower - apart)
-    seen = (error > 0).any(-1) | (error > 0).any(-2)
-    return error.sum((-1, -2)), seen.view(shape).any(-1)
+    error = allowed * F.relu(lower - distance)
+    clashing_atoms = (error > 0).any(-1) | (error > 0).any(-2)
+    return error.sum((-1, -2)), clashing_atoms.view(shape).any(-1)
 
 
-def _may_clash(index: Tensor, there: Tensor) -> Tensor:
+def _may_clash(index: Tensor, atom_mask: Tensor) -> Tensor:
     """Which pairs of atoms count, each once: of different residues, without a bond [B, 14 R, 14 R]."""
-    place = torch.arange(there.shape[-1], device=index.device).expand(there.shape).flatten(1, 2)
-    of = index[..., None].expand(there.shape).flatten(1, 2)
+    place = torch.arange(atom_mask.shape[-1], device=index.device).expand(atom_mask.shape).flatten(1, 2)
+    residue_index = index[..., None].expand(atom_mask.shape).flatten(1, 2)
     rows, columns = (slice(None), slice(None), None), (slice(None), None, slice(None))
-    bond = (of[rows] + 1 == of[columns]) & (place[rows] == C) & (place[columns] == N)
+    bond = (residue_index[rows] + 1 == residue_index[columns]) & (place[rows] == C) & (place[columns] == N)
     bridge = (place[rows] == SULFUR) & (place[columns] == SULFUR)
-    both = there.flatten(1, 2)
-    return both[rows] * both[columns] * ((of[rows] < of[columns]) & ~bond & ~bridge).to(both.dtype)
+    flat_mask = atom_mask.flatten(1, 2)
+    return (
+        flat_mask[rows]
+        * flat_mask[columns]
+        * ((residue_index[rows] < residue_index[columns]) & ~bond & ~bridge).to(flat_mask.dtype)
+    )
 
 
-def _within(residue: Tensor, atoms: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+def _within(residue: Tensor, atoms: Tensor, atom_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return by how much atoms of a residue lie too close or too far apart, summed over pairs [B]; residues that do
     [B, R]."""
-    held = bounds(atoms.device, atoms.dtype)
-    lower, upper = held.lower[residue], held.upper[residue]
-    apart = (CLOSE + (atoms[..., :, None, :] - atoms[..., None, :, :]).square().sum(-1)).sqrt()
-    other = 1 - torch.eye(atoms.shape[-2], dtype=atoms.dtype, device=atoms.device)
-    mask = there[..., :, None] * there[..., None, :] * other
-    error = mask * (F.relu(lower - apart) + F.relu(apart - upper))
+    limits = bounds(atoms.device, atoms.dtype)
+    lower, upper = limits.lower[residue], limits.upper[residue]
+    distance = (CLOSE + (atoms[..., :, None, :] - atoms[..., None, :, :]).square().sum(-1)).sqrt()
+    off_diagonal = 1 - torch.eye(atoms.shape[-2], dtype=atoms.dtype, device=atoms.device)
+    mask = atom_mask[..., :, None] * atom_mask[..., None, :] * off_diagonal
+    error = mask * (F.relu(lower - distance) + F.relu(distance - upper))
     return error.sum((-1, -2, -3)), (error > 0).any(-1).any(-1)

@@ -55,85 +55,91 @@ class Truth:
     index: Tensor
 
 
-def losses(found: Round, truth: Truth, *, bonds: bool = False) -> dict[str, Tensor]:
+def losses(prediction: Round, truth: Truth, *, bonds: bool = False) -> dict[str, Tensor]:
     """Each by its name, [B], before its weight; "resolved" and "aligned errors" too, which have none at first.
 
     Args:
         bonds: also "violations", for which all atoms are compared with each other.
     """
-    said, folded = found.said, found.folded
+    scores, folded = prediction.scores, prediction.folded
     backbone_known = truth.groups.known[..., 0]
     backbone = truth.groups.frames[..., 0]
     alpha, alpha_known = truth.atoms[:, :, ALPHA], truth.known[:, :, ALPHA]
     beta, beta_known = _beta(truth.residue, truth.atoms, truth.known)
     angles, raw = (
-        torch.stack([getattr(each, name) for each in folded.blocks]) for name in ("angles", "raw_angles")
+        torch.stack([getattr(block, name) for block in folded.blocks]) for name in ("angles", "raw_angles")
     )
-    seen, there = _kinds(truth.residue, truth.known)
-    result = {
+    observed_atoms, kind_mask = _kinds(truth.residue, truth.known)
+    loss_by_name = {
         "backbone": _backbones(folded.blocks, backbone, backbone_known, truth.clamped),
         "side chains": _side_chains(folded.groups, folded.atoms, truth),
         "torsions": torsions(
             angles, raw, truth.torsions[..., 3:, :], truth.residue, truth.torsions_known[..., 3:], truth.mask
         ),
-        "distances": heads.distogram(said.distances, beta, beta_known),
-        "masked residues": heads.masked_residues(said.residues, truth.rows, truth.masked),
-        "plddt": truth.fine * heads.plddt(said.plddt, folded.atoms[:, :, ALPHA], alpha, alpha_known),
-        "resolved": truth.fine * heads.resolved(said.resolved, seen, there),
+        "distances": heads.distogram(scores.distances, beta, beta_known),
+        "masked residues": heads.masked_residues(scores.residues, truth.rows, truth.masked),
+        "plddt": truth.fine * heads.plddt(scores.plddt, folded.atoms[:, :, ALPHA], alpha, alpha_known),
+        "resolved": truth.fine * heads.resolved(scores.resolved, observed_atoms, kind_mask),
     }
     if bonds:
-        result["violations"] = violations(truth.residue, truth.index, folded.atoms).loss
-    if said.errors is not None:
-        found_errors = heads.aligned_errors(said.errors, folded.blocks[-1].frames, backbone, backbone_known)
-        result["aligned errors"] = truth.fine * found_errors
-    return result
+        loss_by_name["violations"] = violations(truth.residue, truth.index, folded.atoms).loss
+    if scores.errors is not None:
+        aligned_errors = heads.aligned_errors(
+            scores.errors, folded.blocks[-1].frames, backbone, backbone_known
+        )
+        loss_by_name["aligned errors"] = truth.fine * aligned_errors
+    return loss_by_name
 
 
-def total(each: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
+def total(loss_by_name: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
     """The weighted sum of losses, [B]; those without a weight count nothing."""
     weights = WEIGHTS if weights is None else weights
-    return sum((weights[name] * value for name, value in each.items() if weights.get(name)), torch.zeros(()))
+    return sum(
+        (weights[name] * value for name, value in loss_by_name.items() if weights.get(name)), torch.zeros(())
+    )
 
 
-def _backbones(blocks: Sequence[Placed], true: Frames, known: Tensor, clamped: Tensor) -> Tensor:
+def _backbones(blocks: Sequence[Placed], true: Frames, frame_mask: Tensor, clamped: Tensor) -> Tensor:
     """FAPE of the backbone after each block of the structure module, their mean, [B]; all of them at once."""
     count = len(blocks)
     rotation, origin = (
-        torch.cat([getattr(each.frames, name) for each in blocks]) for name in ("rotation", "origin")
+        torch.cat([getattr(block.frames, name) for block in blocks]) for name in ("rotation", "origin")
     )
-    again = Frames(true.rotation.repeat(count, 1, 1, 1), true.origin.repeat(count, 1, 1))
-    each = points.backbone(Frames(rotation, origin), again, known.repeat(count, 1), clamped.repeat(count))
-    return each.unflatten(0, (count, -1)).mean(0)
+    true_frames = Frames(true.rotation.repeat(count, 1, 1, 1), true.origin.repeat(count, 1, 1))
+    errors = points.backbone(
+        Frames(rotation, origin), true_frames, frame_mask.repeat(count, 1), clamped.repeat(count)
+    )
+    return errors.unflatten(0, (count, -1)).mean(0)
 
 
 def _side_chains(groups: Frames, atoms: Tensor, truth: Truth) -> Tensor:
     """FAPE of all atoms from all rigid groups, with the names that fit best."""
     named = known_structure.named(truth.residue, truth.atoms, truth.known, atoms)
     swapped = named.renamed[..., None]
-    own, other = truth.groups.frames, truth.groups.other
-    rotation = torch.where(swapped[..., None, None], other.rotation, own.rotation)
+    true_frames, renamed_frames = truth.groups.frames, truth.groups.other
+    rotation = torch.where(swapped[..., None, None], renamed_frames.rotation, true_frames.rotation)
     return points.fape(
         Frames(groups.rotation.flatten(1, 2), groups.origin.flatten(1, 2)),
         atoms.flatten(1, 2),
-        Frames(rotation.flatten(1, 2), own.origin.flatten(1, 2)),
+        Frames(rotation.flatten(1, 2), true_frames.origin.flatten(1, 2)),
         named.atoms.flatten(1, 2),
         truth.groups.known.flatten(1, 2),
         named.known.flatten(1, 2),
     )
 
 
-def _beta(residue: Tensor, atoms: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+def _beta(residue: Tensor, atoms: Tensor, atom_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Beta carbons, of glycine the alpha carbon, [B, R, 3], and which are known [B, R]."""
     place = torch.where(residue == LETTERS.index("G"), ALPHA, BETA)[..., None]
-    return atoms.gather(-2, place[..., None].expand(*place.shape, 3))[..., 0, :], known.gather(-1, place)[
+    return atoms.gather(-2, place[..., None].expand(*place.shape, 3))[..., 0, :], atom_mask.gather(-1, place)[
         ..., 0
     ]
 
 
-def _kinds(residue: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+def _kinds(residue: Tensor, atom_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return which of the 37 kinds of atoms are known, and which a residue has, [B, R, 37]."""
     table = tables(residue.device)
-    kind, has = table.kind[residue], table.there[residue]
+    kind, has_atom = table.kind[residue], table.there[residue]
     blank = torch.zeros(*residue.shape, len(ATOMS), device=residue.device)
-    there = blank.scatter_add(-1, kind, has.float())
-    return blank.scatter_add(-1, kind, has.float() * known.float()), there
+    kind_mask = blank.scatter_add(-1, kind, has_atom.float())
+    return blank.scatter_add(-1, kind, has_atom.float() * atom_mask.float()), kind_mask

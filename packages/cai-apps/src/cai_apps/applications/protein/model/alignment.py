@@ -53,7 +53,9 @@ class OuterProductMean(nn.Module):
         """The update of the pair, [B, R, R, c_z]; mask [B, S, R]."""
         mask = mask.to(m.dtype)
         normed = self.norm(m)
-        left, right = (layer(normed) * mask[..., None] for layer in (self.left, self.right))
-        outer = torch.einsum("bsic,bsjd->bijcd", left, right).flatten(-2)
+        left_projection, right_projection = (
+            layer(normed) * mask[..., None] for layer in (self.left, self.right)
+        )
+        outer = torch.einsum("bsic,bsjd->bijcd", left_projection, right_projection).flatten(-2)
         count = torch.einsum("bsi,bsj->bij", mask, mask)[..., None]
         return self.out(outer) / (count + 1e-3)

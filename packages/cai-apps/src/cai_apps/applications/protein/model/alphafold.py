@@ -93,14 +93,14 @@ class Round:
     Args:
         m, z, s: the output of the trunk, [B, S, R, c_m], [B, R, R, c_z], [B, R, c_s].
         folded: the output of the structure module.
-        said: the output of the heads.
+        scores: the output of the heads.
     """
 
     m: Tensor
     z: Tensor
     s: Tensor
     folded: Folded
-    said: Said
+    scores: Said
 
 
 class AlphaFold(nn.Module):
@@ -140,10 +140,10 @@ class AlphaFold(nn.Module):
         z_mask = mask[:, :, None] * mask[:, None]
         m_mask, sequences = features.alignment_mask, m.shape[1]
         if self.template is not None and features.templates is not None:
-            found = features.templates
-            z = z + self.template(z, found.pair, z_mask, found.there)
-            m = torch.cat([m, self.template.sequences(found.angles)], 1)
-            m_mask = torch.cat([m_mask, found.known.to(m_mask.dtype)], 1)
+            templates = features.templates
+            z = z + self.template(z, templates.pair, z_mask, templates.there)
+            m = torch.cat([m, self.template.sequences(templates.angles)], 1)
+            m_mask = torch.cat([m_mask, templates.known.to(m_mask.dtype)], 1)
         _, z, _ = self.extra_stack(self.extra(features.extra), z, features.extra_mask, z_mask)
         m, z, s = self.evoformer(m, z, m_mask, z_mask)
         assert s is not None

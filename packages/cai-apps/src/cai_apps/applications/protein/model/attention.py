@@ -72,6 +72,6 @@ class GlobalAttention(nn.Module):
         k, v = self.to_k(x), self.to_v(x)
         q = self.to_q(mean).unflatten(-1, (self.heads, -1)) * k.shape[-1] ** -0.5  # [B, R, N, head]
         scores = q @ k.transpose(-1, -2) + (MASKED * (mask - 1))[:, :, None]
-        said = scores.softmax(-1) @ v
+        context = scores.softmax(-1) @ v
         gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.heads, -1))
-        return self.out((said[:, :, None] * gate).flatten(-2))
+        return self.out((context[:, :, None] * gate).flatten(-2))

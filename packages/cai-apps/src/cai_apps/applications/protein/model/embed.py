@@ -70,5 +70,5 @@ class RecyclingEmbedder(nn.Module):
 
     def forward(self, m: Tensor, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """m's first sequence [B, R, c_m], z [B, R, R, c_z], beta carbons x [B, R, 3] -> what is added to both."""
-        seen = distance_bins(x, *self.bins).to(z.dtype)
-        return self.norm(m), self.norm_pair(z) + self.distance(seen)
+        distogram = distance_bins(x, *self.bins).to(z.dtype)
+        return self.norm(m), self.norm_pair(z) + self.distance(distogram)

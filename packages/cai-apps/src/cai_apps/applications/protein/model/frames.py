@@ -60,8 +60,8 @@ def from_points(on_axis: Tensor, origin: Tensor, in_plane: Tensor, eps: float = 
         on_axis, origin, in_plane: [..., 3].
     """
     first = _unit(origin - on_axis, eps)
-    beside = in_plane - origin
-    second = _unit(beside - (first * beside).sum(-1, keepdim=True) * first, eps)
+    plane_vector = in_plane - origin
+    second = _unit(plane_vector - (first * plane_vector).sum(-1, keepdim=True) * first, eps)
     third = torch.linalg.cross(first, second)
     return Frames(torch.stack([first, second, third], -1), origin)
 
@@ -87,9 +87,10 @@ def turned(quaternion: Tensor, vector: Tensor) -> Tensor:
     Args:
         quaternion: [..., 4]; vector: [..., 3].
     """
-    real, rest = quaternion[..., :1], quaternion[..., 1:]
-    more = torch.cat(
-        [-(rest * vector).sum(-1, keepdim=True), real * vector + torch.linalg.cross(rest, vector)], -1
+    real, imaginary = quaternion[..., :1], quaternion[..., 1:]
+    increment = torch.cat(
+        [-(imaginary * vector).sum(-1, keepdim=True), real * vector + torch.linalg.cross(imaginary, vector)],
+        -1,
     )
-    found = quaternion + more
-    return found / torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+    turned_quaternion = quaternion + increment
+    return turned_quaternion / torch.linalg.vector_norm(turned_quaternion, dim=-1, keepdim=True)

@@ -17,17 +17,19 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, left, right):
-        left, right = (x.permute(0, 3, 1, 2).contiguous() for x in (left, right))
-        ctx.save_for_backward(left, right)
-        return (left @ right.transpose(-1, -2)).permute(0, 2, 3, 1)
+    def forward(ctx, left_operand, right_operand):
+        left_operand, right_operand = (
+            x.permute(0, 3, 1, 2).contiguous() for x in (left_operand, right_operand)
+        )
+        ctx.save_for_backward(left_operand, right_operand)
+        return (left_operand @ right_operand.transpose(-1, -2)).permute(0, 2, 3, 1)
 
     @staticmethod
     def backward(ctx, grad):
-        left, right = ctx.saved_tensors
+        left_operand, right_operand = ctx.saved_tensors
         grad = grad.permute(0, 3, 1, 2).contiguous()
-        found = grad @ right, grad.transpose(-1, -2) @ left
-        return tuple(x.permute(0, 2, 3, 1) for x in found)
+        operand_grads = grad @ right_operand, grad.transpose(-1, -2) @ left_operand
+        return tuple(x.permute(0, 2, 3, 1) for x in operand_grads)
 
 
 class TriangleMultiplication(nn.Module):
@@ -49,11 +51,14 @@ class TriangleMultiplication(nn.Module):
         """The update of z; mask [B, R, R]."""
         z = self.norm(z)
         mask = mask.to(z.dtype)[..., None]
-        left = torch.sigmoid(self.left_gate(z)) * self.left(z) * mask
-        right = torch.sigmoid(self.right_gate(z)) * self.right(z) * mask
+        left_projection = torch.sigmoid(self.left_gate(z)) * self.left(z) * mask
+        right_projection = torch.sigmoid(self.right_gate(z)) * self.right(z) * mask
         if not self.outgoing:
-            left, right = left.transpose(1, 2), right.transpose(1, 2)
-        product = _Product.apply(left, right)
+            left_projection, right_projection = (
+                left_projection.transpose(1, 2),
+                right_projection.transpose(1, 2),
+            )
+        product = _Product.apply(left_projection, right_projection)
         return self.out(self.norm_out(product)) * torch.sigmoid(self.gate(z))
 
 
@@ -72,5 +77,5 @@ class TriangleAttention(nn.Module):
         if not self.starting:
             z, mask = z.transpose(1, 2), mask.transpose(1, 2)
         z = self.norm(z)
-        found = self.attention(z, mask, self.bias(z).permute(0, 3, 1, 2))
-        return found if self.starting else found.transpose(1, 2)
+        update = self.attention(z, mask, self.bias(z).permute(0, 3, 1, 2))
+        return update if self.starting else update.transpose(1, 2)

@@ -24,19 +24,27 @@ class PointAttention(nn.Module):
         c_s, c_z: widths of the sequence and the pair.
         head: width of a head.
         heads: N.
-        seen, said: points of a head for queries and keys, and for values.
+        qk_point_count, v_point_count: points of a head for queries and keys, and for values.
     """
 
-    def __init__(self, c_s: int, c_z: int, head: int = 16, heads: int = 12, seen: int = 4, said: int = 8):
+    def __init__(
+        self,
+        c_s: int,
+        c_z: int,
+        head: int = 16,
+        heads: int = 12,
+        qk_point_count: int = 4,
+        v_point_count: int = 8,
+    ):
         super().__init__()
-        self.heads, self.seen, self.said = heads, seen, said
+        self.heads, self.qk_point_count, self.v_point_count = heads, qk_point_count, v_point_count
         self.to_q = linear(c_s, heads * head)
         self.to_kv = linear(c_s, 2 * heads * head)
-        self.q_points = linear(c_s, 3 * heads * seen)
-        self.kv_points = linear(c_s, 3 * heads * (seen + said))
+        self.q_points = linear(c_s, 3 * heads * qk_point_count)
+        self.kv_points = linear(c_s, 3 * heads * (qk_point_count + v_point_count))
         self.bias = linear(c_z, heads)
         self.weight = nn.Parameter(torch.full((heads,), ONE))
-        self.out = linear(heads * (c_z + head + 4 * said), c_s, initial="final")
+        self.out = linear(heads * (c_z + head + 4 * v_point_count), c_s, initial="final")
 
     def forward(self, s: Tensor, z: Tensor, frames: Frames, mask: Tensor) -> Tensor:
         """The update of s [B, R, c_s]. Points and scores are computed in the dtype of the frames.
@@ -52,7 +60,7 @@ class PointAttention(nn.Module):
         at = frames[..., None, None]
         q_points = at.apply(self._points(self.q_points(s)).to(wide))
         k_points, v_points = at.apply(self._points(self.kv_points(s)).to(wide)).split(
-            [self.seen, self.said], -2
+            [self.qk_point_count, self.v_point_count], -2
         )
         scores = self._scores(q.to(wide), k.to(wide), q_points, k_points) + math.sqrt(1 / 3) * self.bias(z)
         mask = mask.to(scores.dtype)
@@ -71,6 +79,9 @@ class PointAttention(nn.Module):
 
     def _scores(self, q: Tensor, k: Tensor, q_points: Tensor, k_points: Tensor) -> Tensor:
         """[B, R, R, N]: how alike two residues are, less how far their points lie apart."""
-        alike = torch.einsum("binc,bjnc->bijn", q, k) * math.sqrt(1 / (3 * q.shape[-1]))
-        apart = (q_points[:, :, None] - k_points[:, None]).square().sum((-1, -2))
-        return alike - 0.5 * math.sqrt(2 / (27 * self.seen)) * F.softplus(self.weight) * apart
+        similarity = torch.einsum("binc,bjnc->bijn", q, k) * math.sqrt(1 / (3 * q.shape[-1]))
+        squared_distance = (q_points[:, :, None] - k_points[:, None]).square().sum((-1, -2))
+        return (
+            similarity
+            - 0.5 * math.sqrt(2 / (27 * self.qk_point_count)) * F.softplus(self.weight) * squared_distance
+        )

@@ -23,7 +23,7 @@ class StructureSizes:
 
     Args:
         c_s, c_z: widths of the sequence and the pair.
-        head, heads, seen, said: the arguments of `PointAttention` with these names.
+        head, heads, qk_point_count, v_point_count: the arguments of `PointAttention` with these names.
         blocks: rounds with the same weights.
         dropout: rate.
         angles: width inside the network of angles; its blocks.
@@ -33,8 +33,8 @@ class StructureSizes:
     c_z: int = 128
     head: int = 16
     heads: int = 12
-    seen: int = 4
-    said: int = 8
+    qk_point_count: int = 4
+    v_point_count: int = 8
     blocks: int = 8
     dropout: float = 0.1
     angles: int = 128
@@ -128,7 +128,9 @@ class StructureModule(nn.Module):
         self.norm = nn.LayerNorm(c_s)
         self.norm_pair = nn.LayerNorm(sizes.c_z)
         self.first = linear(c_s, c_s)
-        self.attention = PointAttention(c_s, sizes.c_z, sizes.head, sizes.heads, sizes.seen, sizes.said)
+        self.attention = PointAttention(
+            c_s, sizes.c_z, sizes.head, sizes.heads, sizes.qk_point_count, sizes.v_point_count
+        )
         self.norm_attention = nn.LayerNorm(c_s)
         self.transition = SequenceTransition(c_s, sizes.dropout)
         self.move = linear(c_s, 6, initial="final")
@@ -146,15 +148,15 @@ class StructureModule(nn.Module):
         origin = s.new_zeros(*s.shape[:2], 3, dtype=torch.promote_types(s.dtype, torch.float32))
         origin.requires_grad_(s.requires_grad)  # as in later blocks: else the first is compiled apart
         quaternion = torch.cat([torch.ones_like(origin[..., :1]), origin.detach()], -1)
-        found = []
+        placements = []
         for _ in range(self.rounds):
             s, quaternion, origin, rotation, raw, angles = self.block(s, z, start, quaternion, origin, mask)
-            found.append(Placed(Frames(rotation, origin).scaled(ANGSTROMS), angles, raw))
+            placements.append(Placed(Frames(rotation, origin).scaled(ANGSTROMS), angles, raw))
             quaternion = (
                 quaternion.detach()
             )  # line 20 of Algorithm 20: a turn learns from its own block alone
-        groups = groups_of(found[-1].frames, found[-1].angles, residue)
-        return Folded(s, found, groups, atoms_of(groups, residue))
+        groups = groups_of(placements[-1].frames, placements[-1].angles, residue)
+        return Folded(s, placements, groups, atoms_of(groups, residue))
 
     def block(
         self, s: Tensor, z: Tensor, start: Tensor, quaternion: Tensor, origin: Tensor, mask: Tensor
@@ -165,5 +167,5 @@ class StructureModule(nn.Module):
         s = self.transition(self.norm_attention(F.dropout(s, self.dropout, self.training)))
         turn, shift = self.move(s).to(origin.dtype).split(3, -1)
         quaternion = turned(quaternion, turn)
-        raw, angles = (each.to(origin.dtype) for each in self.angles(s, start))
+        raw, angles = (torsions.to(origin.dtype) for torsions in self.angles(s, start))
         return s, quaternion, frames.apply(shift), rotation_of(quaternion), raw, angles

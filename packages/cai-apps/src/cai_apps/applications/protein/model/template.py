@@ -92,21 +92,21 @@ class TemplateEmbedder(nn.Module):
         self.norm = nn.LayerNorm(c_t)
         self.attention = TemplateAttention(c_z, c_t, sizes.heads, sizes.head)
 
-    def forward(self, z: Tensor, pair: Tensor, z_mask: Tensor, there: Tensor) -> Tensor:
+    def forward(self, z: Tensor, pair: Tensor, z_mask: Tensor, template_mask: Tensor) -> Tensor:
         """The update of z, zero where no template is there.
 
         Args:
             z: [B, R, R, c_z], and its mask [B, R, R].
             pair: features [B, T, R, R, ·].
-            there: [B, T].
+            template_mask: [B, T].
         """
         batch, templates = pair.shape[:2]
         t = self.pair(pair).flatten(0, 1)
         mask = z_mask[:, None].expand(batch, templates, *z_mask.shape[1:]).flatten(0, 1)
         for block in self.blocks:
             t = block(t, mask)
-        found = self.attention(z, self.norm(t).unflatten(0, (batch, templates)), there)
-        return found * (there.sum(-1) > 0).to(found.dtype)[:, None, None, None]
+        update = self.attention(z, self.norm(t).unflatten(0, (batch, templates)), template_mask)
+        return update * (template_mask.sum(-1) > 0).to(update.dtype)[:, None, None, None]
 
     def sequences(self, angles: Tensor) -> Tensor:
         """Features of angles [B, T, R, ·] -> [B, T, R, c_m]."""
