@@ -140,7 +140,7 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
         how = {"mode": options.patches, "warmup": options.patches_warmup}
         sampler.split(dist.group.WORLD, **how, branches=branches)
     shows = device is None or dist.get_rank() == 0
-    with counted(len(prompts), "pictures", shown=shows and len(prompts) > options.batch) as told:
+    with counted(len(prompts), "pictures", visible=shows and len(prompts) > options.batch) as told:
         pictures = sampler.in_batches(prompts, drawing, batch=options.batch, told=told)
     if shows:
         output = options.output or options.directory / "pictures.png"
