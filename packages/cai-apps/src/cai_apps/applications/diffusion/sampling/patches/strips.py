@@ -53,7 +53,7 @@ class Strips:
         """Rows [n, c, h, w] with `rows` more above and below; zeros beyond the picture.
 
         Args:
-            strip: the strip.
+            strip: the rows of this rank.
             edges: the first and last rows of each strip, [n, c, 2 rows, w].
             rows: the number of rows of the halo on each side.
         """
