@@ -73,11 +73,11 @@ def of(config: Any) -> Application:
 
 def commands() -> dict[str, dict[str, tuple[str, str]]]:
     """The commands of all applications: name -> application -> (line of help, module)."""
-    found: dict[str, dict[str, tuple[str, str]]] = {}
-    for each in TABLE:
-        for name, command in find(each).commands.items():
-            found.setdefault(name, {})[each] = command
-    return found
+    commands_by_name: dict[str, dict[str, tuple[str, str]]] = {}
+    for application in TABLE:
+        for name, command in find(application).commands.items():
+            commands_by_name.setdefault(name, {})[application] = command
+    return commands_by_name
 
 
 def of_directory(directory: Path) -> str:

@@ -78,22 +78,26 @@ def _choose(modules: dict[str, str], arguments: list[str]) -> str:
     if len(modules) == 1:
         return next(iter(modules.values()))
     directory = next((argument for argument in arguments if not argument.startswith("-")), "")
-    found = applications.of_directory(Path(directory).expanduser()) if directory else applications.DEFAULT
-    return modules.get(found, modules[applications.DEFAULT])
+    application = (
+        applications.of_directory(Path(directory).expanduser()) if directory else applications.DEFAULT
+    )
+    return modules.get(application, modules[applications.DEFAULT])
 
 
 def modules_of_commands() -> dict[str, dict[str, str]]:
     """The modules of every command, by name: one, or one for each application that has it."""
-    own = {
+    application_modules = {
         name: {of: module for of, (_, module) in by.items()} for name, by in applications.commands().items()
     }
-    return {name: {"": f"cai_apps.cli.{name}"} for name in COMMANDS} | own
+    return {name: {"": f"cai_apps.cli.{name}"} for name in COMMANDS} | application_modules
 
 
 def usage() -> str:
     """The text of `cai --help`."""
-    own = {name: "; ".join(text for text, _ in by.values()) for name, by in applications.commands().items()}
-    lines = [f"  {name:<10}{text}" for name, text in (COMMANDS | own).items()]
+    application_commands = {
+        name: "; ".join(text for text, _ in by.values()) for name, by in applications.commands().items()
+    }
+    lines = [f"  {name:<10}{text}" for name, text in (COMMANDS | application_commands).items()]
     return "\n".join(
         [
             "usage: cai COMMAND [ARGUMENTS] [--debug]",

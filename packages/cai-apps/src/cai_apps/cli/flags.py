@@ -21,10 +21,10 @@ def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
     Raises:
         ConfigError: what is no flag, no key of `kind`, or has no value.
     """
-    known, found = config_file.known_keys(kind), {}
+    valid_keys, values_by_key = config_file.known_keys(kind), {}
     for key, texts in _flags(arguments):
-        if not config_file.is_known(key, known):
-            raise config_file.unknown_key(key, known, origin="the command line", keys=known)
+        if not config_file.is_known(key, valid_keys):
+            raise config_file.unknown_key(key, valid_keys, origin="the command line", keys=valid_keys)
         hint = config_file.hint_of(kind, key)
         several = typing.get_origin(hint) is tuple
         if not several and len(texts) != 1:
@@ -35,8 +35,8 @@ def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
             )
         item = typing.get_args(hint)[0] if several else hint
         values = [value_of(text, item) for text in texts]
-        found[key] = values if several else values[0]
-    return found
+        values_by_key[key] = values if several else values[0]
+    return values_by_key
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -23,14 +23,14 @@ def run(arguments: list[str]) -> int:
     machine, drawn = "--json" in arguments, "--pipeline" in arguments
     arguments = [argument for argument in arguments if argument not in ("--json", "--pipeline")]
     config, label = config_arguments.parse(arguments, command="plan", description=DESCRIPTION)
-    shown = applications.of(config).plan(config, _ranks(ranks), label, _memory(memory))
-    if drawn and not shown.chart:
+    plan = applications.of(config).plan(config, _ranks(ranks), label, _memory(memory))
+    if drawn and not plan.chart:
         raise ConfigError(
             "--pipeline draws a pipeline, and this run has none", fix="set parallel.pipeline.size"
         )
-    print(json.dumps(shown.facts) if machine else shown.text)
+    print(json.dumps(plan.facts) if machine else plan.text)
     if drawn and not machine:
-        print(f"\n{shown.chart}")
+        print(f"\n{plan.chart}")
     return 0
 
 

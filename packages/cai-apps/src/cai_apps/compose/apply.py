@@ -143,15 +143,15 @@ def _overlaps(config: RunConfig, device: torch.device) -> bool:
     tensor = config.parallel.tensor
     if tensor.overlap != "auto":
         return tensor.overlap == "on"
-    asked = tensor.sequence and tensor.size > 1 and config.memory.recompute == "none"
-    return asked and device.type == "cuda" and dist.get_backend() == "nccl" and on_one_host()
+    shards_sequence = tensor.sequence and tensor.size > 1 and config.memory.recompute == "none"
+    return shards_sequence and device.type == "cuda" and dist.get_backend() == "nccl" and on_one_host()
 
 
 def _divided(loss: Loss, scale: LossScale | None) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:
     def divided(output: Any, target: tuple[Any, Tensor | float]) -> Tensor:
         expected, total = target
-        found = loss(output, expected) / total
-        return found if scale is None else scale.scale(found)
+        partial_loss = loss(output, expected) / total
+        return partial_loss if scale is None else scale.scale(partial_loss)
 
     return divided
 

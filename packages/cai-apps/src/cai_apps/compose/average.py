@@ -48,8 +48,8 @@ class Average:
     def restart(self) -> None:
         """Begin anew from the weights as they are."""
         for name, boxed in self._current().items():
-            for own, value in zip(*self._side_by_side({name: boxed}), strict=True):
-                own.copy_(value)
+            for average, value in zip(*self._side_by_side({name: boxed}), strict=True):
+                average.copy_(value)
 
     def state(self) -> dict[str, BoxedTensor]:
         """Return views of the average by name, which a checkpoint is made from or loaded into."""
@@ -63,10 +63,10 @@ class Average:
         averages: list[Tensor] = []
         values: list[Tensor] = []
         for name, boxed in current.items():
-            held, present = self._held[name], boxed.present
-            for (_, own), (_, value) in zip(held.pieces, present.pieces, strict=True):
-                averages.append(own)
-                values.append(value.to(own.device))  # a weight may have moved to a GPU since
+            boxed_average, present = self._held[name], boxed.present
+            for (_, average), (_, value) in zip(boxed_average.pieces, present.pieces, strict=True):
+                averages.append(average)
+                values.append(value.to(average.device))  # a weight may have moved to a GPU since
         return averages, values
 
     def _current(self) -> dict[str, BoxedTensor]:

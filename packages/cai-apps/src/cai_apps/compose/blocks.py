@@ -73,7 +73,7 @@ _POLICIES = {
 
 
 def compile_layers(
-    layers: Sequence[nn.Module], others: Sequence[tuple[nn.Module, str]] = (), *, sizes: int = 1
+    layers: Sequence[nn.Module], methods: Sequence[tuple[nn.Module, str]] = (), *, sizes: int = 1
 ) -> None:
     """Compile the forward of every layer; layers of one kind and size share their compiled code.
 
@@ -81,7 +81,7 @@ def compile_layers(
     of open sizes for all of them, and after eight compile no more.
 
     Args:
-        others: methods that are compiled too: a module and the method's name.
+        methods: methods that are compiled too: a module and the method's name.
         sizes: the number of sizes of inputs that come along.
     """
     shapes: dict[type, set[tuple[torch.Size, ...]]] = {}
@@ -95,5 +95,5 @@ def compile_layers(
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * most * sizes)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)
-    for module, name in others:
+    for module, name in methods:
         setattr(module, name, torch.compile(getattr(module, name)))

@@ -18,28 +18,28 @@ def watched(model: nn.Module) -> Iterator[list[str]]:
     The first is where it begins. An output has NaN in any of its tensors, or infinity in the first: others may be
     masks.
     """
-    found: list[str] = []
+    broken_modules: list[str] = []
 
     def look(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if _is_broken(list(tensors_in(output))):
-                found.append(name)
+                broken_modules.append(name)
 
         return hook
 
     named = [(name, module) for name, module in model.named_modules() if name]
     hooks = [module.register_forward_hook(look(name)) for name, module in named]
     try:
-        yield found
+        yield broken_modules
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def _is_broken(tensors: list[Tensor]) -> bool:
-    wide = [each for each in tensors if each.is_floating_point()]
+    wide = [tensor for tensor in tensors if tensor.is_floating_point()]
     return bool(wide) and (
-        not bool(torch.isfinite(wide[0]).all()) or any(bool(torch.isnan(each).any()) for each in wide[1:])
+        not bool(torch.isfinite(wide[0]).all()) or any(bool(torch.isnan(tensor).any()) for tensor in wide[1:])
     )
 
 
@@ -48,11 +48,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for element in value.values():
+            yield from tensors_in(element)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+        for element in value:
+            yield from tensors_in(element)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))

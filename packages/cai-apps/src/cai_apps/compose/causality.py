@@ -49,7 +49,8 @@ def _moved(model: PreTrainedModel) -> tuple[float, float] | None:
         changed[:, middle:] = (changed[:, middle:] + 1) % (int(ids.max()) + 1)
         with torch.no_grad(), torch.device("cpu"):
             first, second = (
-                tried(**arguments_of(tried, inputs | {"input_ids": given})).logits for given in (ids, changed)
+                tried(**arguments_of(tried, inputs | {"input_ids": input_ids})).logits
+                for input_ids in (ids, changed)
             )
     except Exception:  # whatever its code meets in a config made small
         return None

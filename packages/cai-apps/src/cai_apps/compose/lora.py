@@ -57,12 +57,14 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     layers = {name for name, module in named.items() if isinstance(module, nn.Linear | nn.Conv2d)}
     ends = {_end(name) for name in layers}
     for target in targets:
-        found = [name for name in named if name == target or name.endswith(f".{target}")]
-        others = [f"{name} is a {type(named[name]).__name__}" for name in found if name not in layers]
-        if others or not found:
+        matches = [name for name in named if name == target or name.endswith(f".{target}")]
+        unsupported = [f"{name} is a {type(named[name]).__name__}" for name in matches if name not in layers]
+        if unsupported or not matches:
             raise ConfigError(
-                "lora.targets names what can have no adapter" if others else "lora.targets names no layer",
-                got=f"{target!r}: {others[0]}" if others else repr(target),
+                "lora.targets names what can have no adapter"
+                if unsupported
+                else "lora.targets names no layer",
+                got=f"{target!r}: {unsupported[0]}" if unsupported else repr(target),
                 expected="linear layers or convolutions, by their names or the ends of them",
                 fix=did_you_mean(target, sorted(ends)),
             )
@@ -117,18 +119,20 @@ def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> 
     Args:
         weights: the adapters' weights by name; a rank may hold parts of some of them.
     """
-    whole, scale = _whole(weights), alpha_of(lora) / lora.rank
-    found = {name: boxed for name, boxed in BoxedTensor.of_model(model).items() if not is_adapter(name)}
-    for name, boxed in found.items():
+    adapters, scale = _whole(weights), alpha_of(lora) / lora.rank
+    merged_weights = {
+        name: boxed for name, boxed in BoxedTensor.of_model(model).items() if not is_adapter(name)
+    }
+    for name, boxed in merged_weights.items():
         if not name.endswith(BASE):
             continue
         layer, boxed = name.removesuffix(BASE), boxed.present
         dtype = torch.promote_types(boxed.dtype, torch.float32)
-        added = scale * (whole[layer + B].to(dtype).flatten(1) @ whole[layer + A].to(dtype).flatten(1))
+        added = scale * (adapters[layer + B].to(dtype).flatten(1) @ adapters[layer + A].to(dtype).flatten(1))
         added = added.view(boxed.global_shape)
         pieces = tuple((box, value.cpu().to(dtype) + added[box.slices()]) for box, value in boxed.pieces)
-        found[name] = replace(boxed, pieces=pieces, dtype=dtype)
-    return found
+        merged_weights[name] = replace(boxed, pieces=pieces, dtype=dtype)
+    return merged_weights
 
 
 def save_adapters(
@@ -146,27 +150,31 @@ def save_adapters(
     """
     from safetensors.torch import save_file
 
-    whole, tensors, told = _whole(weights), {}, {}
+    adapters, tensors, metadata = _whole(weights), {}, {}
     options = json.loads(json.dumps(_options(lora, targets).to_dict(), default=sorted))
     for prefix, part in parts.items():
-        held = {name: value for name, value in whole.items() if name.startswith(prefix)}
-        for name, value in held.items():
+        part_weights = {name: value for name, value in adapters.items() if name.startswith(prefix)}
+        for name, value in part_weights.items():
             tensors[f"{part}.{name.removeprefix(prefix)}".replace(".default.", ".")] = (
                 value.float().contiguous()
             )
-        if held:
-            told |= {f"{part}.{key}": value for key, value in options.items()}
+        if part_weights:
+            metadata |= {f"{part}.{key}": value for key, value in options.items()}
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / FILE, metadata={"format": "pt", METADATA: json.dumps(told, indent=2)})
+        save_file(
+            tensors, directory / FILE, metadata={"format": "pt", METADATA: json.dumps(metadata, indent=2)}
+        )
 
 
 def _whole(weights: Mapping[str, BoxedTensor]) -> dict[str, Tensor]:
     """Return the adapters' tensors in full, on every rank; a rank may know only some of their names."""
     world = dist.group.WORLD
-    mine = {name: (each.global_shape, each.dtype) for name, each in weights.items() if is_adapter(name)}
+    mine = {name: (boxed.global_shape, boxed.dtype) for name, boxed in weights.items() if is_adapter(name)}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for known in all_gather_object(mine, world):
-        shapes |= known
-    held = {name: weights.get(name, BoxedTensor(*shape, ())) for name, shape in sorted(shapes.items())}
-    return {name: each.to_full(world) for name, each in held.items()}
+    for shapes_of_rank in all_gather_object(mine, world):
+        shapes |= shapes_of_rank
+    boxed_weights = {
+        name: weights.get(name, BoxedTensor(*shape, ())) for name, shape in sorted(shapes.items())
+    }
+    return {name: boxed.to_full(world) for name, boxed in boxed_weights.items()}

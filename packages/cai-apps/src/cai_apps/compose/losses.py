@@ -26,8 +26,8 @@ class KernelColumns:
     def scan(
         self, logits: Tensor, target: Tensor, *, vocab_start: int, ignore_index: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = cross_entropy_parts(logits, target, vocab_start=vocab_start, ignore_index=ignore_index)
-        return found.maximum, found.sum_exp, found.target_logit
+        column_parts = cross_entropy_parts(logits, target, vocab_start=vocab_start, ignore_index=ignore_index)
+        return column_parts.maximum, column_parts.sum_exp, column_parts.target_logit
 
     def gradient(
         self,
@@ -41,9 +41,9 @@ class KernelColumns:
     ) -> Tensor:
         parts = CrossEntropyParts(maximum, sum_exp, maximum, maximum)
         columns = (vocab_start, vocab_start + logits.shape[-1])
-        found = cross_entropy_gradient(logits, target, parts, dloss, vocab=columns, out=logits.detach())
+        dlogits = cross_entropy_gradient(logits, target, parts, dloss, vocab=columns, out=logits.detach())
         torch.autograd.graph.increment_version(logits)
-        return found
+        return dlogits
 
 
 @dataclass(frozen=True)

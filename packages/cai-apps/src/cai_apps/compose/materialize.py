@@ -91,13 +91,13 @@ def materialize(
     looks into layers that are on another stage.
     """
     values = InitialValues(model, initializer, seed=seed, dtype=dtype, device=device, pretrained=pretrained)
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    local_params: dict[nn.Parameter, nn.Parameter] = {}
     for group in values.groups:
         for param, full in values.make(group).items():
-            made[param] = _part(full, param)
+            local_params[param] = _part(full, param)
     for group in values.groups:
         for module, key, param in group.sites:
-            module._parameters[key] = made[param]
+            module._parameters[key] = local_params[param]
     return model
 
 
@@ -183,10 +183,10 @@ class InitialValues:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = _unset(buffer.shape, buffer.dtype, self._device)
-        known = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
-        with _KeyedDraws(self._seed, known, self._device) as draws:
+        names_by_storage = {value.untyped_storage().data_ptr(): self._names[p] for p, value in full.items()}
+        with _KeyedDraws(self._seed, names_by_storage, self._device) as draws:
             for module in [*group.modules, *group.above]:
-                draws.enter(_module_name(module, known))
+                draws.enter(_module_name(module, names_by_storage))
                 self._fill(module)
         for (module, key, _), param in zip(self._sites, before, strict=True):
             module._parameters[key] = param
@@ -242,11 +242,11 @@ def _check_set(named: dict[str, torch.Tensor], modules: list[nn.Module]) -> None
 
 def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return the module that each lies in, the first where it lies in several."""
-    found: dict[nn.Module, nn.Module] = {}
+    parents: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         for child in module.children():
-            found.setdefault(child, module)
-    return found
+            parents.setdefault(child, module)
+    return parents
 
 
 def _chain(module: nn.Module, parents: dict[nn.Module, nn.Module]) -> Iterator[nn.Module]:

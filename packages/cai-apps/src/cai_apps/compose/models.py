@@ -129,16 +129,16 @@ def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> Pretraine
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
     """What initializes a module of a transformers model: `_init_weights` of the model, or of the part that it is in."""
-    found: dict[nn.Module, Callable[[nn.Module], None]] = {}
+    initializers: dict[nn.Module, Callable[[nn.Module], None]] = {}
 
     def visit(module: nn.Module, above: Callable[[nn.Module], None] | None) -> None:
-        own = getattr(module, "_init_weights", None) or above
-        found.setdefault(module, own)  # type: ignore[arg-type]
+        initialize = getattr(module, "_init_weights", None) or above
+        initializers.setdefault(module, initialize)  # type: ignore[arg-type]
         for child in module.children():
-            visit(child, own)
+            visit(child, initialize)
 
     visit(model, None)
-    return lambda module: found[module](module)
+    return lambda module: initializers[module](module)
 
 
 BOTH_WAYS = ("bert-generation", "cpmant", "xlnet")

@@ -40,7 +40,9 @@ def make_optimizer(
 def parameter_groups(options: Optimizer, model: nn.Module) -> Groups:
     """The param groups of an optimizer, with every parameter that trains in one of them."""
     named = [(canonical_name(name, p), p) for name, p in model.named_parameters() if p.requires_grad]
-    inside = {p for block, held in blocks(model).items() if block is not model for _, p in held}
+    inside = {
+        p for block, block_params in blocks(model).items() if block is not model for _, p in block_params
+    }
     divided = RULES[options.kind].rest is not None
     members: dict[tuple[str, bool], list[nn.Parameter]] = {
         (name, by_rule): []
@@ -49,16 +51,16 @@ def parameter_groups(options: Optimizer, model: nn.Module) -> Groups:
     }
     for name, param in named:
         group = group_of(options, name)
-        own = options.groups.get(group, OptimizerGroup())
-        by_rule = divided and param in inside and _is_matrix(param) and not own.adamw
+        group_options = options.groups.get(group, OptimizerGroup())
+        by_rule = divided and param in inside and _is_matrix(param) and not group_options.adamw
         members[group, by_rule].append(param)
     return [_group(options, name, by_rule, params) for (name, by_rule), params in members.items()]
 
 
 def group_of(options: Optimizer, name: str) -> str:
     """The name of the first group that a parameter's name matches, or `REST`."""
-    for group, own in options.groups.items():
-        if any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in own.match.split(",")):
+    for group, group_options in options.groups.items():
+        if any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in group_options.match.split(",")):
             return group
     return REST
 
@@ -83,11 +85,11 @@ def _is_matrix(param: nn.Parameter) -> bool:
 
 
 def _group(options: Optimizer, name: str, by_rule: bool, params: list[nn.Parameter]) -> dict[str, Any]:
-    own = options.groups.get(name, OptimizerGroup())
+    group_options = options.groups.get(name, OptimizerGroup())
     divided = RULES[options.kind].rest is not None
     usual = options.adamw_lr if divided and not by_rule and options.adamw_lr is not None else options.lr
-    lr = usual if own.lr is None else own.lr
-    decay = options.weight_decay if own.weight_decay is None else own.weight_decay
+    lr = usual if group_options.lr is None else group_options.lr
+    decay = options.weight_decay if group_options.weight_decay is None else group_options.weight_decay
     group = {
         "params": params,
         "lr": lr,

@@ -41,10 +41,10 @@ class PositionsKnown:
             key = (position_ids.shape[1], position_ids.device)
             if of_length and key in self._plain:
                 return None
-            found = look(position_ids)
-            if of_length and found is None:
+            sequence_indices = look(position_ids)
+            if of_length and sequence_indices is None:
                 self._plain.add(key)
-            return found
+            return sequence_indices
 
         with mock.patch.object(masking_utils, self.NAME, find):
             yield

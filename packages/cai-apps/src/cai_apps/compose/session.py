@@ -61,8 +61,8 @@ class Session:
 
         Returns this data rank's part of the loss, a float64 scalar, on every rank.
         """
-        alike = ParallelMesh.of(self.mesh).leaves("tp")
-        differing = {a: i for a, i in coordinate(self.mesh).items() if a not in alike}
+        tensor_axes = ParallelMesh.of(self.mesh).leaves("tp")
+        differing = {a: i for a, i in coordinate(self.mesh).items() if a not in tensor_axes}
         rng.seed_torch(self.config.train.seed, self.steps, differing)
         self.model.train()
         with self.workload.running(), self._clipping(total):
@@ -130,10 +130,10 @@ class Session:
         """
         with watched(self.model) as first:
             self.evaluate(microbatches, total=1.0)
-        found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, f"the output of {first[0]}" if first else None)
-        if any(found):
-            return found[dist.get_rank()]
+        origins: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(origins, f"the output of {first[0]}" if first else None)
+        if any(origins):
+            return origins[dist.get_rank()]
         self.weights.drop()
         self.step(microbatches, total=total)
         self.weights.finish()

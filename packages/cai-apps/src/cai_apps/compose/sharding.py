@@ -191,5 +191,5 @@ def _copy_engines(config: RunConfig, mesh: DeviceMesh) -> bool:
 
 def on_one_host() -> bool:
     """Whether the job has several ranks, and all of them run on this host."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
-    return 1 < dist.get_world_size() <= here
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return 1 < dist.get_world_size() <= local_ranks

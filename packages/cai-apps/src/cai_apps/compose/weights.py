@@ -225,8 +225,8 @@ class Offloaded:
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What is here of every gradient."""
-    found = ((name, local_gradient(param)) for name, param in _named(model).items())
-    return ((name, grad) for name, grad in found if grad is not None)
+    local_gradients = ((name, local_gradient(param)) for name, param in _named(model).items())
+    return ((name, grad) for name, grad in local_gradients if grad is not None)
 
 
 def _scaled(

@@ -113,9 +113,9 @@ def _forward(
         watch = _Watch(model, workload.layers(model), graphs=is_compiled(config, device))
         with watch.counting(), workload.running():
             output = run_stage(model.train(), None, workload.inputs(batch))
-            found = loss(output, workload.target(batch))
+            loss_value = loss(output, workload.target(batch))
             saved = watch.saved()
-        del found  # held until here: the graph keeps alive what is counted
+        del loss_value  # held until here: the graph keeps alive what is counted
         return saved
 
 
@@ -132,7 +132,7 @@ def _silence() -> Iterator[None]:
 
 def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
     """Turn parameters and buffers on the meta device into ones on the CPU, of the context's fake mode."""
-    made: dict[Tensor, Tensor] = {}
+    twins: dict[Tensor, Tensor] = {}
 
     def twin(tensor: Tensor) -> Tensor:
         kind = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
@@ -143,10 +143,10 @@ def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
         return empty
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
                 if tensor is not None:
-                    held[name] = made.setdefault(tensor, twin(tensor) if tensor not in made else tensor)
+                    registry[name] = twins.setdefault(tensor, twin(tensor) if tensor not in twins else tensor)
 
 
 class _Watch:
@@ -181,17 +181,17 @@ class _Watch:
 
     def saved(self) -> Saved:
         alive = sum(size for ref, size in self._alive.items() if not ref.expired())
-        kept = dict(self.kept)
+        block_bytes = dict(self.kept)
         results = dict(self.products), dict(self.attention)
-        return Saved(kept, *results, dict(self.inputs), kept.pop(REST, 0), self._most - alive)
+        return Saved(block_bytes, *results, dict(self.inputs), block_bytes.pop(REST, 0), self._most - alive)
 
     def _watched(self, block: nn.Module, name: str, graphs: bool) -> Callable[..., Any]:
         forward = block.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._block = name
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            self.inputs[name] += sum(t.numel() * t.element_size() for t in given if t.requires_grad)
+            input_tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.inputs[name] += sum(t.numel() * t.element_size() for t in input_tensors if t.requires_grad)
             try:
                 if not graphs:
                     return forward(*args, **kwargs)
@@ -212,8 +212,8 @@ class _Watch:
 
         One that runs without gradients, as rounds before the last do, keeps nothing.
         """
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*block.parameters(), *given)]
+        input_tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*block.parameters(), *input_tensors)]
         learns = torch.is_grad_enabled()
         kind = (type(block), learns, tuple(shapes))
         if kind in self._kinds:
@@ -247,13 +247,13 @@ class _Watch:
 
     def ran(self, operator: Any, result: Any) -> None:
         """Count what an operator that has run outside graphs leaves."""
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta"]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta"]
         if self._block != REST:
-            size = made[0].untyped_storage().nbytes() if made and torch.is_grad_enabled() else 0
+            size = outputs[0].untyped_storage().nbytes() if outputs and torch.is_grad_enabled() else 0
             self.products[self._block] += is_product(operator) * size
             self.attention[self._block] += is_attention(operator) * size
             return
-        for tensor in made:
+        for tensor in outputs:
             storage = tensor.untyped_storage()
             self._alive[StorageWeakRef(storage)] = storage.nbytes()
         self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
@@ -268,9 +268,9 @@ class _Operators(TorchDispatchMode):
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self._watch.ran(func, found)
-        return found
+        output = func(*args, **(kwargs or {}))
+        self._watch.ran(func, output)
+        return output
 
 
 def _storage(tensor: Tensor) -> int:

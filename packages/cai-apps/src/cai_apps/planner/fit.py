@@ -71,7 +71,7 @@ class Planner:
 
     resolve: Callable[[Any, int], Any]
     workload: Callable[[Any], Workload]
-    _known: dict[str, Saved] = field(default_factory=dict)
+    _saved_by_config: dict[str, Saved] = field(default_factory=dict)
 
     def plan(self, config: Any, *, ranks: int, memory: int | None = None) -> Plan:
         """Return the plan of a config as it was given; what is "auto" is chosen for devices of so many bytes.
@@ -111,7 +111,7 @@ class Planner:
                 peak, verdict = planned[-1][0], "fits"
                 break
         else:
-            peak, choice = min(planned, key=lambda each: each[0])
+            peak, choice = min(planned, key=lambda candidate: candidate[0])
             verdict = "may not fit, and nothing takes less:"
         return Choice(
             choice, f"its planned peak of {peak / 2**30:.1f} GiB {verdict} {memory / 2**30:.1f} GiB"
@@ -126,27 +126,29 @@ class Planner:
         sharded = []
         for stage in self._stages(config, ranks):
             unshard = stage.parallel.pipeline.unshard
-            sharded += [(stage, each) for each in (UNSHARD if unshard == "auto" else (unshard,))]
+            sharded += [
+                (stage, unshard_form) for unshard_form in (UNSHARD if unshard == "auto" else (unshard,))
+            ]
         return [settled(stage, form, unshard) for form in forms for stage, unshard in sharded]
 
     def _stages(self, config: Any, ranks: int) -> list[Any]:
         """Return the config in each ZeRO stage in which it can run."""
         if config.parallel.zero != "auto":
             return [config]
-        found = []
+        staged_configs = []
         for zero in STAGES:
             with suppress(ConfigError):
-                found.append(
+                staged_configs.append(
                     self.resolve(replace(config, parallel=replace(config.parallel, zero=zero)), ranks)
                 )
-        return found
+        return staged_configs
 
     def _plan(self, config: Any, ranks: int) -> Plan:
         workload = self.workload(config)
         key = repr(_what_forwards_depend_on(config))
-        if key not in self._known:
-            self._known[key] = saved_bytes(config, workload, device_of(config))
-        return plan_run(config, workload, ranks=ranks, saved=self._known[key])
+        if key not in self._saved_by_config:
+            self._saved_by_config[key] = saved_bytes(config, workload, device_of(config))
+        return plan_run(config, workload, ranks=ranks, saved=self._saved_by_config[key])
 
 
 def _forms(config: Any) -> tuple[str, ...]:
@@ -218,13 +220,13 @@ def advice(planner: Planner, config: Any, *, ranks: int, memory: int) -> list[tu
     Changes alone come first; where none is enough, all of them together, then with more ranks.
     """
     alone = list(_changes(config))
-    found = [tried for changes in alone for tried in _tried(planner, config, changes, ranks, memory)]
+    suggestions = [tried for changes in alone for tried in _tried(planner, config, changes, ranks, memory)]
     together = {key: value for changes in alone for key, value in changes.items()}
     shared = together | {"parallel.shard": -1, "parallel.zero": 3}
     for changes, count in ((together, ranks), *((shared, ranks * more) for more in (2, 4, 8))):
-        if not found:
-            found = _tried(planner, config, changes, count, memory)
-    return found
+        if not suggestions:
+            suggestions = _tried(planner, config, changes, count, memory)
+    return suggestions
 
 
 def _changes(config: Any) -> Iterator[dict[str, Any]]:

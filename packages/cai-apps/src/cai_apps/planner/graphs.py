@@ -42,15 +42,15 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     """
     leaves, spec = tree_flatten((args, kwargs))
     at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    held = dict([*block.named_parameters(), *block.named_buffers()])
+    block_state = dict([*block.named_parameters(), *block.named_buffers()])
     graphs: list[torch.fx.GraphModule] = []
 
     def run(*tensors: Tensor) -> Any:
-        given = list(leaves)
-        for index, tensor in zip(at, tensors[len(held) :], strict=True):
-            given[index] = tensor
-        inner_args, inner_kwargs = tree_unflatten(given, spec)
-        with _Holding(block, dict(zip(held, tensors, strict=False))):
+        inner_leaves = list(leaves)
+        for index, tensor in zip(at, tensors[len(block_state) :], strict=True):
+            inner_leaves[index] = tensor
+        inner_args, inner_kwargs = tree_unflatten(inner_leaves, spec)
+        with _Holding(block, dict(zip(block_state, tensors, strict=False))):
             return forward(*inner_args, **inner_kwargs)
 
     def take(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
@@ -63,7 +63,7 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
         bw_compiler=lambda graph, inputs: graph,
         partition_fn=min_cut_rematerialization_partition,
     )
-    tensors = [*held.values(), *(leaves[index] for index in at)]
+    tensors = [*block_state.values(), *(leaves[index] for index in at)]
     as_in_graphs = mock.patch.object(torch.compiler, "is_compiling", return_value=True)
     with (
         _disable_current_modes(),
@@ -71,28 +71,28 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ):  # constants made inside are then real ones, as graphs have them
         output = traced(*tensors)
     results = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
-    return output, _division(graphs[0], tensors, len(held), results)
+    return output, _division(graphs[0], tensors, len(block_state), results)
 
 
-def _division(graph: torch.fx.GraphModule, tensors: list[Tensor], held: int, results: int) -> Division:
+def _division(graph: torch.fx.GraphModule, tensors: list[Tensor], state_count: int, results: int) -> Division:
     nodes = list(graph.graph.nodes)
-    given = [node for node in nodes if node.op == "placeholder"]
-    place = {_storage(node): index for index, node in enumerate(given)}
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    place = {_storage(node): index for index, node in enumerate(placeholders)}
     (outputs,) = nodes[-1].args
-    inputs, made = [], {}
+    inputs, storage_bytes = [], {}
     for node in outputs[results:]:
         value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
         if not isinstance(value, Tensor):
             continue
         index = place.get(_storage(node))
         if index is None:
-            made[_storage(node)] = value.untyped_storage().nbytes()
-        elif index >= held:
+            storage_bytes[_storage(node)] = value.untyped_storage().nbytes()
+        elif index >= state_count:
             inputs.append(tensors[index])
     calls = [node for node in nodes if node.op == "call_function"]
     products = sum(_bytes(node) for node in calls if is_product(node.target))
     attention = sum(_bytes(node) for node in calls if is_attention(node.target))
-    return Division(inputs, sum(made.values()), products, attention)
+    return Division(inputs, sum(storage_bytes.values()), products, attention)
 
 
 def _storage(node: torch.fx.Node) -> int:
@@ -118,10 +118,10 @@ class _Holding:
         for name, tensor in self._tensors.items():
             path, _, key = name.rpartition(".")
             module = self._module.get_submodule(path)
-            held: Any = module._parameters if key in module._parameters else module._buffers
-            self._before.append((held, key, held[key]))
-            held[key] = tensor
+            registry: Any = module._parameters if key in module._parameters else module._buffers
+            self._before.append((registry, key, registry[key]))
+            registry[key] = tensor
 
     def __exit__(self, *error: Any) -> None:
-        for held, key, value in self._before:
-            held[key] = value
+        for registry, key, value in self._before:
+            registry[key] = value

@@ -58,7 +58,7 @@ def moment_bytes(config: RunConfig, model: nn.Module) -> float:
     slots, sizes = {True: rule.slots, False: RULES[rule.rest].slots}, {True: 0, False: 0}
     for group in parameter_groups(options, model):
         sizes[group["use_muon"]] += sum(param.numel() for param in group["params"])
-    return value * sum(slots[own] * sizes[own] for own in sizes) / max(1, sum(sizes.values()))
+    return value * sum(slots[by_rule] * sizes[by_rule] for by_rule in sizes) / max(1, sum(sizes.values()))
 
 
 def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int = 0) -> ModelState:
@@ -75,31 +75,31 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     """
     zero, ranks = config.parallel.zero, config.parallel.shard
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
-    own, own_frozen = -(-trained // ranks), -(-frozen // ranks)
-    stepped = trained if zero == 0 else own
+    local_trained, local_frozen = -(-trained // ranks), -(-frozen // ranks)
+    stepped = trained if zero == 0 else local_trained
     split = splits_master(config)
     masters = master - compute if split else master if master != compute else 0
     average = master if config.optimizer.ema_decay is not None else 0
     unsharded_gradients = zero == 0 or (zero == 1 and accumulates(config)) or clips_samples(config)
     return ModelState(
-        parameters=(own + own_frozen) * master if zero == 3 else (trained + frozen) * compute,
-        gradients=(trained if unsharded_gradients else own) * master,
+        parameters=(local_trained + local_frozen) * master if zero == 3 else (trained + frozen) * compute,
+        gradients=(trained if unsharded_gradients else local_trained) * master,
         optimizer=int(stepped * (moments + average + (0 if zero == 3 else masters))),
         joined=stepped * master if split and not steps_halves(config) else 0,
     )
 
 
-def most_kept(actions: Sequence[Action], kept: Mapping[int, int]) -> int:
+def most_kept(actions: Sequence[Action], stage_bytes: Mapping[int, int]) -> int:
     """Most bytes that microbatches keep which a rank's actions have run forward and not yet backward.
 
     Of a backward that is split, what weight gradients are made from counts as much as all that was kept.
 
     Args:
-        kept: bytes of one microbatch, by stage.
+        stage_bytes: bytes of one microbatch, by stage.
     """
     most = now = 0
     for action in actions:
         ends = action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        now += ((action.kind is Kind.FORWARD) - ends) * kept[action.stage]
+        now += ((action.kind is Kind.FORWARD) - ends) * stage_bytes[action.stage]
         most = max(most, now)
     return most

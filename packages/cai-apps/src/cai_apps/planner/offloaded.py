@@ -56,15 +56,15 @@ def offload_needs(config: RunConfig, model: nn.Module, activations: int) -> Offl
     compute, master = (types[table[config.precision.compute]] for table in (COMPUTE_BYTES, MASTER_BYTES))
     for param in model.parameters():
         param.data = param.data.to(master)  # a meta tensor: only its dtype
-    found = units(model)
-    chunks = chunk_bytes(found, compute, torch.optim.AdamW(model.parameters()))
-    asked = RESIDENCIES.get(memory.residency, Tiers()) if memory.residency != "device" else Tiers()
-    on_disk = choose(chunks, asked.disk, asked.disk_weights, memory.host_memory, disk=memory.nvme is not None)
+    model_units = units(model)
+    chunks = chunk_bytes(model_units, compute, torch.optim.AdamW(model.parameters()))
+    tiers = RESIDENCIES.get(memory.residency, Tiers()) if memory.residency != "device" else Tiers()
+    on_disk = choose(chunks, tiers.disk, tiers.disk_weights, memory.host_memory, disk=memory.nvme is not None)
     device = None if memory.device_memory is None else parse_bytes(memory.device_memory)
     if device is not None:
-        check_device(found, model, compute, device, memory.device_memory)
+        check_device(model_units, model, compute, device, memory.device_memory)
     return OffloadNeeds(
-        smallest=least_device(found, model, compute)[0] + activations,
+        smallest=least_device(model_units, model, compute)[0] + activations,
         everything=sum(c.weights + c.trains * (c.weights + c.master + c.state) for c in chunks) + activations,
         device=device,
         host=host_bytes(chunks, on_disk),

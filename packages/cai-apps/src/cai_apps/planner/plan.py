@@ -57,10 +57,10 @@ class StagePlan:
 
         When the optimizer steps there are no activations, and perhaps master weights in one piece.
         """
-        beside = self.state.gradients + self.activations
+        transient = self.state.gradients + self.activations
         if not self.accumulates:
-            beside = max(self.state.gradients, self.activations)
-        passes = self.state.parameters + self.state.optimizer + self.unsharded + beside
+            transient = max(self.state.gradients, self.activations)
+        passes = self.state.parameters + self.state.optimizer + self.unsharded + transient
         return max(passes, self.state.total + self.state.joined)
 
 
@@ -106,9 +106,9 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
     device = device_of(config)
     saved = saved or saved_bytes(config, workload, device)
     stages = tuple(_stage(config, workload, rank, saved) for rank in range(config.parallel.pipeline.size))
-    whole, spec = on_meta(workload), mesh_spec(config)
-    trained, frozen = elements(whole)
-    needs = offload_needs(config, whole, stages[0].activations) if ranks == 1 else None
+    full_model, spec = on_meta(workload), mesh_spec(config)
+    trained, frozen = elements(full_model)
+    needs = offload_needs(config, full_model, stages[0].activations) if ranks == 1 else None
     axes = {axis: spec.sizes()[axis] for axis in AXES}
     return Plan(config, device.type, ranks, trained + frozen, frozen, axes, stages, needs)
 
@@ -127,17 +127,17 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     with imaginary_rank(spec, rank * (spec.world_size // spec.pp)) as mesh:
         rewrite(config, workload, model, mesh, device=device_of(config))
     names = {module: name for name, module in model.named_modules()}
-    own = tuple(names[layer] for layer in workload.layers(model))
+    block_names = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
-    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
-    order = begin_with(pipeline.schedule, held, pipeline.microbatches or 1)[rank]
+    placement = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
+    order = begin_with(pipeline.schedule, placement, pipeline.microbatches or 1)[rank]
     return StagePlan(
         rank,
-        own,
+        block_names,
         trained + frozen,
         model_state(config, trained, moment_bytes(config, model), frozen=frozen),
         unsharded_bytes(config, model),
-        _activations(config, saved, _blocks(model, own), order, last=Stages.of(model).has_last),
+        _activations(config, saved, _blocks(model, block_names), order, last=Stages.of(model).has_last),
         accumulates(config),
     )
 
@@ -170,9 +170,9 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
         return copies + learned * master * (parallel.shard > 1)
     if parallel.shard == 1:
         return sample
-    held = [[parameter for _, parameter in unit] for unit in units(model).values()]
-    gathered = _most_of_two([sum(p.numel() for p in unit) for unit in held])
-    learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in held])
+    unit_params = [[parameter for _, parameter in unit] for unit in units(model).values()]
+    gathered = _most_of_two([sum(p.numel() for p in unit) for unit in unit_params])
+    learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in unit_params])
     reduces = not clips and (parallel.zero in (2, 3) or (parallel.zero == 1 and not accumulates(config)))
     return gathered * (parallel.zero == 3) * compute + learned * reduces * master + sample
 
@@ -197,24 +197,24 @@ def _activations(
         last: whether it has the end of the model.
     """
     recompute, away = config.memory.recompute, config.memory.activations == "host"
-    own = [name for names in blocks.values() for name in names]
+    block_names = [name for names in blocks.values() for name in names]
 
     def kept(*tables: dict[str, int]) -> int:
         """Return the bytes of these tables when most is kept, with those of what comes after the last block."""
-        found = {
+        stage_bytes = {
             index: sum(table.get(name, 0) for table in tables for name in names)
             for index, names in blocks.items()
         }
         if last:
-            found[max(found)] += saved.rest
-        return most_kept(order, found)
+            stage_bytes[max(stage_bytes)] += saved.rest
+        return most_kept(order, stage_bytes)
 
     loss = saved.loss if last else 0
     if recompute == "none":
         return kept(saved.kept) + loss
     results = {"selective": [saved.products], "most": [saved.attention], "full": []}[recompute]
-    again = max((saved.kept.get(name, 0) for name in own), default=0)
+    again = max((saved.kept.get(name, 0) for name in block_names), default=0)
     if not away:
         return kept(saved.inputs, *results) + max(loss, again)
-    largest = max((saved.inputs.get(name, 0) for name in own), default=0)
-    return min(len(own), AWAY) * largest + kept(*results) + max(loss, again)
+    largest = max((saved.inputs.get(name, 0) for name in block_names), default=0)
+    return min(len(block_names), AWAY) * largest + kept(*results) + max(loss, again)

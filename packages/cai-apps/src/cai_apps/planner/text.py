@@ -36,8 +36,8 @@ def show_plan(
 def _chart(pipeline: Pipeline) -> str:
     if pipeline.size == 1:
         return ""
-    held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
-    begun = begin_with(pipeline.schedule, held, pipeline.microbatches or 1)
+    placement = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
+    begun = begin_with(pipeline.schedule, placement, pipeline.microbatches or 1)
     return f"a step, if a backward takes twice as long as a forward: {draw.text(simulate(begun))}"
 
 
@@ -132,8 +132,8 @@ def _offload(plan: Plan) -> list[str]:
     works = f"works from about {size(needs.smallest)} of device memory, all stays there from {size(needs.everything)}"
     if memory.residency == "device":
         return ["", f"with memory.residency auto: {works}, and takes at most {size(needs.host)} on the host"]
-    given = "all of the device" if needs.device is None else size(needs.device)
-    lines = [f"device    {given} may be used; {works}"]
+    device_limit = "all of the device" if needs.device is None else size(needs.device)
+    lines = [f"device    {device_limit} may be used; {works}"]
     if needs.device is not None and needs.device < needs.smallest:
         lines.append("          memory.device_memory is likely too small: take smaller batches, or recompute")
     lines.append(f"host      at most {size(needs.host)}")
@@ -161,7 +161,7 @@ def _table(stages: tuple[StagePlan, ...]) -> list[str]:
     rows = [list(HEADER)]
     for stage in stages:
         state = stage.state
-        held = [
+        stage_bytes = [
             state.parameters,
             state.gradients,
             state.optimizer,
@@ -169,7 +169,9 @@ def _table(stages: tuple[StagePlan, ...]) -> list[str]:
             stage.activations,
             stage.peak,
         ]
-        rows.append([str(stage.rank), str(len(stage.blocks)), f"{stage.parameters:,}", *map(size, held)])
+        rows.append(
+            [str(stage.rank), str(len(stage.blocks)), f"{stage.parameters:,}", *map(size, stage_bytes)]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 

@@ -25,9 +25,9 @@ def picture(content: bytes, kind: str, *, alt: str = "", width: int | None = Non
         kind: a key of `TYPES`.
         width: the width in pixels; None: as wide as what it stands in.
     """
-    held = base64.b64encode(content).decode("ascii")
+    base64_text = base64.b64encode(content).decode("ascii")
     size = "" if width is None else f' width="{width}"'
-    return f'<img alt="{html.escape(alt)}"{size} src="data:{TYPES[kind]};base64,{held}">'
+    return f'<img alt="{html.escape(alt)}"{size} src="data:{TYPES[kind]};base64,{base64_text}">'
 
 
 def svg_of(figure: Figure, *, alt: str = "") -> str:

@@ -159,8 +159,8 @@ def nvme(directory: Path) -> Rows:
             speed = f"{how}, writes {writes / 1e9:.2f} GB/s, reads {reads / 1e9:.2f} GB/s"
             kind = "memory, no disk" if store.in_memory else str(store.file_system)
     except CaiError as error:
-        said = "; ".join(line.strip() for line in str(error).splitlines())
-        return [(str(directory), f"does not do as memory.nvme: {said}")]
+        message = "; ".join(line.strip() for line in str(error).splitlines())
+        return [(str(directory), f"does not do as memory.nvme: {message}")]
     return [(str(directory), f"{kind}, {speed}")]
 
 
@@ -169,13 +169,13 @@ def _disk_rates(store: NvmeStore) -> tuple[float, float]:
 
     regions = [store.reserve(f"test {i}", DISK_BYTES, torch.uint8) for i in range(REQUESTS)]
     tensors = [store.buffer(DISK_BYTES, torch.uint8).random_() for _ in regions]
-    found = []
+    rates = []
     for request in (store.write, store.read):
         start = time.perf_counter()
         for handle in [request(region, tensor) for region, tensor in zip(regions, tensors, strict=True)]:
             handle.wait()
-        found.append(REQUESTS * DISK_BYTES / (time.perf_counter() - start))
-    return found[0], found[1]
+        rates.append(REQUESTS * DISK_BYTES / (time.perf_counter() - start))
+    return rates[0], rates[1]
 
 
 SECTIONS: dict[str, Callable[[], Rows]] = {

@@ -55,7 +55,7 @@ class Page:
     more: Callable[[RunDirectory], str] = _nothing
 
 
-def write_report(run: RunDirectory, output: Path, shown: Page) -> Path:
+def write_report(run: RunDirectory, output: Path, page_parts: Page) -> Path:
     """Writes the page of a run; it loads nothing from anywhere else.
 
     Every plots/NAME.timeline.json, a saved `cai_gemini.Timeline`, is drawn.
@@ -76,10 +76,11 @@ def write_report(run: RunDirectory, output: Path, shown: Page) -> Path:
         policy=html.escape(POLICY),
         title=html.escape(run.path.name),
         summary="".join(
-            f"<tr><th>{html.escape(name)}<td>{html.escape(value)}" for name, value in shown.summary(records)
+            f"<tr><th>{html.escape(name)}<td>{html.escape(value)}"
+            for name, value in page_parts.summary(records)
         ),
-        curves="".join(curve_svg(records, curve) for curve in shown.curves),
-        more=shown.more(run),
+        curves="".join(curve_svg(records, curve) for curve in page_parts.curves),
+        more=page_parts.more(run),
         charts="".join(charts),
         config=html.escape(run.config_file.read_text(encoding="utf-8")),
     )

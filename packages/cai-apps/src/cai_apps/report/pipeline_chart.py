@@ -20,7 +20,7 @@ def draw_pipeline(run: RunDirectory, config: RunConfig) -> Path | None:
         return None
     path = run.plots / "pipeline.svg"
     if not path.exists():
-        held = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
-        schedule = begin_with(pipeline.schedule, held, pipeline.microbatches or 1)
+        placement = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
+        schedule = begin_with(pipeline.schedule, placement, pipeline.microbatches or 1)
         write_text(path, draw.svg(simulate(schedule)))
     return path

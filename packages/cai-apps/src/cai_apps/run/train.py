@@ -59,9 +59,9 @@ def _train_here(
 ) -> RunDirectory:
     ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
     device, ranks = devices.choose_device(config.train.device, ranks)
-    if device == "cpu" and (found := devices.gpus(config.train.device)):
+    if device == "cpu" and (gpu_count := devices.gpus(config.train.device)):
         print(
-            f"{found} GPU{'s' * (found > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
+            f"{gpu_count} GPU{'s' * (gpu_count > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
         )
     config = task.resolve(config, ranks)
     check_machine(config, device)
@@ -138,21 +138,23 @@ def restarted(config: Any) -> Any:
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if count == "0":
         return config
-    held = checkpoint.steps(RunDirectory.of(config, "").checkpoints)
+    checkpoints = checkpoint.steps(RunDirectory.of(config, "").checkpoints)
     if os.environ["RANK"] == "0":
-        where = "from the newest checkpoint" if held else "from the beginning, as there is no checkpoint"
+        where = (
+            "from the newest checkpoint" if checkpoints else "from the beginning, as there is no checkpoint"
+        )
         limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
         print(f"ranks were started again ({count} of at most {limit} times): going on {where}", flush=True)
-    return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO)) if held else config
+    return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO)) if checkpoints else config
 
 
 def agree(config: Any) -> Any:
     """The config with what takes least of what ranks have settled on: GPUs of machines may differ. Collective."""
     parallel = config.parallel
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (config.memory.recompute, parallel.zero, parallel.pipeline.unshard))
-    recompute = max((form for form, *_ in found), key=RECOMPUTE.index)
-    _, zero, unshard = max(found, key=lambda each: (each[1], UNSHARD.index(each[2])))
+    rank_choices: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rank_choices, (config.memory.recompute, parallel.zero, parallel.pipeline.unshard))
+    recompute = max((form for form, *_ in rank_choices), key=RECOMPUTE.index)
+    _, zero, unshard = max(rank_choices, key=lambda choice: (choice[1], UNSHARD.index(choice[2])))
     config = replace(config, parallel=replace(parallel, zero=zero))
     return settled(config, recompute=recompute, unshard=unshard)
 

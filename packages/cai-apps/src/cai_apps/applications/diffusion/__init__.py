@@ -61,13 +61,11 @@ def _plan(config: Config, ranks: int | None, label: str, memory: int | None) -> 
     from cai_apps.applications.diffusion.model.design import load_design
     from cai_apps.applications.diffusion.model.tensor_parallel import share_of
 
-    shown = LOOP.plan(config, ranks, label, memory)
+    plan = LOOP.plan(config, ranks, label, memory)
     share = share_of(config, load_design(config.model.name))
     if share is None:
-        return shown
-    return replace(
-        shown, text=f"{shown.text}\ntensor    {share}", facts=shown.facts | {"tensor": asdict(share)}
-    )
+        return plan
+    return replace(plan, text=f"{plan.text}\ntensor    {share}", facts=plan.facts | {"tensor": asdict(share)})
 
 
 def _report() -> Page:

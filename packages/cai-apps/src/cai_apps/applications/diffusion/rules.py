@@ -115,7 +115,7 @@ def check_widths(design: Design) -> None:
         raise ConfigError(
             f"{design.name} has no text encoder", expected=f"captions are what a {family.name} takes"
         )
-    made: dict[str, Sequence[int]] = {
+    encoder_widths: dict[str, Sequence[int]] = {
         "text": [text["hidden_size"] for text in design.clips],
         "pooled": [text.get("projection_dim", 512) for text in design.clips],
     }
@@ -128,13 +128,17 @@ def check_widths(design: Design) -> None:
                 fix="use the text encoders that this denoiser was made for",
             )
     for what, key in family.widths.items():
-        taken, width = design.denoiser[key], sum(made[what])
-        fits = width <= taken if (family.condition, what) == ("text and pooled", "text") else width == taken
+        denoiser_width, width = design.denoiser[key], sum(encoder_widths[what])
+        fits = (
+            width <= denoiser_width
+            if (family.condition, what) == ("text and pooled", "text")
+            else width == denoiser_width
+        )
         if not fits:
             raise ConfigError(
                 f"the {what} embeddings are not what the {family.name} takes",
                 got=f"{width} wide, of {len(design.clips)} text encoder{'s' * (len(design.clips) > 1)}",
-                expected=f"{key} = {taken}",
+                expected=f"{key} = {denoiser_width}",
                 fix="use the text encoders that this denoiser was made for",
             )
 

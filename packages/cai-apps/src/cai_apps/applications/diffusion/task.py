@@ -58,15 +58,15 @@ class DiffusionTask:
 
     def announce(self, config: Config, prepared: Prepared) -> str:
         share = share_of(config, load_design(config.model.name))
-        cut = "" if share is None else f"{share}\n"
+        share_line = "" if share is None else f"{share}\n"
         size, ratio = config.data.size, config.data.max_ratio
         shape = f"{size} x {size}" if ratio == 1 else f"about {size} x {size}, sides up to {ratio:g} : 1"
-        return f"{cut}{config.model.name} on {prepared.images:,} images of {shape}"
+        return f"{share_line}{config.model.name} on {prepared.images:,} images of {shape}"
 
     def fill(self, job: Job) -> None:
         tokenizer = job.prepared.tokenizer
-        for found in Path(tokenizer).glob("tokenizer*") if tokenizer is not None else ():
-            shutil.copytree(found, job.run.path / found.name, dirs_exist_ok=True)
+        for tokenizer_path in Path(tokenizer).glob("tokenizer*") if tokenizer is not None else ():
+            shutil.copytree(tokenizer_path, job.run.path / tokenizer_path.name, dirs_exist_ok=True)
         if job.prepared.labels:
             write_text(job.run.path / LABELS, "\n".join(job.prepared.labels))
         share = share_of(job.config, load_design(job.config.model.name))

@@ -20,7 +20,7 @@ def _check(config: RecsysConfig) -> None:
     check(config)
 
 
-def _train(config: RecsysConfig, label: str, given: Collection[str] | None) -> RunDirectory:
+def _train(config: RecsysConfig, label: str, explicit_keys: Collection[str] | None) -> RunDirectory:
     from cai_apps.applications.recsys.train import train
 
     return train(config, label=label)

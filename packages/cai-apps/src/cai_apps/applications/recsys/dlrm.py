@@ -29,7 +29,9 @@ class DLRM(nn.Module):
     def forward(self, dense: torch.Tensor, ids: Sequence[torch.Tensor]) -> torch.Tensor:
         """Log-odds [B] of `dense` [B, F] and one tensor of ids [B, L] for each table."""
         x = self.bottom(dense)
-        vectors = torch.stack([x, *(table(each) for table, each in zip(self.tables, ids, strict=True))], 1)
+        vectors = torch.stack(
+            [x, *(table(table_ids) for table, table_ids in zip(self.tables, ids, strict=True))], 1
+        )
         return self.top(torch.cat([x, interactions(vectors)], 1)).squeeze(1)
 
 

@@ -21,11 +21,11 @@ def plan(config: RecsysConfig, ranks: int | None, label: str, memory: int | None
     device = tables.count * int(tables.rows * tables.cache) * (tables.dim + 1) * FLOAT
     fits = None if memory is None else device <= memory
     title = f"{label}: DLRM, {tables.count} tables of {tables.rows:,} rows of {tables.dim}"
-    told = "" if memory is None else f": {'fits' if fits else 'does NOT fit'} {memory / 2**20:,.1f} MiB"
+    verdict = "" if memory is None else f": {'fits' if fits else 'does NOT fit'} {memory / 2**20:,.1f} MiB"
     lines = [
         title,
         f"host      {host / 2**20:,.1f} MiB of rows, with their optimizer's state",
-        f"device    {device / 2**20:,.1f} MiB of them cached, {tables.cache:.0%}; MLPs are small{told}",
+        f"device    {device / 2**20:,.1f} MiB of them cached, {tables.cache:.0%}; MLPs are small{verdict}",
     ]
     facts = {"title": title, "host": host, "device": device, "memory": memory, "fits": fits}
     return Shown("\n".join(lines), facts | {"config": asdict(config)})

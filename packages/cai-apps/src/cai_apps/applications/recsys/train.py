@@ -57,8 +57,8 @@ def train(config: RecsysConfig, *, label: str = "run") -> RunDirectory:
             file.flush()
             print(_line(record, config.train.steps), flush=True)
     held_out = data.batches(config.train.steps, config.train.validation_batches, config.train.batch)
-    found, best = validate(model, held_out, device)
-    print(f"validation AUC {found:.4f} (of the odds themselves {best:.4f})")
+    validation_auc, best = validate(model, held_out, device)
+    print(f"validation AUC {validation_auc:.4f} (of the odds themselves {best:.4f})")
     saved = checkpoint.save(run.checkpoints, model.state_dict(), step=config.train.steps).wait()
     print(f"run directory  {run.path}\ncheckpoint     {saved}")
     return run
@@ -111,14 +111,14 @@ def steps(
         losses.append(loss.detach())
         if step % config.log.every == 0 or step == config.train.steps:
             stats = [table.cache_stats() for table in tables]
-            lookups = sum(each.lookups for each in stats)
+            lookups = sum(table_stats.lookups for table_stats in stats)
             mean_loss = torch.stack(losses).mean().item()  # waits for the device
             now = time.perf_counter()
             yield {
                 "step": step,
                 "loss": mean_loss,
                 "auc": auc(torch.cat(scores).cpu(), torch.cat(labels).cpu()),
-                "hit_rate": sum(each.hits for each in stats) / lookups if lookups else None,
+                "hit_rate": sum(table_stats.hits for table_stats in stats) / lookups if lookups else None,
                 "examples_per_second": len(losses) * config.train.batch / (now - since),
             }
             scores, labels, losses, since = [], [], [], now
@@ -139,11 +139,11 @@ def validate(model: DLRM, batches: Iterable[Batch], device: torch.device) -> tup
     return auc(torch.cat(scores), torch.cat(labels)), auc(torch.cat(odds), torch.cat(labels))
 
 
-def _device(wanted: str) -> torch.device:
+def _device(device: str) -> torch.device:
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if device == "cuda" and not available:
         raise ConfigError("train.device is cuda and this machine has no GPU", fix='use "auto" or "cpu"')
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
 
 
 def _line(record: dict[str, Any], total: int) -> str:

@@ -40,11 +40,11 @@ def changes(file: Path, config: Any) -> Changes:
     return {key: differ[key] for key in sorted(differ) if not key.startswith("log.")}
 
 
-def check(found: Changes, directory: Path, meant: Collection[str] | None) -> None:
+def check(differences: Changes, directory: Path, meant: Collection[str] | None) -> None:
     """Refuse changes that nobody has asked for.
 
     Args:
-        found: the changes that `changes` returns.
+        differences: the changes that `changes` returns.
         directory: the run's directory.
         meant: keys that were given for this very start; None: all of the config was.
 
@@ -55,7 +55,7 @@ def check(found: Changes, directory: Path, meant: Collection[str] | None) -> Non
         return
     wrong = {
         key: pair
-        for key, pair in found.items()
+        for key, pair in differences.items()
         if not (_is_free(key) or key in meant or FOLLOWS.get(key) in meant)
     }
     if wrong:
@@ -68,9 +68,9 @@ def check(found: Changes, directory: Path, meant: Collection[str] | None) -> Non
         )
 
 
-def lines(found: Changes) -> list[str]:
+def lines(differences: Changes) -> list[str]:
     """Return a line `key: old -> new` for each change."""
-    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in found.items()]
+    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in differences.items()]
 
 
 def _shown(value: Any) -> str:
@@ -83,7 +83,9 @@ def _is_free(key: str) -> bool:
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values_by_key: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return found
+        values_by_key |= (
+            _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+        )
+    return values_by_key

@@ -32,22 +32,22 @@ def check(config: RunConfig, run: RunDirectory) -> None:
         CheckpointError: there is nothing to resume from at `checkpoint.resume`, or a run that does not resume from
             its own directory would write over the checkpoints there.
     """
-    wanted = config.checkpoint.resume
-    if wanted == AUTO:
+    resume_from = config.checkpoint.resume
+    if resume_from == AUTO:
         return
-    if wanted != NEVER and not Path(wanted).expanduser().is_dir():
+    if resume_from != NEVER and not Path(resume_from).expanduser().is_dir():
         raise CheckpointError(
-            f"no checkpoint at checkpoint.resume = {wanted!r}",
+            f"no checkpoint at checkpoint.resume = {resume_from!r}",
             expected="auto, never, or the directory of a checkpoint or of checkpoints",
         )
-    if wanted != NEVER:
-        _check_source(Path(wanted).expanduser())
-    held = checkpoint.steps(run.checkpoints)
-    if held:
+    if resume_from != NEVER:
+        _check_source(Path(resume_from).expanduser())
+    checkpoints = checkpoint.steps(run.checkpoints)
+    if checkpoints:
         raise CheckpointError(
             f"{run.checkpoints} already has checkpoints",
-            got=", ".join(path.name for path in held),
-            cause=f"with checkpoint.resume = {wanted!r} this run would write its own among them",
+            got=", ".join(path.name for path in checkpoints),
+            cause=f"with checkpoint.resume = {resume_from!r} this run would write its own among them",
             fix='choose another log.directory, delete them, or set checkpoint.resume to "auto"',
         )
 
@@ -126,11 +126,11 @@ def resume(session: Session, run: RunDirectory) -> Position:
         CheckpointError: the checkpoint is missing, damaged, not finite or of another model, or is further than the run
             goes; or there are some, and none of them is whole and finite.
     """
-    wanted = session.config.checkpoint.resume
-    if wanted == NEVER:
+    resume_from = session.config.checkpoint.resume
+    if resume_from == NEVER:
         return Position()
-    if wanted != AUTO:
-        source = Path(wanted).expanduser()
+    if resume_from != AUTO:
+        source = Path(resume_from).expanduser()
         position, broken = _load(session, source)
         if broken:
             raise CheckpointError(
@@ -178,8 +178,8 @@ def _load(session: Session, source: Path) -> tuple[Position, list[str]]:
     state = session.state()
     averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
     lacks = session.average is not None and not averaged
-    asked = {name: value for name, value in state.items() if not (lacks and name.startswith(AVERAGE))}
-    values = checkpoint.load(source, asked)
+    target_state = {name: value for name, value in state.items() if not (lacks and name.startswith(AVERAGE))}
+    values = checkpoint.load(source, target_state)
     position = Position(**values[POSITION])
     if position.step > session.config.train.steps:
         raise CheckpointError(

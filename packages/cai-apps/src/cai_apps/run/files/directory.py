@@ -65,11 +65,11 @@ class RunDirectory:
         """Raises ConfigError where the directory holds a run of another application, which would be written over."""
         if not self.config_file.is_file():
             return
-        found = config_file.parse(self.config_file).get("application", application)
-        if found != application:
+        recorded_application = config_file.parse(self.config_file).get("application", application)
+        if recorded_application != application:
             raise ConfigError(
                 f"{self.path} holds a run of another kind",
-                got=str(found),
+                got=str(recorded_application),
                 expected=application,
                 fix="choose another log.directory",
             )
@@ -140,5 +140,7 @@ class RunDirectory:
             prefix = f"cai-crash-rank-{rank}-"
             with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".txt", delete=False) as elsewhere:
                 elsewhere.write(text)
-            told = f"{self.crash} cannot be written ({full.strerror})"
-            print(f"{told}: the traceback of rank {rank} is in {elsewhere.name}", file=sys.stderr, flush=True)
+            message = f"{self.crash} cannot be written ({full.strerror})"
+            print(
+                f"{message}: the traceback of rank {rank} is in {elsewhere.name}", file=sys.stderr, flush=True
+            )

@@ -20,9 +20,9 @@ def not_finite(state: Mapping[str, Any]) -> list[str]:
 
     Each value is read once; nothing as large as a tensor is made.
     """
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, _own(state))
-    return sorted(set().union(*found))
+    names_by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(names_by_rank, _own(state))
+    return sorted(set().union(*names_by_rank))
 
 
 def _own(state: Mapping[str, Any]) -> list[str]:
@@ -35,7 +35,7 @@ def _own(state: Mapping[str, Any]) -> list[str]:
                 largest.append(torch.linalg.vector_norm(wide, float("inf")).to(torch.float64))
     if not names:
         return []
-    finite = torch.stack([each.cpu() for each in largest]).isfinite()
+    finite = torch.stack([norm.cpu() for norm in largest]).isfinite()
     return [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
 
 

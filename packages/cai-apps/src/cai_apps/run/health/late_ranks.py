@@ -82,39 +82,39 @@ def blame(reports: Sequence[RankReport | None]) -> str:
     Args:
         reports: the reports of all ranks in their order; None: a rank gave none.
     """
-    silent = [rank for rank, seen in enumerate(reports) if seen is None]
+    silent = [rank for rank, report in enumerate(reports) if report is None]
     if silent:
         who = f"rank{'s' * (len(silent) > 1)} {_listed(silent)}"
         return f"{who}: no sign of life; stopped, or the machine is gone"
-    seen = [each for each in reports if each is not None]
-    if differ := _different(seen):
+    all_reports = [report for report in reports if report is not None]
+    if differ := _different(all_reports):
         return differ
-    late, ahead = _late(seen), _ahead(seen)
-    missing = [rank for rank in late if not seen[rank].waits and rank not in ahead]
-    missing = missing or [rank for rank in late if not seen[rank].waits] or list(late)
+    late, ahead = _late(all_reports), _ahead(all_reports)
+    missing = [rank for rank in late if not all_reports[rank].waits and rank not in ahead]
+    missing = missing or [rank for rank in late if not all_reports[rank].waits] or list(late)
     if missing:
         return "\n".join(
-            f"rank {rank} has not arrived at {late[rank]}: {_state(seen[rank])}" for rank in missing
+            f"rank {rank} has not arrived at {late[rank]}: {_state(all_reports[rank])}" for rank in missing
         )
-    busy = [rank for rank, each in enumerate(seen) if not each.waits]
-    who = busy if 0 < len(busy) < len(seen) else range(len(seen))
-    return "\n".join(f"rank {rank}: {_state(seen[rank])}" for rank in who)
+    busy = [rank for rank, report in enumerate(all_reports) if not report.waits]
+    who = busy if 0 < len(busy) < len(all_reports) else range(len(all_reports))
+    return "\n".join(f"rank {rank}: {_state(all_reports[rank])}" for rank in who)
 
 
-def _groups(seen: Sequence[RankReport]) -> Iterator[dict[int, Group]]:
+def _groups(reports: Sequence[RankReport]) -> Iterator[dict[int, Group]]:
     """Yield each group, as its ranks tell of it."""
-    found: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
-    for rank, each in enumerate(seen):
-        for name, group in each.groups.items():  # a name may be that of several groups
-            found.setdefault((name, group.ranks), {})[rank] = group
-    for key in sorted(found):
-        yield found[key]
+    members_by_group: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
+    for rank, report in enumerate(reports):
+        for name, group in report.groups.items():  # a name may be that of several groups
+            members_by_group.setdefault((name, group.ranks), {})[rank] = group
+    for key in sorted(members_by_group):
+        yield members_by_group[key]
 
 
-def _late(seen: Sequence[RankReport]) -> dict[int, str]:
+def _late(reports: Sequence[RankReport]) -> dict[int, str]:
     """Return by rank the first collective that others of a group have called and it has not."""
-    found: dict[int, str] = {}
-    for members in _groups(seen):
+    awaited_calls: dict[int, str] = {}
+    for members in _groups(reports):
         first = max(members, key=lambda rank: members[rank].calls)
         ahead = members[first]
         for rank, group in members.items():
@@ -123,22 +123,22 @@ def _late(seen: Sequence[RankReport]) -> dict[int, str]:
                 which = (
                     f"{ahead.name(number) or 'a collective'}, number {number} of ranks {_listed(ahead.ranks)}"
                 )
-                found.setdefault(rank, f"{which}, where rank {first} waits")
-    return found
+                awaited_calls.setdefault(rank, f"{which}, where rank {first} waits")
+    return awaited_calls
 
 
-def _ahead(seen: Sequence[RankReport]) -> set[int]:
+def _ahead(reports: Sequence[RankReport]) -> set[int]:
     """Return the ranks that have called what another of a group has not: they, or their devices, wait for that one."""
-    found: set[int] = set()
-    for members in _groups(seen):
+    ranks_ahead: set[int] = set()
+    for members in _groups(reports):
         least = min(group.calls for group in members.values())
-        found |= {rank for rank, group in members.items() if group.calls > least}
-    return found
+        ranks_ahead |= {rank for rank, group in members.items() if group.calls > least}
+    return ranks_ahead
 
 
-def _different(seen: Sequence[RankReport]) -> str:
+def _different(reports: Sequence[RankReport]) -> str:
     """Return the first collective of a group that its ranks have called, and not as the same operation."""
-    for members in _groups(seen):
+    for members in _groups(reports):
         reached = min(group.calls for group in members.values())
         for number in range(max(1, reached - KEPT + 1), reached + 1):
             names = {rank: group.name(number) for rank, group in members.items()}
@@ -149,14 +149,14 @@ def _different(seen: Sequence[RankReport]) -> str:
     return ""
 
 
-def _state(seen: RankReport) -> str:
-    at = f"at {seen.at}, " if seen.at else ""
-    return f"after step {seen.step} it is {at}in {seen.where}"
+def _state(report: RankReport) -> str:
+    at = f"at {report.at}, " if report.at else ""
+    return f"after step {report.step} it is {at}in {report.where}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    listing = ", ".join(map(str, ranks[:8]))
+    return listing if len(ranks) <= 8 else f"{listing} and {len(ranks) - 8} more"
 
 
 def look(step: int, at: str) -> RankReport:
@@ -208,21 +208,21 @@ def groups() -> dict[str, Group]:
     members = {
         str(name): tuple(dist.get_process_group_ranks(g)) for g, name in c10d._world.pg_names.items() if g
     }
-    found = {name: Group(ranks, 0) for name, ranks in members.items() if not forgets}
+    groups_by_name = {name: Group(ranks, 0) for name, ranks in members.items() if not forgets}
     for name in called.keys() & members.keys():
         calls = max(called[name])
         numbers = range(max(min(called[name]), calls - KEPT + 1), calls + 1)
-        found[name] = Group(members[name], calls, tuple(called[name].get(n, "") for n in numbers))
-    return found
+        groups_by_name[name] = Group(members[name], calls, tuple(called[name].get(n, "") for n in numbers))
+    return groups_by_name
 
 
 def _recorded() -> tuple[list[dict[str, Any]], bool]:
     """Return what the flight recorders of gloo and NCCL hold, oldest first, and whether one has forgotten something."""
     import torch._C._distributed_c10d as native
 
-    held: list[list[dict[str, Any]]] = []
+    traces: list[list[dict[str, Any]]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(native, name, None)
-        held.append(json.loads(dump(True, False)).get("entries", []) if dump is not None else [])
-    entries = [entry for each in held for entry in each]
-    return entries, not entries or any(each[0]["record_id"] > 0 for each in held if each)
+        traces.append(json.loads(dump(True, False)).get("entries", []) if dump is not None else [])
+    entries = [entry for trace in traces for entry in trace]
+    return entries, not entries or any(trace[0]["record_id"] > 0 for trace in traces if trace)

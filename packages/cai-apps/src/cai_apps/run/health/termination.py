@@ -82,13 +82,13 @@ class Guard:
             at_file: the file in which this rank says what it is at.
         """
         self.doing = doing
-        own = (_process_space(), os.getpid(), at_file)
-        found: list[tuple[str, int, str | None]] = [own] * dist.get_world_size()
-        if len(found) == 1:
+        local_process = (_process_space(), os.getpid(), at_file)
+        processes: list[tuple[str, int, str | None]] = [local_process] * dist.get_world_size()
+        if len(processes) == 1:
             return
-        dist.all_gather_object(found, own)
-        for rank, (space, pid, file) in enumerate(found):
-            if space == own[0] and pid != own[1]:
+        dist.all_gather_object(processes, local_process)
+        for rank, (space, pid, file) in enumerate(processes):
+            if space == local_process[0] and pid != local_process[1]:
                 self._watch_process(pid, lambda rank=rank, file=file: self._end_without_rank(rank, file))
 
     def close(self) -> None:

@@ -109,15 +109,17 @@ def user_error(error: BaseException) -> CaiError | None:
 
 def show(error: BaseException, *, machine: bool = False) -> None:
     """Prints an error to stderr: as a message, or as JSON where a machine reads."""
-    known = user_error(error)
+    cai_error = user_error(error)
     if machine:
         fields = ("what", "got", "expected", "cause", "fix")
         table = (
-            {name: str(getattr(known, name) or "") for name in fields} if known else {"what": _line(error)}
+            {name: str(getattr(cai_error, name) or "") for name in fields}
+            if cai_error
+            else {"what": _line(error)}
         )
         print(json.dumps({"error": table}), file=sys.stderr)
         return
-    text = str(known) if known is not None else str(_unknown(error))
+    text = str(cai_error) if cai_error is not None else str(_unknown(error))
     print(f"error: {text.encode('utf-8', 'backslashreplace').decode('utf-8')}", file=sys.stderr)
 
 
@@ -162,6 +164,6 @@ def _package(error: BaseException) -> str | None:
     if not isinstance(error, REFUSALS) or any(space.get(TRAINING) for space in spaces):
         return None
     names = [space.get("__name__", "") for space in spaces]
-    own = max((i for i, name in enumerate(names) if name.startswith("cai_")), default=-1)
-    below = (name.partition(".")[0] for name in names[own + 1 :])
+    last_cai_frame = max((i for i, name in enumerate(names) if name.startswith("cai_")), default=-1)
+    below = (name.partition(".")[0] for name in names[last_cai_frame + 1 :])
     return next((name for name in below if name in FOREIGN), None)

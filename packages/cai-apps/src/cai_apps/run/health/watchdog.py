@@ -88,8 +88,8 @@ class Watchdog:
     def limit(self) -> float:
         """Seconds that what is under way may take."""
         measured = max(FLOOR, TIMES * statistics.median(self._seconds)) if self._seconds else FIRST
-        found = measured if self._fixed is None else self._fixed
-        return max(found, PAUSE) if self._paused else found
+        allowance = measured if self._fixed is None else self._fixed
+        return max(allowance, PAUSE) if self._paused else allowance
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -123,12 +123,12 @@ class Watchdog:
     def _reports(self) -> list[RankReport | None]:
         """Return the reports of all ranks; None for those that do not answer in time."""
         until = time.monotonic() + PATIENCE
-        found: list[RankReport | None] = []
+        reports: list[RankReport | None] = []
         for rank in range(self._ranks):
-            while not (there := self._store.check([str(rank)])) and time.monotonic() < until:
+            while not (has_report := self._store.check([str(rank)])) and time.monotonic() < until:
                 time.sleep(TICK / 4)
-            found.append(RankReport.load(self._store.get(str(rank))) if there else None)
-        return found
+            reports.append(RankReport.load(self._store.get(str(rank))) if has_report else None)
+        return reports
 
 
 def _be_patient(seconds: float) -> None:

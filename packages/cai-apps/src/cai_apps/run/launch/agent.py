@@ -68,7 +68,7 @@ def launch(
         **_patience(LaunchConfig),
     )
     pids = multiprocessing.get_context("forkserver").RawArray("i", ranks)
-    with _signals_to(pids) as asked, _failures_named(asked):
+    with _signals_to(pids) as signals, _failures_named(signals):
         elastic_launch(config, _as_rank)(os.getpid(), pids, function, *arguments)
 
 
@@ -115,10 +115,10 @@ def _patience(launch_config: type) -> dict[str, int]:
 @contextmanager
 def _signals_to(pids: Any) -> Iterator[list[int]]:
     """Passes SIGTERM and SIGINT on to the processes of `pids`; yields the list of those that came."""
-    asked: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
-        asked.append(number)
+        signals.append(number)
         for pid in pids:
             with suppress(ProcessLookupError):
                 if pid:
@@ -126,15 +126,15 @@ def _signals_to(pids: Any) -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, pass_on) for number in STOPPED}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _failures_named(asked: list[int]) -> Iterator[None]:
-    """Turns what the agent raises into what this module raises; `asked` are the signals that the ranks were sent."""
+def _failures_named(signals: list[int]) -> Iterator[None]:
+    """Turns what the agent raises into what this module raises; `signals` are the signals that the ranks were sent."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -145,7 +145,7 @@ def _failures_named(asked: list[int]) -> Iterator[None]:
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as failed:
-        raise _first_failure(failed, asked) from None
+        raise _first_failure(failed, signals) from None
 
 
 def _as_rank(launcher: int, pids: Any, function: Callable[..., Any], *arguments: Any) -> None:
@@ -159,13 +159,13 @@ def _as_rank(launcher: int, pids: Any, function: Callable[..., Any], *arguments:
         raise
     except Exception as error:
         time.sleep(GRACE_SECONDS)
-        known = user_error(error)
-        if known is None:
+        cai_error = user_error(error)
+        if cai_error is None:
             raise
-        raise known from error
+        raise cai_error from error
 
 
-def _first_failure(failed: Any, asked: list[int]) -> BaseException:
+def _first_failure(failed: Any, signals: list[int]) -> BaseException:
     rank, failure = next(iter(failed.failures.items()))  # in the order in which the agent saw them
     details = (failure.error_file_data or {}).get("message")
     if not isinstance(details, dict):
@@ -174,10 +174,10 @@ def _first_failure(failed: Any, asked: list[int]) -> BaseException:
         if failure.exitcode == USER_ERROR:  # the rank has said why
             print(f"error: {_without_traceback(rank, failure)}", file=sys.stderr, flush=True)
             return SystemExit(USER_ERROR)
-        if asked:
+        if signals:
             doing = last_done(failure.error_file_data or {}) or "the start, before a step"
-            print(f"stopped by {signal.Signals(asked[0]).name} in {doing}", flush=True)
-            return SystemExit(STOPPED[asked[0]])
+            print(f"stopped by {signal.Signals(signals[0]).name} in {doing}", flush=True)
+            return SystemExit(STOPPED[signals[0]])
         return RankFailure(_without_traceback(rank, failure))
     kind, _, text = details["message"].partition(": ")
     error = getattr(errors, kind, None)

@@ -55,10 +55,10 @@ def _check(config: Any, run: RunDirectory, meant: Collection[str] | None) -> Non
     run.check_kind(config.application)
     checkpoint.check(config, run)
     if checkpoint.goes_on(config, run) and run.config_file.is_file():
-        found = changes.changes(run.config_file, config)
-        changes.check(found, run.path, meant)
-        if found:
-            print("the run goes on, changed:", *changes.lines(found), sep="\n  ", flush=True)
+        differences = changes.changes(run.config_file, config)
+        changes.check(differences, run.path, meant)
+        if differences:
+            print("the run goes on, changed:", *changes.lines(differences), sep="\n  ", flush=True)
 
 
 def _make_directory(job: Job) -> None:

@@ -41,9 +41,11 @@ def confine(options: argparse.Namespace) -> None:
 
     Options that name several machines, an address or a rendezvous of their own stay as they are.
     """
-    asked = options.rdzv_endpoint or options.rdzv_backend not in ("static", "c10d")
+    names_rendezvous = options.rdzv_endpoint or options.rdzv_backend not in ("static", "c10d")
     elsewhere = options.master_addr not in (None, "", ADDRESS, "localhost")
-    if str(options.nnodes) not in ("1", "1:1") or ((asked or elsewhere) and not options.standalone):
+    if str(options.nnodes) not in ("1", "1:1") or (
+        (names_rendezvous or elsewhere) and not options.standalone
+    ):
         return
     from torch.distributed.run import get_args_parser
 
@@ -60,17 +62,17 @@ def listen(port: int = 0) -> socket.socket:
     Raises:
         MeshError: the port is taken.
     """
-    found = socket.socket()
+    listener = socket.socket()
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((ADDRESS, port))
-        found.listen(WAITING)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ADDRESS, port))
+        listener.listen(WAITING)
     except OSError as error:
-        found.close()
+        listener.close()
         raise MeshError(
             f"port {port} of {ADDRESS} cannot be used", cause=error.strerror, fix="leave --master-port out"
         ) from None
-    return found
+    return listener
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -97,8 +99,8 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
         def next_rendezvous(self) -> RendezvousInfo:
             """Ranks that are started again meet in a new store: in the old one are addresses of those before them."""
             store = first.pop() if first else _store(0, seconds)
-            kept = PrefixStore(parameters.run_id, store)
-            return RendezvousInfo(kept, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
+            prefixed_store = PrefixStore(parameters.run_id, store)
+            return RendezvousInfo(prefixed_store, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
 
         def is_closed(self) -> bool:
             return False

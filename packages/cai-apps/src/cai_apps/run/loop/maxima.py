@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 
 
-def greatest_of_ranks(device: torch.device, asked: int) -> torch.Tensor:
-    """The peak bytes of the rank that needed most and the greatest `asked`. Collective.
+def greatest_of_ranks(device: torch.device, signal: int) -> torch.Tensor:
+    """The peak bytes of the rank that needed most and the greatest `signal`. Collective.
 
     Two float64 on the device; nobody waits for them. Bytes are those allocated on a GPU, which count as
     soon as the host has asked for them, or resident on the host.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        own = torch.tensor([peak, asked], dtype=torch.float64).pin_memory()
+        local_maxima = torch.tensor([peak, signal], dtype=torch.float64).pin_memory()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        own = torch.tensor([peak, asked], dtype=torch.float64)
-    value = own.to(device, non_blocking=True)
+        local_maxima = torch.tensor([peak, signal], dtype=torch.float64)
+    value = local_maxima.to(device, non_blocking=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value

@@ -110,8 +110,8 @@ class MetricsFile:
 
         What is kept is there at every moment.
         """
-        kept = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
-        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        records = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._path, self._file = path, appended(path)
 
     def write(self, metrics: Metrics) -> None:

@@ -36,8 +36,11 @@ class PlainProgress:
         first = metrics.step == self._start + 1
         if not first and metrics.step % self._every and metrics.step != self._total:
             return
-        left = fmean(self._seconds) * (self._total - metrics.step)
-        print(f"step {metrics.step}/{self._total}  {describe(metrics)}  ETA {_clock(left)}", flush=True)
+        remaining_seconds = fmean(self._seconds) * (self._total - metrics.step)
+        print(
+            f"step {metrics.step}/{self._total}  {describe(metrics)}  ETA {_clock(remaining_seconds)}",
+            flush=True,
+        )
 
     def close(self) -> None:
         pass
@@ -65,9 +68,9 @@ class LiveProgress:
 
 
 @contextmanager
-def counted(total: int, what: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+def counted(total: int, what: str, *, visible: bool = True) -> Iterator[Callable[[int], None]]:
     """How many of `total` things are done, as the function it gives is told: a live bar on a terminal, else lines."""
-    if not shown:
+    if not visible:
         yield lambda done: None
         return
     if sys.stdout.isatty():
@@ -80,11 +83,11 @@ def counted(total: int, what: str, *, shown: bool = True) -> Iterator[Callable[[
         return
     started = time.monotonic()
 
-    def told(done: int) -> None:
-        left = (time.monotonic() - started) / done * (total - done)
-        print(f"{what} {done}/{total}  ETA {_clock(left)}", flush=True)
+    def print_line(done: int) -> None:
+        remaining_seconds = (time.monotonic() - started) / done * (total - done)
+        print(f"{what} {done}/{total}  ETA {_clock(remaining_seconds)}", flush=True)
 
-    yield told
+    yield print_line
 
 
 def describe(metrics: Metrics) -> str:

@@ -60,10 +60,10 @@ def reading(values: Sequence[Tensor], device: torch.device) -> Callable[[], list
 
     What the device is given meanwhile is not waited for: while it steps the weights, the host begins the next step.
     """
-    found = torch.stack([value.detach().to(device, torch.float64) for value in values])
+    scalars = torch.stack([value.detach().to(device, torch.float64) for value in values])
     if device.type != "cuda":
-        return found.tolist
-    on_host, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()
+        return scalars.tolist
+    on_host, arrived = scalars.to("cpu", non_blocking=True), torch.cuda.Event()
     arrived.record()
 
     def wait() -> list[float]:
@@ -145,10 +145,10 @@ class Loop:
 
     def _total(self, on_host: Microbatches) -> Tensor:
         """What the whole global batch counts, float64 on the device; nobody waits for it here."""
-        own = torch.tensor(sum(map(self.work.count, on_host)), dtype=torch.float64)
+        local_count = torch.tensor(sum(map(self.work.count, on_host)), dtype=torch.float64)
         if self.device.type == "cuda":
-            own = own.pin_memory()
-        return self._summed(own.to(self.device, non_blocking=True))
+            local_count = local_count.pin_memory()
+        return self._summed(local_count.to(self.device, non_blocking=True))
 
     def _summed(self, value: Tensor) -> Tensor:
         value = value.detach().to(self.device, torch.float64, copy=True)
@@ -162,11 +162,11 @@ class Loop:
                 f"the global batch of step {step + 1} has no {self.work.counted}",
                 cause="all its labels are ignored, or the data is empty",
             )
-        found: list[str | None] = [None] * dist.get_world_size()
+        origins: list[str | None] = [None] * dist.get_world_size()
         self.session.steps = step  # the same random numbers again
-        dist.all_gather_object(found, self.session.find_broken(batch, total=total))
+        dist.all_gather_object(origins, self.session.find_broken(batch, total=total))
         where = next(
-            (f"on rank {rank}, {name}" for rank, name in enumerate(found) if name), "in no one module"
+            (f"on rank {rank}, {name}" for rank, name in enumerate(origins) if name), "in no one module"
         )
         raise DataError(
             f"the {'gradient norm' if math.isfinite(loss) else 'loss'} of step {step + 1} is not finite",
@@ -183,7 +183,9 @@ class Loop:
         summed, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         for batch in range(min(full, self.session.config.train.validation_batches)):
             on_host = batches.at(batch * batches.global_batch)
-            on_device = [{name: value.to(self.device) for name, value in each.items()} for each in on_host]
+            on_device = [
+                {name: value.to(self.device) for name, value in microbatch.items()} for microbatch in on_host
+            ]
             total = self._total(on_host)
             summed += self._summed(self.session.evaluate(on_device, total=total)) * total
             targets = targets + total

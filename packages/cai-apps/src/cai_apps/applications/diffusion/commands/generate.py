@@ -75,8 +75,8 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("no prompt", expected='--prompt "a red circle" "a blue square"')
     if options.size is not None:
         parse_size(options.size)
-    found = RunDirectory(options.directory)
-    directory = found.export if found.config_file.is_file() else options.directory
+    run_directory = RunDirectory(options.directory)
+    directory = run_directory.export if run_directory.config_file.is_file() else options.directory
     if not directory.is_dir():
         raise ConfigError(
             f"no export at {directory}",
@@ -140,8 +140,8 @@ def _draw(options: Arguments, directory: Path, device: torch.device | None) -> N
         how = {"mode": options.patches, "warmup": options.patches_warmup}
         sampler.split(dist.group.WORLD, **how, branches=branches)
     shows = device is None or dist.get_rank() == 0
-    with counted(len(prompts), "pictures", shown=shows and len(prompts) > options.batch) as told:
-        pictures = sampler.in_batches(prompts, drawing, batch=options.batch, told=told)
+    with counted(len(prompts), "pictures", visible=shows and len(prompts) > options.batch) as on_progress:
+        pictures = sampler.in_batches(prompts, drawing, batch=options.batch, on_progress=on_progress)
     if shows:
         output = options.output or options.directory / "pictures.png"
         scratch = output.with_name(f".{output.name}.unfinished")
@@ -155,10 +155,10 @@ def _format(output: Path) -> str:
     """Return the format of a file, by its name. Raises `ConfigError` where Pillow writes none of that name."""
     from PIL import Image
 
-    found = Image.registered_extensions().get(output.suffix.lower())
-    if found not in Image.SAVE:
+    file_format = Image.registered_extensions().get(output.suffix.lower())
+    if file_format not in Image.SAVE:
         raise ConfigError("no kind of picture has this name", got=output.name, expected="as pictures.png")
-    return found
+    return file_format
 
 
 def _show_figures(sampler: Sampler, pictures: int) -> None:

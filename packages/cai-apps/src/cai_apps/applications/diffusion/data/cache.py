@@ -91,12 +91,12 @@ def prepare(config: Config) -> Prepared:
     directory = open_or_make(
         config.data.cache, key, lambda scratch: _Writer(config, design, source, scratch).write()
     )
-    told = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
-    tensors = {name: (tuple(shape), dtype) for name, (shape, dtype) in told["tensors"].items()}
+    dataset = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
+    tensors = {name: (tuple(shape), dtype) for name, (shape, dtype) in dataset["tensors"].items()}
     text = None
     if design.texts:
         text = str(directory if design.directory is None else design.directory)
-    return Prepared(directory, told["images"], tensors, tuple(told["labels"]), text)
+    return Prepared(directory, dataset["images"], tensors, tuple(dataset["labels"]), text)
 
 
 def _key(config: Config, design: Design, source: Source) -> str:
@@ -145,20 +145,24 @@ class _Writer:
         else:
             self._captions()
         self._images()
-        told = {"images": self._source.size, "tensors": self._tensors, "labels": labels}
-        (self._directory / "dataset.json").write_text(json.dumps(told), encoding="utf-8")
+        dataset = {"images": self._source.size, "tensors": self._tensors, "labels": labels}
+        (self._directory / "dataset.json").write_text(json.dumps(dataset), encoding="utf-8")
 
     def _captions(self) -> None:
         """Every caption once; that without words is the first."""
-        known: dict[str, int] = {"": EMPTY}
-        numbers = [known.setdefault(self._source.caption(i), len(known)) for i in range(self._source.size)]
+        caption_numbers: dict[str, int] = {"": EMPTY}
+        numbers = [
+            caption_numbers.setdefault(self._source.caption(i), len(caption_numbers))
+            for i in range(self._source.size)
+        ]
         self._save({"caption": torch.tensor([number])} for number in numbers)
-        tokenizers = self._tokenizers(list(known))
-        tokens, cut = tokenize(tokenizers, list(known), self._design.text_lengths)
-        if cut:
+        tokenizers = self._tokenizers(list(caption_numbers))
+        tokens, truncated_captions = tokenize(tokenizers, list(caption_numbers), self._design.text_lengths)
+        if truncated_captions:
             print(
-                f"{len(cut)} of {len(known)} captions are longer than {self._design.text_length} tokens and are cut, "
-                f"such as {list(known)[cut[0]]!r}",
+                f"{len(truncated_captions)} of {len(caption_numbers)} captions are longer than "
+                f"{self._design.text_length} tokens and are cut, "
+                f"such as {list(caption_numbers)[truncated_captions[0]]!r}",
                 flush=True,
             )
         if self._config.model.text_encoder == "trained":
@@ -169,9 +173,9 @@ class _Writer:
 
         def embedded() -> Iterator[dict[str, Tensor]]:
             with torch.no_grad():
-                for part in zip(*(each.split(AT_ONCE) for each in tokens), strict=True):
-                    there = [each.to(device) for each in part]
-                    yield embed(self._design.family, self._design.denoiser, texts, there, dtype)
+                for part in zip(*(ids.split(AT_ONCE) for ids in tokens), strict=True):
+                    device_tokens = [ids.to(device) for ids in part]
+                    yield embed(self._design.family, self._design.denoiser, texts, device_tokens, dtype)
 
         self._save(embedded())
 
@@ -190,13 +194,13 @@ class _Writer:
             self._encoded(source.image, np.arange(source.size), "")
             return
         assert isinstance(source, Folder)
-        known = shapes_of(data.size, data.max_ratio, self._design.multiple)
-        bucket = np.array([nearest(source.shape(i), known) for i in range(source.size)])
+        bucket_shapes = shapes_of(data.size, data.max_ratio, self._design.multiple)
+        bucket = np.array([nearest(source.shape(i), bucket_shapes) for i in range(source.size)])
         row = np.zeros_like(bucket)
         for number in np.unique(bucket):
             members = np.flatnonzero(bucket == number)
             row[members] = np.arange(len(members))
-            self._encoded(partial(source.image, shape=known[number]), members, f".{number}")
+            self._encoded(partial(source.image, shape=bucket_shapes[number]), members, f".{number}")
         self._save([{"bucket": torch.from_numpy(bucket), "row": torch.from_numpy(row)}])
 
     def _encoded(self, image: Callable[[int], np.ndarray], numbers: np.ndarray, ending: str) -> None:

@@ -57,8 +57,8 @@ class SubjectAndClass:
 
     def caption(self, number: int) -> str:
         source, within = self._where(number)
-        own = source is self.subject or self.caption_of_class is None
-        return source.caption(within) if own else str(self.caption_of_class)
+        keeps_caption = source is self.subject or self.caption_of_class is None
+        return source.caption(within) if keeps_caption else str(self.caption_of_class)
 
     def label(self, number: int) -> int:
         raise DataError("a subject and its class have captions, not labels")
@@ -90,17 +90,17 @@ def with_class(subject: Source, config: Config, design: Design, base: Path | Non
         )
     if prior.source == "generated":
         assert base is not None
-        others: Source = Folder.of(draw_class(config, design, base), config.data.size, prior.prompt)
+        class_images: Source = Folder.of(draw_class(config, design, base), config.data.size, prior.prompt)
     else:
         data = replace(config.data, source=prior.source, caption=prior.prompt or None)
-        others = source_of(data)
-    if others.size < prior.images:
+        class_images = source_of(data)
+    if class_images.size < prior.images:
         raise DataError(
             f"too few images of the class in {prior.source}",
-            got=others.size,
+            got=class_images.size,
             expected=f"prior.images = {prior.images}",
         )
-    return SubjectAndClass(subject, others, prior.images, prior.prompt or None)
+    return SubjectAndClass(subject, class_images, prior.images, prior.prompt or None)
 
 
 def draw_class(config: Config, design: Design, base: Path) -> Path:
@@ -121,8 +121,8 @@ def draw_class(config: Config, design: Design, base: Path) -> Path:
     for first in range(missing[0], prior.images, AT_ONCE):
         count = min(AT_ONCE, prior.images - first)
         print(f"drawing {prior.prompt!r}: {first} of {prior.images}", flush=True)
-        found = sampler.pictures([prior.prompt] * count, options(config), first=first)
-        for number, picture in enumerate(found, first):
+        pictures = sampler.pictures([prior.prompt] * count, options(config), first=first)
+        for number, picture in enumerate(pictures, first):
             with replaced(_file(home, number)) as file:
                 Image.fromarray(picture).save(file, format="PNG")
     return home

@@ -21,15 +21,15 @@ def shapes_of(size: int, max_ratio: float, multiple: int) -> list[Shape]:
             nearest to an eighth of `size`.
     """
     step = multiple * max(1, round(size / PARTS / multiple))
-    found = {(size, size)}
+    shapes = {(size, size)}
     for long in range(size // step * step, round(size * max_ratio) + 1, step):
         short = size * size // long // step * step
         if short and long <= max_ratio * short and long != short:
-            found |= {(long, short), (short, long)}
-    return sorted(found, key=lambda shape: shape[1] / shape[0])
+            shapes |= {(long, short), (short, long)}
+    return sorted(shapes, key=lambda shape: shape[1] / shape[0])
 
 
-def nearest(shape: Shape, known: Sequence[Shape]) -> int:
+def nearest(shape: Shape, shapes: Sequence[Shape]) -> int:
     """The number of the known shape whose ratio is nearest to that of an image."""
     ratio = math.log(shape[1] / shape[0])
-    return min(range(len(known)), key=lambda i: abs(math.log(known[i][1] / known[i][0]) - ratio))
+    return min(range(len(shapes)), key=lambda i: abs(math.log(shapes[i][1] / shapes[i][0]) - ratio))

@@ -45,14 +45,14 @@ class Images:
         """
         where, position = torch.from_numpy(self.first + indices), torch.from_numpy(positions)
         dropped = rng.unit(rng.key(self.seed, "dropped"), position) < self.dropout
-        found = {"position": position, "u": rng.unit(rng.key(self.seed, "time"), position)}
-        found |= self._pictures(where)
+        columns = {"position": position, "u": rng.unit(rng.key(self.seed, "time"), position)}
+        columns |= self._pictures(where)
         if "label" in self._files:
             unknown = len(self.prepared.labels)
-            return found | {"label": torch.where(dropped, unknown, self._files["label"][where])}
+            return columns | {"label": torch.where(dropped, unknown, self._files["label"][where])}
         captions = torch.where(dropped, EMPTY, self._files["caption"][where])
         texts = (name for name in ("tokens", "text", "pooled") if name in self._files)
-        return found | {name: self._files[name][captions] for name in texts}
+        return columns | {name: self._files[name][captions] for name in texts}
 
     def _pictures(self, where: Tensor) -> dict[str, Tensor]:
         """Pixels or latents of images, which are of one shape."""
@@ -83,9 +83,9 @@ class SubjectAndClass:
     def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
         """As of `Images`, and `share` float64: the loss is the mean over the subject plus `weight` times that over
         the class, and each of the two is half of the batch."""
-        first, others = self.subject, self.images.size - self.subject
+        first, class_size = self.subject, self.images.size - self.subject
         of_subject = positions % 2 == 0
-        chosen = np.where(of_subject, indices % first, first + indices // first % others)
+        chosen = np.where(of_subject, indices % first, first + indices // first % class_size)
         share = torch.from_numpy(np.where(of_subject, 2.0, 2.0 * self.weight))
         return self.images.rows(chosen, positions) | {"share": share}
 

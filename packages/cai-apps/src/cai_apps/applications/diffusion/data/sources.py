@@ -89,8 +89,8 @@ class Digits:
             raise DataError(
                 'data.source = "digits" needs scikit-learn', fix="pip install scikit-learn"
             ) from error
-        found = load_digits()
-        return (found.images * (255 / 16)).round().astype(np.uint8), found.target  # type: ignore[union-attr]
+        digits = load_digits()
+        return (digits.images * (255 / 16)).round().astype(np.uint8), digits.target  # type: ignore[union-attr]
 
     @property
     def size(self) -> int:
@@ -144,8 +144,8 @@ class Crops:
     def image(self, number: int) -> np.ndarray:
         from PIL import Image
 
-        left, top, side = CROPS[number]
-        crop = Image.fromarray(self._photo[top : top + side, left : left + side])
+        first_column, first_row, side = CROPS[number]
+        crop = Image.fromarray(self._photo[first_row : first_row + side, first_column : first_column + side])
         return np.asarray(crop.resize((self.side, self.side), Image.Resampling.BICUBIC))
 
     def caption(self, number: int) -> str:
@@ -176,8 +176,8 @@ class Folder:
                 f"no images in {directory}",
                 expected=f"shapes, digits, or a directory with files {', '.join(SUFFIXES)}",
             )
-        told = _metadata(directory)
-        captions = [_caption(file, directory, told, caption) for file in files]
+        captions_by_file = _metadata(directory)
+        captions = [_caption(file, directory, captions_by_file, caption) for file in files]
         without = [file.name for file, text in zip(files, captions, strict=True) if text is None]
         if without:
             raise DataError(
@@ -248,14 +248,14 @@ def _colours(image: Image.Image) -> Image.Image:
         image = Image.fromarray(grey.round().clip(0, 255).astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
-    seen = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+    rgba = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 def _metadata(directory: Path) -> dict[str, str]:
     """Captions by path or file name, of metadata.jsonl."""
     file = directory / "metadata.jsonl"
-    told = {}
+    captions_by_file = {}
     try:
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     except UnicodeDecodeError as error:
@@ -263,23 +263,25 @@ def _metadata(directory: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            told[record["file_name"]] = record["text"]
+            captions_by_file[record["file_name"]] = record["text"]
             record["text"].encode()  # a string, and no half of a surrogate pair
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DataError(
                 f"a broken line: {file}:{number}", expected='{"file_name": ..., "text": ...}'
             ) from None
-    return told
+    return captions_by_file
 
 
-def _caption(file: Path, directory: Path, told: dict[str, str], common: str | None) -> str | None:
+def _caption(file: Path, directory: Path, captions_by_file: dict[str, str], common: str | None) -> str | None:
     """Return an image's caption: of the file beside it, else of metadata.jsonl by path or name, else the common one."""
-    beside = file.with_suffix(".txt")
-    if not beside.is_file():
-        return told.get(file.relative_to(directory).as_posix(), told.get(file.name, common))
+    caption_file = file.with_suffix(".txt")
+    if not caption_file.is_file():
+        return captions_by_file.get(
+            file.relative_to(directory).as_posix(), captions_by_file.get(file.name, common)
+        )
     try:
-        return beside.read_text(encoding="utf-8").strip()
+        return caption_file.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"a caption that is no UTF-8 text: {beside}", cause=str(error), fix="save it as UTF-8"
+            f"a caption that is no UTF-8 text: {caption_file}", cause=str(error), fix="save it as UTF-8"
         ) from None

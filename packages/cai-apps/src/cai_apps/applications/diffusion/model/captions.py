@@ -26,8 +26,8 @@ def build_text_encoder(config: Mapping[str, Any]) -> nn.Module:
     import transformers
 
     kind = transformers.T5Config if is_t5(config) else transformers.CLIPTextConfig
-    made = kind(**{k: v for k, v in config.items() if k != "architectures"})
-    return getattr(transformers, T5 if is_t5(config) else kind_of_text(config))(made)
+    text_config = kind(**{k: v for k, v in config.items() if k != "architectures"})
+    return getattr(transformers, T5 if is_t5(config) else kind_of_text(config))(text_config)
 
 
 def embed(
@@ -46,8 +46,8 @@ def embed(
 
     Returns text [n, length, width] of `dtype`; and pooled [n, width] where the denoiser takes it, as `join` says.
     """
-    said = [read(family, text, each, dtype) for text, each in zip(texts, tokens, strict=True)]
-    return join(family, denoiser, said)
+    outputs = [read(family, text, ids, dtype) for text, ids in zip(texts, tokens, strict=True)]
+    return join(family, denoiser, outputs)
 
 
 def read(family: Family, text: nn.Module, tokens: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -55,12 +55,12 @@ def read(family: Family, text: nn.Module, tokens: Tensor, dtype: torch.dtype) ->
     [n, width] where the denoiser takes it, but of a T5."""
     if family.condition == "text" or is_t5({"architectures": [type(text).__name__]}):
         return {"text": text(input_ids=tokens).last_hidden_state.to(dtype)}
-    found = text(input_ids=tokens, output_hidden_states=True)
-    return {"text": found.hidden_states[-2].to(dtype), "pooled": found.text_embeds.to(dtype)}
+    output = text(input_ids=tokens, output_hidden_states=True)
+    return {"text": output.hidden_states[-2].to(dtype), "pooled": output.text_embeds.to(dtype)}
 
 
 def join(
-    family: Family, denoiser: Mapping[str, Any], said: Sequence[Mapping[str, Tensor]]
+    family: Family, denoiser: Mapping[str, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """What a denoiser takes of what its text encoders say, in their order.
 
@@ -68,15 +68,15 @@ def join(
     followed by those of the T5, or by zeros in their place, as diffusers does it.
     """
     if family.condition == "text":
-        return dict(said[0])
-    clips = [each for each in said if "pooled" in each]
-    states = torch.cat([each["text"] for each in clips], -1)
+        return dict(outputs[0])
+    clips = [embeddings for embeddings in outputs if "pooled" in embeddings]
+    states = torch.cat([embeddings["text"] for embeddings in clips], -1)
     states = nn.functional.pad(states, (0, denoiser["joint_attention_dim"] - states.shape[-1]))
-    third = [each["text"] for each in said if "pooled" not in each]
+    third = [embeddings["text"] for embeddings in outputs if "pooled" not in embeddings]
     third = third or [states.new_zeros(states.shape[0], T5_LENGTH, states.shape[-1])]
     return {
         "text": torch.cat([states, *third], 1),
-        "pooled": torch.cat([each["pooled"] for each in clips], -1),
+        "pooled": torch.cat([embeddings["pooled"] for embeddings in clips], -1),
     }
 
 
@@ -94,13 +94,13 @@ def tokenize(
     tokenizers: Sequence[Any], captions: Sequence[str], lengths: Sequence[int]
 ) -> tuple[list[Tensor], list[int]]:
     """int64 [captions, length] for each tokenizer, and the numbers of the captions that one of them had to cut."""
-    ids, cut = [], set()
+    ids, truncated_captions = [], set()
     for tokenizer, length in zip(tokenizers, lengths, strict=True):
         options: dict[str, Any] = {"padding": "max_length", "max_length": length, "truncation": True}
         ids.append(torch.tensor(tokenizer(list(captions), **options)["input_ids"]).view(-1, length))
-        whole = tokenizer(list(captions), verbose=False)["input_ids"]
-        cut |= {number for number, tokens in enumerate(whole) if len(tokens) > length}
-    return ids, sorted(cut)
+        full_ids = tokenizer(list(captions), verbose=False)["input_ids"]
+        truncated_captions |= {number for number, tokens in enumerate(full_ids) if len(tokens) > length}
+    return ids, sorted(truncated_captions)
 
 
 def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -117,15 +117,17 @@ def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list
     if texts and not (directory / "tokenizer").is_dir():
         raise ConfigError("text encoders without a tokenizer", expected=str(directory / "tokenizer"))
 
-    found = []
+    tokenizers = []
     for name, text in zip(("tokenizer", "tokenizer_2", "tokenizer_3"), texts, strict=False):
         home = directory / name
         if is_t5(text):
             if not home.is_dir():
                 raise ConfigError("a T5 without its tokenizer", expected=str(home))
-            found.append(AutoTokenizer.from_pretrained(home, trust_remote_code=False))
+            tokenizers.append(AutoTokenizer.from_pretrained(home, trust_remote_code=False))
         else:
-            found.append(
-                CLIPTokenizer.from_pretrained(home, trust_remote_code=False) if home.is_dir() else found[0]
+            tokenizers.append(
+                CLIPTokenizer.from_pretrained(home, trust_remote_code=False)
+                if home.is_dir()
+                else tokenizers[0]
             )
-    return found
+    return tokenizers

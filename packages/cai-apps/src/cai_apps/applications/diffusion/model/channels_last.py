@@ -22,8 +22,8 @@ from cai_mesh.operators import operator
 def _convolved_like(
     images: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    found = torch.conv2d(images, weight, None, stride, padding, dilation, groups)
-    return found.contiguous(memory_format=torch.channels_last)
+    features = torch.conv2d(images, weight, None, stride, padding, dilation, groups)
+    return features.contiguous(memory_format=torch.channels_last)
 
 
 @operator("cai_diffusion::convolution", fake=_convolved_like)
@@ -32,16 +32,18 @@ def _convolution(
 ) -> Tensor:
     """torch's conv2d of images with channels last and a weight, which is turned for it."""
     turned = weight.contiguous(memory_format=torch.channels_last)
-    found = torch.conv2d(images, turned, None, stride, padding, dilation, groups)
-    return found.contiguous(memory_format=torch.channels_last)
+    features = torch.conv2d(images, turned, None, stride, padding, dilation, groups)
+    return features.contiguous(memory_format=torch.channels_last)
 
 
 def _gradients_like(
     grad: Tensor, images: Tensor, weight: Tensor,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, need_images: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    given = torch.empty_like(images, memory_format=torch.channels_last) if need_images else grad.new_empty(0)
-    return given, torch.empty_like(weight) if need_weight else grad.new_empty(0)
+    dimages = (
+        torch.empty_like(images, memory_format=torch.channels_last) if need_images else grad.new_empty(0)
+    )
+    return dimages, torch.empty_like(weight) if need_weight else grad.new_empty(0)
 
 
 @operator("cai_diffusion::convolution_backward", fake=_gradients_like)
@@ -52,11 +54,11 @@ def _gradients(
     """Gradients of the images, with channels last, and of the weight, as it is stored; empty where not needed."""
     turned = weight.contiguous(memory_format=torch.channels_last)
     needed = [need_images, need_weight, False]
-    given, own, _ = torch.ops.aten.convolution_backward(
+    dimages, dweight, _ = torch.ops.aten.convolution_backward(
         grad, images, turned, None, stride, padding, dilation, False, [0, 0], groups, needed
     )
-    given = given.contiguous(memory_format=torch.channels_last) if need_images else grad.new_empty(0)
-    return given, own.contiguous() if need_weight else grad.new_empty(0)
+    dimages = dimages.contiguous(memory_format=torch.channels_last) if need_images else grad.new_empty(0)
+    return dimages, dweight.contiguous() if need_weight else grad.new_empty(0)
 
 
 class _Convolution(torch.autograd.Function):
@@ -76,8 +78,8 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx, grad):
         need_images, need_weight = ctx.needs_input_grad[:2]
         grad = grad.contiguous(memory_format=torch.channels_last)
-        given, own = _gradients(grad, *ctx.saved_tensors, *ctx.options, need_images, need_weight)
-        return given if need_images else None, own if need_weight else None, None, None, None, None
+        dimages, dweight = _gradients(grad, *ctx.saved_tensors, *ctx.options, need_images, need_weight)
+        return dimages if need_images else None, dweight if need_weight else None, None, None, None, None
 
 
 class _Images(torch.autograd.Function):
@@ -104,17 +106,17 @@ def keep_channels_last(layers: Iterable[nn.Module]) -> None:
 
 def _forward(self: nn.Conv2d, input: Tensor) -> Tensor:
     images = _Images.apply(input)
-    alike = self.kernel_size == (1, 1)  # either way
-    if alike or self.padding_mode != "zeros" or isinstance(self.padding, str):
+    pointwise = self.kernel_size == (1, 1)  # either way
+    if pointwise or self.padding_mode != "zeros" or isinstance(self.padding, str):
         return _Images.apply(self._conv_forward(images, self.weight, self.bias))
     options = self.stride, self.padding, self.dilation, self.groups
-    found = _Convolution.apply(images, self.weight, *options)
-    return found if self.bias is None else found + self.bias[:, None, None]
+    features = _Convolution.apply(images, self.weight, *options)
+    return features if self.bias is None else features + self.bias[:, None, None]
 
 
 def _layer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    found = type(self).forward(self, *args, **kwargs)
-    return tuple(map(_last, found)) if isinstance(found, tuple) else _last(found)
+    output = type(self).forward(self, *args, **kwargs)
+    return tuple(map(_last, output)) if isinstance(output, tuple) else _last(output)
 
 
 def _last(value: Any) -> Any:

@@ -87,10 +87,12 @@ def check_shared(directory: Path) -> None:
     first: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         check_header(file)
-        with safe_open(file, framework="pt") as held:
-            for name in held.keys():  # noqa: SIM118 (no dict)
-                _, found, key = name.partition(EMBEDDING)
-                if found and not torch.equal(first.setdefault(key, value := held.get_tensor(name)), value):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no dict)
+                _, separator, key = name.partition(EMBEDDING)
+                if separator and not torch.equal(
+                    first.setdefault(key, value := tensors.get_tensor(name)), value
+                ):
                     raise CheckpointError(
                         f"the blocks of the DiT in {directory} have embeddings that differ",
                         got=name,
@@ -102,11 +104,11 @@ def check_shared(directory: Path) -> None:
 def layers(model: nn.Module) -> list[nn.Module]:
     """What is compiled and recomputed of a `Denoiser`: the layers its family names, and blocks without any of them."""
     named: tuple[str, ...] = model.layers  # type: ignore[assignment]
-    found: list[nn.Module] = []
+    compiled_layers: list[nn.Module] = []
     for block in blocks_of(model):
         inside = [module for module in block.modules() if type(module).__name__ in named]
-        found += inside or [block]
-    return found
+        compiled_layers += inside or [block]
+    return compiled_layers
 
 
 def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], None]]:
@@ -117,13 +119,13 @@ def initializer(design: Design) -> Callable[[nn.Module], Callable[[nn.Module], N
         named = {module: name for name, module in model.named_modules()}
         layers = ((module, plain_name(f"{name}.")) for module, name in named.items())
         zero = {module for module, name in layers if name is not None and _is_zero(design, name)}
-        own = set(model.denoiser.modules()) | {model, model.texts}
+        denoiser_modules = set(model.denoiser.modules()) | {model, model.texts}
         text = transformers_initializer(model.texts)
 
         def fill(module: nn.Module) -> None:
             if is_adapter(f"{named[module]}."):
                 initialize(module, named[module])
-            elif module not in own:
+            elif module not in denoiser_modules:
                 text(module)
             elif module in zero:
                 for param in module.parameters(recurse=False):

@@ -147,8 +147,8 @@ def _check(design: Design) -> None:
         "max_position_embeddings": design.text_lengths,
         "hidden_size": [text["d_model" if is_t5(text) else "hidden_size"] for text in design.texts],
     }
-    for name, found in sizes.items():
-        if wrong := [size for size in found if not isinstance(size, int) or size < 1]:
+    for name, values in sizes.items():
+        if wrong := [size for size in values if not isinstance(size, int) or size < 1]:
             raise ValueError(f"{name} is {wrong[0]!r}")
 
 

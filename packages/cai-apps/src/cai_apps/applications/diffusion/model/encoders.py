@@ -45,8 +45,8 @@ class Autoencoder:
         if self.model is None:
             return {"mean": nn.functional.pixel_unshuffle(images, self.design.fold)}
         self._cut("whole" if self._that_fits(images, 1) == "whole" else "sliced")
-        found = self.model.encode(images).latent_dist
-        return {"mean": found.mean, "std": found.std}
+        posterior = self.model.encode(images).latent_dist
+        return {"mean": posterior.mean, "std": posterior.std}
 
     def latents(self, mean: Tensor, std: Tensor | None, noise: Tensor | None) -> Tensor:
         """A draw of the latents, in the scale that denoisers work in."""
@@ -58,13 +58,13 @@ class Autoencoder:
         """uint8 [n, 3, h, w] of latents in that scale."""
         latents = latents.to(self._dtype)
         if self.model is None:
-            found = nn.functional.pixel_shuffle(latents, self.design.fold)
+            pictures = nn.functional.pixel_shuffle(latents, self.design.fold)
         else:
             self._cut(
                 self._that_fits(latents, self.design.factor) if self.decoding == "auto" else self.decoding
             )
-            found = self.model.decode(latents / self.model.config.scaling_factor + self._shift).sample
-        return ((found + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+            pictures = self.model.decode(latents / self.model.config.scaling_factor + self._shift).sample
+        return ((pictures + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def _that_fits(self, x: Tensor, factor: int) -> Literal["whole", "sliced", "tiled"]:
         n, _, height, width = x.shape

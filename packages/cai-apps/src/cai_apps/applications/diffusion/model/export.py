@@ -63,16 +63,16 @@ def _save(
 ) -> None:
     train_text = trains_text(config, design)
     trained = parts(design, train_text=train_text)
-    held = dict(weights) if weights is not None else BoxedTensor.of_model(session.model)
+    boxed_weights = dict(weights) if weights is not None else BoxedTensor.of_model(session.model)
     if config.lora.rank:
         adapted = targets(design, config.lora, train_text=train_text)
-        save_adapters(directory / ADAPTERS, held, config.lora, adapted, trained)
-        held = merged(session.model, held, config.lora)
+        save_adapters(directory / ADAPTERS, boxed_weights, config.lora, adapted, trained)
+        boxed_weights = merged(session.model, boxed_weights, config.lora)
     for prefix, folder in trained.items():
         save_hf(
             session.model,
             directory / folder,
-            weights=_all_names(design, held),
+            weights=_all_names(design, boxed_weights),
             within=prefix,
             names=plain_name,
             dtype=torch.float32,
@@ -115,25 +115,25 @@ def _write_beside(design: Design, config: Config, directory: Path, run: Path, tr
 
 def index_of(design: Design) -> dict[str, object]:
     """model_index.json: the parts with the libraries they are of."""
-    found: dict[str, object] = {
+    index: dict[str, object] = {
         "_class_name": PIPELINES[design.family.name],
         design.family.folder: ["diffusers", design.denoiser["_class_name"]],
         "scheduler": ["diffusers", design.scheduler["_class_name"]],
     }
     if design.autoencoder is None:
-        return found | {"fold": design.fold}
-    found["vae"] = ["diffusers", "AutoencoderKL"]
+        return index | {"fold": design.fold}
+    index["vae"] = ["diffusers", "AutoencoderKL"]
     for number, text in enumerate(design.texts):
-        found[TEXTS[number]] = ["transformers", text.get("architectures", ["CLIPTextModel"])[0]]
+        index[TEXTS[number]] = ["transformers", text.get("architectures", ["CLIPTextModel"])[0]]
         tokenizer = "T5TokenizerFast" if is_t5(text) else "CLIPTokenizer"
-        found[f"tokenizer{'' if number == 0 else f'_{number + 1}'}"] = ["transformers", tokenizer]
+        index[f"tokenizer{'' if number == 0 else f'_{number + 1}'}"] = ["transformers", tokenizer]
     missing = TEXTS[len(design.texts) :] if design.family.name == "SD3" else ()
     for name in missing:
-        found |= {name: [None, None], name.replace("text_encoder", "tokenizer"): [None, None]}
+        index |= {name: [None, None], name.replace("text_encoder", "tokenizer"): [None, None]}
     if design.family.name == "UNet":
-        found |= {
+        index |= {
             "safety_checker": [None, None],
             "feature_extractor": [None, None],
             "requires_safety_checker": False,
         }
-    return found
+    return index

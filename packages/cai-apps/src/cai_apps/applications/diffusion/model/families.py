@@ -46,8 +46,8 @@ class Family:
 
     def takes(self, sample: Tensor, time: Tensor, condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The denoiser's keyword arguments."""
-        held = {"sample": sample, "time": time, **condition}
-        return {name: held[what] for what, name in self.arguments.items()}
+        inputs = {"sample": sample, "time": time, **condition}
+        return {name: inputs[what] for what, name in self.arguments.items()}
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -121,19 +121,24 @@ def check_conditions(denoiser: Mapping[str, Any]) -> None:
     """Raises ConfigError where a denoiser's config asks for more than a family gives it, as SDXL's does, or takes more
     channels than it makes, as one for inpainting."""
     family = family_of(denoiser["_class_name"])
-    asked = [f"{key} = {denoiser[key]!r}" for key in family.unknown if denoiser.get(key) is not None]
-    if asked:
+    unknown_conditions = [
+        f"{key} = {denoiser[key]!r}" for key in family.unknown if denoiser.get(key) is not None
+    ]
+    if unknown_conditions:
         raise ConfigError(
             f"a {family.name} with conditions that are not known here",
-            got=", ".join(asked),
+            got=", ".join(unknown_conditions),
             expected=f"{family.condition} alone",
         )
-    taken, made = denoiser["in_channels"], denoiser.get("out_channels") or denoiser["in_channels"]
-    if made not in (taken, 2 * taken):
+    in_channels, out_channels = (
+        denoiser["in_channels"],
+        denoiser.get("out_channels") or denoiser["in_channels"],
+    )
+    if out_channels not in (in_channels, 2 * in_channels):
         raise ConfigError(
             f"a {family.name} that makes other channels than it takes",
-            got=f"in_channels = {taken}, out_channels = {made}",
-            expected=f"out_channels = {taken}, or {2 * taken} with a learned variance",
+            got=f"in_channels = {in_channels}, out_channels = {out_channels}",
+            expected=f"out_channels = {in_channels}, or {2 * in_channels} with a learned variance",
         )
 
 

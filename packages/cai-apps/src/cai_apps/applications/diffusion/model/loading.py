@@ -108,16 +108,16 @@ def variant_of(folder: Path) -> str | None:
         CheckpointError: an index names files outside the folder, or the header of a file is not sound.
     """
     check_weights(folder)
-    found = {match["variant"] for file in folder.iterdir() if (match := WEIGHTS.match(file.name))}
-    if None in found:
+    variants = {match["variant"] for file in folder.iterdir() if (match := WEIGHTS.match(file.name))}
+    if None in variants:
         return None
-    if len(found) != 1:
+    if len(variants) != 1:
         raise ConfigError(
-            f"no weights at {folder}" if not found else f"several variants of the weights at {folder}",
-            got=", ".join(sorted(str(name) for name in found)) or "no .safetensors",
+            f"no weights at {folder}" if not variants else f"several variants of the weights at {folder}",
+            got=", ".join(sorted(str(name) for name in variants)) or "no .safetensors",
             expected="a file as save_pretrained writes it, or several, of one variant",
         )
-    return found.pop()
+    return variants.pop()
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -143,7 +143,7 @@ def decoding_of(
         free: bytes; None: enough.
     """
     channels = autoencoder["block_out_channels"][:2][-1]
-    each = 4 * channels * height * width * itemsize
-    if free is None or each * count <= free:
+    image_bytes = 4 * channels * height * width * itemsize
+    if free is None or image_bytes * count <= free:
         return "whole"
-    return "sliced" if each <= free else "tiled"
+    return "sliced" if image_bytes <= free else "tiled"

@@ -64,17 +64,17 @@ class Diffusing:
         return image * noise - noisy * x
 
     def weight(self, time: Tensor) -> Tensor:
-        kept = self.kept.to(time.device)[time]
+        alpha_bar = self.kept.to(time.device)[time]
         if self.min_snr is None:
-            return torch.ones_like(kept)
-        ratio = kept / (1 - kept)
+            return torch.ones_like(alpha_bar)
+        ratio = alpha_bar / (1 - alpha_bar)
         if self.prediction == "epsilon":
             return self.min_snr / ratio.clamp(min=self.min_snr)  # 1 where nothing of the image is left
         return ratio.clamp(max=self.min_snr) / (ratio + 1)
 
     def _amounts(self, time: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        kept = self.kept.to(time.device)[time].view(-1, *[1] * (like.dim() - 1))
-        return kept.sqrt().to(like.dtype), (1 - kept).sqrt().to(like.dtype)
+        alpha_bar = self.kept.to(time.device)[time].view(-1, *[1] * (like.dim() - 1))
+        return alpha_bar.sqrt().to(like.dtype), (1 - alpha_bar).sqrt().to(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,22 @@ def process_of(
     Raises:
         ConfigError: an option that the process has no use for, or a scheduler that is not known here.
     """
-    made = open_scheduler(scheduler)
+    diffusers_scheduler = open_scheduler(scheduler)
     kind = scheduler["_class_name"]
     if kind.startswith("FlowMatch"):
         if min_snr is not None:
             raise ConfigError("objective.min_snr does nothing for a flow", got=min_snr, fix="leave it out")
-        return Flowing(made.config.num_train_timesteps, made.config.shift, logit_normal)
+        return Flowing(
+            diffusers_scheduler.config.num_train_timesteps, diffusers_scheduler.config.shift, logit_normal
+        )
     if logit_normal:
         raise ConfigError(
             'objective.timesteps = "logit_normal" is for flows', got=kind, fix='set it to "uniform"'
         )
-    prediction = {"v_prediction": "v"}.get(made.config.prediction_type, made.config.prediction_type)
-    return Diffusing(made.alphas_cumprod.double(), prediction, min_snr)
+    prediction = {"v_prediction": "v"}.get(
+        diffusers_scheduler.config.prediction_type, diffusers_scheduler.config.prediction_type
+    )
+    return Diffusing(diffusers_scheduler.alphas_cumprod.double(), prediction, min_snr)
 
 
 def open_scheduler(scheduler: Mapping[str, Any]) -> Any:
@@ -141,18 +145,18 @@ def open_scheduler(scheduler: Mapping[str, Any]) -> Any:
     kind = scheduler["_class_name"]
     if not hasattr(diffusers, kind):
         raise ConfigError("a scheduler that diffusers does not know", got=kind, expected="as PNDMScheduler")
-    made = getattr(diffusers, kind).from_config(dict(scheduler))
+    diffusers_scheduler = getattr(diffusers, kind).from_config(dict(scheduler))
     if kind.startswith("FlowMatch"):
-        if made.config.use_dynamic_shifting:
+        if diffusers_scheduler.config.use_dynamic_shifting:
             raise ConfigError(
                 "a scheduler whose shift depends on the size of the image",
                 got=f"use_dynamic_shifting of {kind}",
                 expected="one shift",
                 fix="set use_dynamic_shifting to false, and shift to that of your size",
             )
-    elif not hasattr(made, "alphas_cumprod"):
+    elif not hasattr(diffusers_scheduler, "alphas_cumprod"):
         raise ConfigError("no noise in steps", got=kind, expected="a scheduler with betas, as PNDMScheduler")
-    return made
+    return diffusers_scheduler
 
 
 def squared_error(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:

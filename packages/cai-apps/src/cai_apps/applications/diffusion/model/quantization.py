@@ -90,26 +90,26 @@ def quantize_layers(
 
     Returns the names of what was quantized. Raises `ConfigError` where nothing is, or where a weight is not finite.
     """
-    found = []
+    quantized_names = []
     for outer, layer in layers:
         for name, module in layer.named_modules(prefix=outer):
             if type(module) in CLASSES and "emb" not in name.split("."):
                 _change(name, module, kind, device)
-                found.append(name)
-    if not found:
+                quantized_names.append(name)
+    if not quantized_names:
         raise ConfigError(
             f"no weights that {kind} could store",
             expected="linear layers or convolutions inside blocks",
             fix="leave out --weights",
         )
-    return found
+    return quantized_names
 
 
 def _change(name: str, layer: nn.Module, kind: Kind, device: torch.device | str | None) -> None:
     weight = layer._parameters.pop("weight")
     assert weight is not None
-    found = quantize(weight if device is None else weight.to(device), kind)
-    values, scale = (tensor.to(weight.device) for tensor in found)
+    quantized = quantize(weight if device is None else weight.to(device), kind)
+    values, scale = (tensor.to(weight.device) for tensor in quantized)
     if not scale.isfinite().all():
         raise ConfigError(
             f"the weight of {name} is not finite", cause="the file is damaged, or training diverged"

@@ -45,7 +45,9 @@ class Share:
     def __str__(self) -> str:
         """One line; parts that stay whole are counted by reason."""
         reasons = list(self.whole.values())
-        counted = [f"{reasons.count(each)} parts stay whole ({each})" for each in dict.fromkeys(reasons)]
+        counted = [
+            f"{reasons.count(reason)} parts stay whole ({reason})" for reason in dict.fromkeys(reasons)
+        ]
         return "; ".join((f"tensor ranks divide {self.cut:.0%} of the parameters", *counted))
 
 
@@ -65,12 +67,14 @@ def share_of(config: Config, design: Design) -> Share | None:
         return None
     with torch.device("meta"):
         model = build(design, train_text=trains_text(config, design))
-    found = survey(model, ranks)
-    kinds = {name: role.kind for name, role in match(found.plan, model).items()}
-    cut = [model.get_submodule(n) for n, kind in kinds.items() if not kind.startswith("replicated")]
+    model_survey = survey(model, ranks)
+    kinds = {name: role.kind for name, role in match(model_survey.plan, model).items()}
+    sharded_modules = [
+        model.get_submodule(n) for n, kind in kinds.items() if not kind.startswith("replicated")
+    ]
     total = sum(param.numel() for param in model.parameters())
-    share = Share(sum(_weight(module) for module in cut) / total, found.whole)
-    if not cut:
+    share = Share(sum(_weight(module) for module in sharded_modules) / total, model_survey.whole)
+    if not sharded_modules:
         raise ConfigError(
             f"nothing of {design.name} can be cut over {ranks} tensor-parallel ranks",
             got=str(share),
@@ -126,20 +130,20 @@ def _inputs(design: Design, train_text: bool) -> dict[str, Tensor]:
 
     denoiser, family = design.denoiser, design.family
     side = denoiser["sample_size"]
-    found = {
+    arguments = {
         "sample": drawn(SAMPLES, denoiser["in_channels"], side, side),
         "time": torch.tensor([3, 700]).to(torch.float32 if family.flow else torch.int64),
     }
     if family.condition == "label":
-        return found | {"label": torch.tensor([1, 4])}
+        return arguments | {"label": torch.tensor([1, 4])}
     if train_text:
         ids = torch.randint(3, 40, (SAMPLES, len(design.texts), LENGTH), generator=generator)
         ids[..., -1] = 1  # the end, by every config of CLIP
-        return found | {"tokens": ids}
-    found["text"] = drawn(SAMPLES, LENGTH, denoiser[family.widths["text"]])
+        return arguments | {"tokens": ids}
+    arguments["text"] = drawn(SAMPLES, LENGTH, denoiser[family.widths["text"]])
     if "pooled" in family.widths:
-        found["pooled"] = drawn(SAMPLES, denoiser[family.widths["pooled"]])
-    return found
+        arguments["pooled"] = drawn(SAMPLES, denoiser[family.widths["pooled"]])
+    return arguments
 
 
 # -- small configs -------------------------------------------------------------------------------------------------
@@ -174,9 +178,12 @@ def _unet(denoiser: Mapping[str, Any], texts: tuple[Mapping[str, Any], ...], ran
     """Heads level by level like the large model's."""
     levels = len(denoiser["block_out_channels"])
     heads = denoiser.get("num_attention_heads") or denoiser["attention_head_dim"]
-    small = [_like(each, ranks) for each in (heads if isinstance(heads, list | tuple) else [heads] * levels)]
+    small = [
+        _like(level_heads, ranks)
+        for level_heads in (heads if isinstance(heads, list | tuple) else [heads] * levels)
+    ]
     return {
-        "block_out_channels": [each * WIDTH for each in small],
+        "block_out_channels": [level_heads * WIDTH for level_heads in small],
         "attention_head_dim": small,
         "num_attention_heads": None,
         "layers_per_block": 1,

@@ -90,9 +90,9 @@ def _draw(job: Job, directory: Path, home: Path, *, raw: bool = False) -> None:
         return
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     sampler = open_sampler(directory, raw=raw, device=device)
-    found = sampler.in_batches(config.sampling.prompts, options(config), batch=AT_ONCE)
+    pictures = sampler.in_batches(config.sampling.prompts, options(config), batch=AT_ONCE)
     own_folder(home, below=job.run.path)
-    for number, drawn in enumerate(found):
+    for number, drawn in enumerate(pictures):
         with replaced(home / f"{number}.png") as file:
             Image.fromarray(drawn).save(file, format="PNG")
 
@@ -116,13 +116,13 @@ def _order(step: str) -> int:
 
 
 def _table(config: Config, home: Path, steps: list[str], kind: str) -> str:
-    held = [step for step in steps if (home / step / kind).is_dir()]
-    if not held:
+    drawn_steps = [step for step in steps if (home / step / kind).is_dir()]
+    if not drawn_steps:
         return ""
-    head = "".join(f"<th>{step if step == BEFORE else f'step {step}'}" for step in held)
+    head = "".join(f"<th>{step if step == BEFORE else f'step {step}'}" for step in drawn_steps)
     rows = []
     for number, prompt in enumerate(config.sampling.prompts):
-        cells = "".join(f"<td>{_cell(home / step / kind / f'{number}.png')}" for step in held)
+        cells = "".join(f"<td>{_cell(home / step / kind / f'{number}.png')}" for step in drawn_steps)
         rows.append(f"<tr><th>{html.escape(prompt)}{cells}")
     title = f"Pictures {KINDS[kind]}, seed {config.sampling.seed}"
     return f"<h2>{title}</h2><table><tr><th>{head}{''.join(rows)}</table>"

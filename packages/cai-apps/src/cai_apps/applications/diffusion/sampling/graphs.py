@@ -49,17 +49,17 @@ class Graphed:
         if key not in self._known:  # libraries set themselves up in a first call, which cannot be recorded
             self._known[key] = None
             return self._forward(inputs)
-        found = self._known[key]
-        if found is None:
-            found = self._known[key] = self._record(inputs)
-        for name, held in found.inputs.items():
-            held.copy_(inputs[name])
-        found.graph.replay()
-        return found.result.clone()
+        recorded = self._known[key]
+        if recorded is None:
+            recorded = self._known[key] = self._record(inputs)
+        for name, static_input in recorded.inputs.items():
+            static_input.copy_(inputs[name])
+        recorded.graph.replay()
+        return recorded.result.clone()
 
     def _record(self, inputs: Mapping[str, Tensor]) -> _Recorded:
-        held = {name: x.clone() for name, x in inputs.items()}
+        static_inputs = {name: x.clone() for name, x in inputs.items()}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = self._forward(held)
-        return _Recorded(graph, held, result)
+            result = self._forward(static_inputs)
+        return _Recorded(graph, static_inputs, result)

@@ -18,12 +18,12 @@ def label_numbers(design: Design, prompts: Sequence[str], names: Sequence[str]) 
     Raises:
         ConfigError: a prompt is neither a name nor a number that the denoiser knows.
     """
-    known = design.denoiser["num_embeds_ada_norm"]
+    label_count = design.denoiser["num_embeds_ada_norm"]
     for prompt in prompts:
-        if prompt not in names and not (prompt.isdecimal() and int(prompt) < known):
+        if prompt not in names and not (prompt.isdecimal() and int(prompt) < label_count):
             raise ConfigError(
                 f"no label {prompt!r}",
-                expected=f"a number below {known}, or a name",
+                expected=f"a number below {label_count}, or a name",
                 fix=did_you_mean(prompt, names),
             )
     return [names.index(prompt) if prompt in names else int(prompt) for prompt in prompts]

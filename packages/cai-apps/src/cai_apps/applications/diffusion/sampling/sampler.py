@@ -106,11 +106,13 @@ class Sampler:
     @functools.cached_property
     def _autoencoder(self) -> tuple[Autoencoder, AbstractContextManager[Any]]:
         """The autoencoder, and the context in which it is on the device."""
-        found = load_autoencoder(
+        autoencoder = load_autoencoder(
             self.design, seed=0, dtype=self._dtype, device="cpu", directory=self._directory
         )
-        found = replace(found, decoding=self._memory.vae)
-        return found, nullcontext() if found.model is None else HostModel(found.model, self.device)
+        autoencoder = replace(autoencoder, decoding=self._memory.vae)
+        return autoencoder, nullcontext() if autoencoder.model is None else HostModel(
+            autoencoder.model, self.device
+        )
 
     def split(
         self, group: dist.ProcessGroup, *, mode: Mode = "exact", warmup: int = 4, branches: bool = False
@@ -181,27 +183,27 @@ class Sampler:
         *,
         batch: int,
         first: int = 0,
-        told: Callable[[int], None] = lambda drawn: None,
+        on_progress: Callable[[int], None] = lambda drawn: None,
     ) -> np.ndarray:
         """`pictures`, so many at once; the same pictures whatever that is.
 
         Args:
-            told: called with the number of pictures that are through the denoiser so far.
+            on_progress: called with the number of pictures that are through the denoiser so far.
         """
-        latents = self._latents(prompts, options, batch, first, told)
-        autoencoder, there = self._autoencoder
-        with there, torch.inference_mode():
+        latents = self._latents(prompts, options, batch, first, on_progress)
+        autoencoder, device_context = self._autoencoder
+        with device_context, torch.inference_mode():
             started = self._now()
-            found = [
+            pictures = [
                 autoencoder.images(part.to(self.device)).permute(0, 2, 3, 1).cpu().numpy() for part in latents
             ]
             self.seconds += self._now() - started
-        return np.concatenate(found)
+        return np.concatenate(pictures)
 
     def latents(self, prompts: Sequence[str], options: Options, *, first: int = 0) -> Tensor:
         """Latents of pictures, float32 [prompts, c, h, w], drawn at once."""
-        (found,) = self._latents(prompts, options, max(len(prompts), 1), first, lambda drawn: None)
-        return found.to(self.device)
+        (latents,) = self._latents(prompts, options, max(len(prompts), 1), first, lambda drawn: None)
+        return latents.to(self.device)
 
     def _latents(
         self,
@@ -209,7 +211,7 @@ class Sampler:
         options: Options,
         batch: int,
         first: int,
-        told: Callable[[int], None],
+        on_progress: Callable[[int], None],
     ) -> list[Tensor]:
         """Return the latents of each batch, on the host."""
         strips = 1 if self._patches is None else self._patches.strips.count
@@ -219,32 +221,32 @@ class Sampler:
                 "without guidance there is one prediction", got="guidance 1", fix="branches=False"
             )
         parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-        given = self._conditions(parts, options.guidance)
+        conditions = self._conditions(parts, options.guidance)
         if self._records and self._swapped is None:  # started one by one, kernels would keep the host longer
             # outside inference mode: the kernels' trial takes gradients
             self._swapped = swap(self._denoiser.model, kinds=("norm",))
         with self._denoiser, torch.inference_mode():
-            return self._drawn(self._forward(), parts, given, options, first, told)
+            return self._drawn(self._forward(), parts, conditions, options, first, on_progress)
 
     def _drawn(
         self,
         forward: Forward,
         parts: Sequence[Sequence[str]],
-        given: Sequence[dict[str, Tensor]],
+        conditions: Sequence[dict[str, Tensor]],
         options: Options,
         first: int,
-        told: Callable[[int], None],
+        on_progress: Callable[[int], None],
     ) -> list[Tensor]:
         """`_latents` of each batch, from what the denoiser takes of it; the denoiser is on the device."""
-        found, drawn, started = [], 0, self._now()
-        for part, condition in zip(parts, given, strict=True):
-            there = {name: value.to(self.device) for name, value in condition.items()}
+        latents, drawn, started = [], 0, self._now()
+        for part, condition in zip(parts, conditions, strict=True):
+            device_conditions = {name: value.to(self.device) for name, value in condition.items()}
             noise = self._noise(len(part), options, first + drawn)
-            found.append(self._denoised(forward, noise, there, options).cpu())
+            latents.append(self._denoised(forward, noise, device_conditions, options).cpu())
             drawn += len(part)
-            told(drawn)
+            on_progress(drawn)
         self.seconds = self._now() - started
-        return found
+        return latents
 
     @property
     def _records(self) -> bool:
@@ -255,22 +257,22 @@ class Sampler:
         """The denoiser's, of a strip where ranks make a picture together."""
         if self._patches is not None:
             patches = self._patches
-            return lambda taken: patches.forward(**taken)
+            return lambda arguments: patches.forward(**arguments)
         model = self._denoiser.model
-        plain: Forward = lambda taken: model(**taken, return_dict=False)[0]  # noqa: E731
+        plain: Forward = lambda arguments: model(**arguments, return_dict=False)[0]  # noqa: E731
         return Graphed(plain) if self._records else plain
 
     def _denoised(
-        self, forward: Forward, noise: Tensor, given: dict[str, Tensor], options: Options
+        self, forward: Forward, noise: Tensor, conditions: dict[str, Tensor], options: Options
     ) -> Tensor:
         scheduler = make_scheduler(self.design, options)
 
-        def said(x: Tensor, at: Tensor) -> Tensor:
-            return self._guided(forward, x, at, given, options.guidance)
+        def predict(x: Tensor, at: Tensor) -> Tensor:
+            return self._guided(forward, x, at, conditions, options.guidance)
 
         if self._patches is None:
-            return denoise(said, noise, scheduler)
-        return self._patches.gather(denoise(said, self._patches.start(noise), scheduler))
+            return denoise(predict, noise, scheduler)
+        return self._patches.gather(denoise(predict, self._patches.start(noise), scheduler))
 
     def _conditions(self, parts: Sequence[Sequence[str]], guidance: float) -> list[dict[str, Tensor]]:
         """What the denoiser takes of each batch of prompts, on the host; with guidance those of no prompt come before
@@ -280,28 +282,30 @@ class Sampler:
             none = self.design.denoiser["num_embeds_ada_norm"]
             labels = [label_numbers(self.design, part, self._labels) for part in parts]
             return [
-                {"label": torch.tensor([none] * len(f) + found)}
-                for f, found in zip(free, labels, strict=True)
+                {"label": torch.tensor([none] * len(f) + numbers)}
+                for f, numbers in zip(free, labels, strict=True)
             ]
         tokens = [self._tokens([*f, *part]) for f, part in zip(free, parts, strict=True)]
-        said: list[list[dict[str, Tensor]]] = [[] for _ in parts]
+        outputs: list[list[dict[str, Tensor]]] = [[] for _ in parts]
         for number in range(len(self.design.texts)):
-            for of_part, found in zip(said, self._read(number, tokens), strict=True):
-                of_part.append(found)
-        return [join(self.design.family, self.design.denoiser, each) for each in said]
+            for of_part, output in zip(outputs, self._read(number, tokens), strict=True):
+                of_part.append(output)
+        return [join(self.design.family, self.design.denoiser, part_outputs) for part_outputs in outputs]
 
     def _read(self, number: int, tokens: Sequence[Sequence[Tensor]]) -> list[dict[str, Tensor]]:
         """What a text encoder says of each batch, on the host."""
         with self._text(number) as text, torch.inference_mode():
-            found = []
-            for each in tokens:
-                said = read(self.design.family, text.model, each[number].to(self.device), self._dtype)
-                found.append({name: value.cpu() for name, value in said.items()})
-            return found
+            outputs = []
+            for part_tokens in tokens:
+                output = read(
+                    self.design.family, text.model, part_tokens[number].to(self.device), self._dtype
+                )
+                outputs.append({name: value.cpu() for name, value in output.items()})
+            return outputs
 
     def _tokens(self, prompts: Sequence[str]) -> list[Tensor]:
-        tokens, cut = tokenize(self._tokenizers, prompts, self.design.text_lengths)
-        for number in cut:
+        tokens, truncated_captions = tokenize(self._tokenizers, prompts, self.design.text_lengths)
+        for number in truncated_captions:
             print(f"cut after {self.design.text_length} tokens: {prompts[number]!r}", flush=True)
         return tokens
 
@@ -314,20 +318,20 @@ class Sampler:
         return noise.to(self.device)
 
     def _guided(
-        self, forward: Forward, x: Tensor, at: Tensor, given: dict[str, Tensor], guidance: float
+        self, forward: Forward, x: Tensor, at: Tensor, conditions: dict[str, Tensor], guidance: float
     ) -> Tensor:
         branches = self._branches
         if branches is not None:
-            given = branches.own(given)
+            conditions = branches.own(conditions)
         twice = torch.cat([x, x]) if guidance != 1 and branches is None else x
         times = at.to(self.device).expand(len(twice))
-        said = forward(self.design.family.takes(twice.to(self._dtype), times, given)).float()
+        prediction = forward(self.design.family.takes(twice.to(self._dtype), times, conditions)).float()
         if predicts_variance(self.design.denoiser):
-            said = said.chunk(2, 1)[0]
+            prediction = prediction.chunk(2, 1)[0]
         if guidance == 1:
-            return said
-        free, told = said.chunk(2) if branches is None else branches.both(said)
-        return free + guidance * (told - free)
+            return prediction
+        unconditional, conditional = prediction.chunk(2) if branches is None else branches.both(prediction)
+        return unconditional + guidance * (conditional - unconditional)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -354,6 +358,6 @@ def grid(pictures: np.ndarray, columns: int) -> np.ndarray:
     rows = -(-n // columns)
     full = np.full((rows * (height + 2) - 2, columns * (width + 2) - 2, 3), 255, dtype=np.uint8)
     for number, picture in enumerate(pictures):
-        top, left = (number // columns) * (height + 2), (number % columns) * (width + 2)
-        full[top : top + height, left : left + width] = picture
+        first_row, first_column = (number // columns) * (height + 2), (number % columns) * (width + 2)
+        full[first_row : first_row + height, first_column : first_column + width] = picture
     return full

@@ -50,8 +50,8 @@ def denoise(model: Callable[[Tensor, Tensor], Tensor], noise: Tensor, scheduler:
     """All steps of a scheduler whose times are set, from standard normal noise; `model` is called with (x, time)."""
     x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
     for at in scheduler.timesteps:
-        told = scheduler.scale_model_input(x, at) if hasattr(scheduler, "scale_model_input") else x
-        x = scheduler.step(model(told, at), at, x, return_dict=False)[0]
+        model_input = scheduler.scale_model_input(x, at) if hasattr(scheduler, "scale_model_input") else x
+        x = scheduler.step(model(model_input, at), at, x, return_dict=False)[0]
     return x
 
 

@@ -29,10 +29,10 @@ class StepBounds:
             x, noisy: the sample without noise, and what the model saw.
             time: int64 [n].
         """
-        kept = self.kept.to(time.device)
-        before = torch.cat([kept.new_ones(1), kept[:-1]])
-        beta = 1 - kept / before
-        least = beta * (1 - before) / (1 - kept)
+        alpha_bar = self.kept.to(time.device)
+        before = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
+        beta = 1 - alpha_bar / before
+        least = beta * (1 - before) / (1 - alpha_bar)
         least = torch.cat(
             [least[1:2], least[1:]]
         ).log()  # no noise is added in the last step: take the one before
@@ -40,10 +40,10 @@ class StepBounds:
         def at(values: Tensor) -> Tensor:
             return values[time].view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
 
-        image = at(before.sqrt() * beta / (1 - kept))
-        current = at((1 - beta).sqrt() * (1 - before) / (1 - kept))
-        told = (noisy - at((1 - kept).sqrt()) * noise.detach()) / at(kept.sqrt())
-        mean, true_mean = image * told + current * noisy, image * x + current * noisy
+        image = at(before.sqrt() * beta / (1 - alpha_bar))
+        current = at((1 - beta).sqrt() * (1 - before) / (1 - alpha_bar))
+        predicted_clean = (noisy - at((1 - alpha_bar).sqrt()) * noise.detach()) / at(alpha_bar.sqrt())
+        mean, true_mean = image * predicted_clean + current * noisy, image * x + current * noisy
         share = (v + 1) / 2
         log_variance = share * at(beta.log()) + (1 - share) * at(least)
         divergence = _divergence(true_mean, at(least), mean, log_variance)

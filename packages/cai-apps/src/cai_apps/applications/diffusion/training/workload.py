@@ -56,8 +56,8 @@ class Noising:
 
     def __call__(self, batch: Batch) -> Batch:
         """`noisy` in the dtype of computing, `time`, `target` and `weight`, and the condition as it was."""
-        held = batch if "mean" in batch else batch | self.autoencoder.moments(batch["pixels"])
-        clean, time = self._clean(held), self.process.time(batch["u"])
+        encoded_batch = batch if "mean" in batch else batch | self.autoencoder.moments(batch["pixels"])
+        clean, time = self._clean(encoded_batch), self.process.time(batch["u"])
         noise = self._noise(clean, batch["position"])
         noisy = self.process.mix(clean, noise, time)
         ready = {
@@ -74,13 +74,13 @@ class Noising:
                 ready[name] = value.to(self.compute) if value.is_floating_point() else value
         return ready
 
-    def _clean(self, held: Batch) -> Tensor:
+    def _clean(self, encoded_batch: Batch) -> Tensor:
         """Latents, in float32 at least."""
-        mean, std = held["mean"], held.get("std")
+        mean, std = encoded_batch["mean"], encoded_batch.get("std")
         drawn = (
             None
             if std is None
-            else draw(mean, held["position"], self.seed, "posterior", self.most).to(mean.dtype)
+            else draw(mean, encoded_batch["position"], self.seed, "posterior", self.most).to(mean.dtype)
         )
         return self.autoencoder.latents(mean, std, drawn).to(torch.promote_types(self.compute, torch.float32))
 
@@ -109,8 +109,8 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
     def denoiser() -> nn.Module:
         model = build(design, train_text=trains_text(config, design), lora=config.lora)
         if layout == torch.channels_last:
-            own = set(model.denoiser.modules())
-            keep_channels_last(layer for layer in layers(model) if layer in own)
+            denoiser_modules = set(model.denoiser.modules())
+            keep_channels_last(layer for layer in layers(model) if layer in denoiser_modules)
         return model
 
     return Workload(
@@ -194,20 +194,20 @@ def _example(config: Config, design: Design, samples: int, compute: torch.dtype,
     noisy = torch.zeros(samples, design.channels, side, side, dtype=compute)
     full = noisy.to(torch.promote_types(compute, torch.float32))
     time = torch.zeros(samples, dtype=torch.float32 if design.family.flow else torch.int64)
-    found: dict[str, Any] = {
+    batch: dict[str, Any] = {
         "noisy": noisy,
         "time": time,
         "target": full,
         "weight": torch.ones(samples, dtype=torch.float64),
     }
     if variance:
-        found["clean"] = full
+        batch["clean"] = full
     family, denoiser, length = design.family, design.denoiser, design.text_length
     if family.condition == "label":
-        return found | {"label": torch.zeros(samples, dtype=torch.int64)}
+        return batch | {"label": torch.zeros(samples, dtype=torch.int64)}
     if config.model.text_encoder == "trained":
-        return found | {"tokens": torch.zeros(samples, len(design.texts), length, dtype=torch.int64)}
+        return batch | {"tokens": torch.zeros(samples, len(design.texts), length, dtype=torch.int64)}
     if "pooled" in family.widths:
         length += T5_LENGTH
-        found["pooled"] = torch.zeros(samples, denoiser[family.widths["pooled"]], dtype=compute)
-    return found | {"text": torch.zeros(samples, length, denoiser[family.widths["text"]], dtype=compute)}
+        batch["pooled"] = torch.zeros(samples, denoiser[family.widths["pooled"]], dtype=compute)
+    return batch | {"text": torch.zeros(samples, length, denoiser[family.widths["text"]], dtype=compute)}

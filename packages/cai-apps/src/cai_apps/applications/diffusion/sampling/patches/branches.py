@@ -25,15 +25,17 @@ class Branches:
     half: dist.ProcessGroup
     pair: dist.ProcessGroup
 
-    def own(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def own(self, conditions: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's half [n, ...] of conditions [2 n, ...], of which those without a prompt come first."""
-        return {name: value.chunk(2)[self.index] for name, value in given.items()}
+        return {name: value.chunk(2)[self.index] for name, value in conditions.items()}
 
-    def both(self, said: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, prediction: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's prediction -> the one without the prompt and the one with it, alike on both ranks of the pair."""
-        free, told = (torch.empty_like(said, memory_format=torch.contiguous_format) for _ in range(2))
-        dist.all_gather([free, told], said.contiguous(), group=self.pair)
-        return free, told
+        unconditional, conditional = (
+            torch.empty_like(prediction, memory_format=torch.contiguous_format) for _ in range(2)
+        )
+        dist.all_gather([unconditional, conditional], prediction.contiguous(), group=self.pair)
+        return unconditional, conditional
 
 
 def open_branches(group: dist.ProcessGroup) -> Branches:
@@ -42,16 +44,16 @@ def open_branches(group: dist.ProcessGroup) -> Branches:
     Raises:
         ConfigError: its ranks are odd in number.
     """
-    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    ranks, local_rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if len(ranks) % 2:
         raise ConfigError("guidance takes two halves of the ranks", got=f"{len(ranks)} ranks")
     count = len(ranks) // 2
-    index, strip = divmod(own, count)
+    index, strip = divmod(local_rank, count)
     half = _subgroup(ranks[index * count : (index + 1) * count])
     return Branches(index, half, _subgroup(ranks[strip::count]))
 
 
 def _subgroup(ranks: list[int]) -> dist.ProcessGroup:
-    found = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(found, dist.ProcessGroup)
-    return found
+    subgroup = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(subgroup, dist.ProcessGroup)
+    return subgroup

@@ -55,11 +55,11 @@ class PatchDenoiser:
         self._clock.step, self._clock.nbytes = -1, 0
         return self.strips.cut(latents)
 
-    def forward(self, **taken: Any) -> Tensor:
+    def forward(self, **arguments: Any) -> Tensor:
         """One step: the denoiser's keyword arguments, of which the sample is a strip -> what is in the strip."""
         self._clock.step += 1
-        said = self.denoiser(**taken, return_dict=False)[0]
-        return self.strips.cut(said) if self._pads else said
+        prediction = self.denoiser(**arguments, return_dict=False)[0]
+        return self.strips.cut(prediction) if self._pads else prediction
 
     def finish(self) -> None:
         """Wait for what is under way and forget the picture; all ranks call it."""

@@ -54,7 +54,7 @@ class Exchange:
         self._wait()
         self._step, self._parts, self._sent = None, [], None
 
-    def all(self, own: Tensor) -> list[Tensor]:
+    def all(self, local_tensor: Tensor) -> list[Tensor]:
         """The tensors of all strips, in their order: of this step, or of the step before, one's own among them.
 
         Raises:
@@ -62,25 +62,25 @@ class Exchange:
         """
         if self._step == self._clock.step:
             raise PlanError(f"{self._name} runs twice in a step", expected="layers of their own for each use")
-        before = self._before(own) if self._clock.stale else None
-        self._start(own)
+        before = self._before(local_tensor) if self._clock.stale else None
+        self._start(local_tensor)
         self._step = self._clock.step
         if before is not None:
             return before
         self._wait()
         return self._parts
 
-    def _before(self, own: Tensor) -> list[Tensor]:
+    def _before(self, local_tensor: Tensor) -> list[Tensor]:
         self._wait()
-        if self._step != self._clock.step - 1 or self._parts[0].shape != own.shape:
+        if self._step != self._clock.step - 1 or self._parts[0].shape != local_tensor.shape:
             raise PlanError(f"{self._name} has nothing of the step before", fix="start() before each picture")
         return self._parts
 
-    def _start(self, own: Tensor) -> None:
-        self._sent = own.contiguous()
-        whole = self._sent.new_empty(self._size, *self._sent.shape)  # a list would be copied once more
-        self._parts = list(whole)
-        self._work = all_gather_into(whole.flatten(0, 1), self._sent, self._group, async_op=True)
+    def _start(self, local_tensor: Tensor) -> None:
+        self._sent = local_tensor.contiguous()
+        gathered = self._sent.new_empty(self._size, *self._sent.shape)  # a list would be copied once more
+        self._parts = list(gathered)
+        self._work = all_gather_into(gathered.flatten(0, 1), self._sent, self._group, async_op=True)
         self._clock.nbytes += self._sent.nbytes * (self._size - 1)
 
     def _wait(self) -> None:

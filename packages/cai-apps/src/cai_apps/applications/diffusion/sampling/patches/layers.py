@@ -85,8 +85,8 @@ def _conv(conv: nn.Conv2d, rows: int, strips: Strips, exchange: Exchange) -> Cal
 
 def _norm(norm: nn.GroupNorm, strips: Strips, exchange: Exchange) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        fresh = moments(x, norm.num_groups)
-        return normalize(x, norm, whole_moments(fresh, exchange.all(fresh), strips.index))
+        strip_moments = moments(x, norm.num_groups)
+        return normalize(x, norm, whole_moments(strip_moments, exchange.all(strip_moments), strips.index))
 
     return forward
 
@@ -104,9 +104,9 @@ def _gathering(strips: Strips, exchange: Exchange) -> Callable[[nn.Module, Any, 
 
 def _embedding(embed: nn.Module, strips: Strips) -> Callable[[Tensor], Tensor]:
     """Patches with their places in the whole picture: zeros stand for the other strips, whose tokens are dropped."""
-    whole = embed.forward
+    full_forward = embed.forward
 
     def forward(x: Tensor) -> Tensor:
-        return strips.cut(whole(strips.widen(x)), 1)
+        return strips.cut(full_forward(strips.widen(x)), 1)
 
     return forward

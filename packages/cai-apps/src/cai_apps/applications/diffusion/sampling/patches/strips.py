@@ -40,38 +40,38 @@ class Strips:
                 fix="another size, or fewer ranks",
             )
 
-    def cut(self, whole: Tensor, dim: int = -2) -> Tensor:
-        """One's own part of `whole` along a dimension that `count` divides."""
-        return whole.chunk(self.count, dim)[self.index].contiguous()
+    def cut(self, full_tensor: Tensor, dim: int = -2) -> Tensor:
+        """One's own part of `full_tensor` along a dimension that `count` divides."""
+        return full_tensor.chunk(self.count, dim)[self.index].contiguous()
 
-    def widen(self, own: Tensor, dim: int = -2) -> Tensor:
+    def widen(self, local_part: Tensor, dim: int = -2) -> Tensor:
         """A tensor as large as the whole, with one's own part in its place and zeros elsewhere."""
-        parts = [torch.zeros_like(own)] * self.count
-        return torch.cat([*parts[: self.index], own, *parts[self.index + 1 :]], dim)
+        parts = [torch.zeros_like(local_part)] * self.count
+        return torch.cat([*parts[: self.index], local_part, *parts[self.index + 1 :]], dim)
 
-    def with_halo(self, own: Tensor, edges: list[Tensor], rows: int) -> Tensor:
+    def with_halo(self, strip: Tensor, edges: list[Tensor], rows: int) -> Tensor:
         """Rows [n, c, h, w] with `rows` more above and below; zeros beyond the picture.
 
         Args:
-            own: the strip.
+            strip: the rows of this rank.
             edges: the first and last rows of each strip, [n, c, 2 rows, w].
             rows: the number of rows of the halo on each side.
         """
-        none = torch.zeros_like(own[:, :, :rows])
+        none = torch.zeros_like(strip[:, :, :rows])
         above = edges[self.index - 1][:, :, rows:] if self.index else none
         below = edges[self.index + 1][:, :, :rows] if self.index + 1 < self.count else none
-        return torch.cat([above, own, below], 2)
+        return torch.cat([above, strip, below], 2)
 
 
-def edges_of(own: Tensor, rows: int) -> Tensor:
+def edges_of(strip: Tensor, rows: int) -> Tensor:
     """The first and the last rows of a strip [n, c, h, w], as [n, c, 2 rows, w].
 
     Raises:
         ConfigError: the strip has fewer rows than that.
     """
-    if own.shape[2] < rows:
-        raise ConfigError("a strip has too few rows", got=own.shape[2], expected=f"{rows} or more")
-    return torch.cat([own[:, :, :rows], own[:, :, own.shape[2] - rows :]], 2)
+    if strip.shape[2] < rows:
+        raise ConfigError("a strip has too few rows", got=strip.shape[2], expected=f"{rows} or more")
+    return torch.cat([strip[:, :, :rows], strip[:, :, strip.shape[2] - rows :]], 2)
 
 
 def halo_rows(conv: nn.Conv2d, name: str) -> int:
@@ -106,21 +106,21 @@ def moments(x: Tensor, groups: int) -> Tensor:
     return torch.stack([mean, variance + mean.square()])
 
 
-def whole_moments(fresh: Tensor, remembered: list[Tensor], index: int) -> Tensor:
+def whole_moments(strip_moments: Tensor, remembered: list[Tensor], index: int) -> Tensor:
     """Mean and variance of the whole picture, float64 [2, n, groups].
 
     One's own fresh moments, and what those of the whole differed by when all were last known (DistriFusion,
     arXiv:2402.19481, section 4.3). Where that makes a variance below zero, one's own is taken.
 
     Args:
-        fresh: `moments` of one's own strip.
+        strip_moments: `moments` of one's own strip.
         remembered: `moments` of all strips at one step; where that is this step, the result is exact.
         index: the number of one's own strip.
     """
-    mean, square = fresh + (torch.stack(remembered).mean(0) - remembered[index])
-    own = fresh[1] - fresh[0].square()
+    mean, square = strip_moments + (torch.stack(remembered).mean(0) - remembered[index])
+    strip_variance = strip_moments[1] - strip_moments[0].square()
     variance = square - mean.square()
-    return torch.stack([mean, torch.where(variance < 0, own, variance).clamp_min(0)])
+    return torch.stack([mean, torch.where(variance < 0, strip_variance, variance).clamp_min(0)])
 
 
 def normalize(x: Tensor, norm: nn.GroupNorm, statistics: Tensor) -> Tensor:
