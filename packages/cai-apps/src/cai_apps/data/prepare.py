@@ -1,13 +1,15 @@
 """Tokenizes a source once into files that every rank maps into memory.
 
-    <cache>/<key>/tokenizer/      an HF tokenizer directory, when it was trained here
-    <cache>/<key>/tokens.bin      the documents joined by the end-of-sequence token, uint16 or uint32
-    <cache>/<key>/dataset.json    dtype and number of tokens
+    <cache>/<key>/tokenizer/      the HF tokenizer directory that made the ids
+    <cache>/<key>/tokens.bin      the ids of all documents, one after the other, uint16 or uint32
+    <cache>/<key>/dataset.json    dtype, number of tokens, and what they were made of
     <cache>/<key>/files.json      sizes and digests of all these, written last
 
-The key is a digest of everything the files depend on, so a finished directory is never out of date. It is
+The key is a digest of the content of everything the files depend on: the bytes of the source, the tokenizer's rules.
+So a finished directory is never out of date, wherever the source lies and whatever the tokenizer is called. It is
 written under a temporary name and renamed; of two writers one wins and both have the same result. Every opening
-compares the files with their digests; what is damaged is made anew.
+compares the files with their digests; what is damaged is made anew. A tokenizer that is trained here has a directory
+of its own.
 """
 
 from __future__ import annotations
@@ -25,86 +27,119 @@ import numpy as np
 from cai_apps.data import sources
 from cai_apps.data.sealed import open_or_make
 from cai_apps.data.section import Data
-from cai_apps.data.tokenizer import load_tokenizer, train_tokenizer
+from cai_apps.data.tokenizer import (
+    SpecialTokens,
+    document_ids,
+    load_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+)
 from cai_mesh.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 2
+FORMAT = 3
 DOCUMENTS_AT_ONCE = 64
+TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenized source on disk."""
+    """A tokenized source on disk.
+
+    Args:
+        directory: the directory of its files.
+        tokens: the number of ids.
+        dtype: "uint16" or "uint32".
+        end_of_text: the id of the end-of-sequence token.
+        text: digest of the source's bytes, and of how much of them is read.
+        vocabulary: digest of the tokenizer's rules.
+    """
 
     directory: Path
-    tokenizer: str
-    """Directory or hub id of the tokenizer."""
     tokens: int
     dtype: str
     end_of_text: int
+    text: str
+    vocabulary: str
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of the tokenizer that made the ids."""
+        return self.directory / TOKENIZER
 
     def stream(self) -> np.ndarray:
-        """All tokens, [tokens] uint16 or uint32, mapped read-only."""
+        """Return all ids, [tokens] uint16 or uint32, mapped read-only."""
         return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
 
 
-def prepare(data: Data, vocab_size: int) -> Prepared:
-    """Trains or loads the tokenizer and tokenizes the source, unless the cache already holds the result.
+def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Prepared:
+    """Train or load the tokenizer and tokenize the source, unless the cache already holds what comes of it.
+
+    Args:
+        data: the source, the tokenizer and how text is read.
+        vocab_size: rows of the model's embedding.
+        tokenizer: the directory of the tokenizer of a run that goes on, in place of `data.tokenizer`.
 
     Raises:
-        ConfigError: the cache is another user's, or others may write there.
+        ConfigError: the cache is another user's, or others may write there; or the tokenizer cannot be trained or
+            loaded.
         DataError: the source is missing, empty or broken, or the tokenizer has ids the model has no row for.
-        ConfigError: the tokenizer cannot be trained or loaded.
     """
+    text = _digest(sources.content(data.source, data.cache), data.limit_bytes)
+    loaded = load_tokenizer(_tokenizer(data, vocab_size, text) if tokenizer is None else tokenizer)
+    vocabulary, dtype = tokenizer_digest(loaded), "uint16" if vocab_size <= 2**16 else "uint32"
+    origin = {"text": text, "vocabulary": vocabulary, "dtype": dtype}
     directory = open_or_make(
-        data.cache, _key(data, vocab_size), lambda scratch: _write(scratch, data, vocab_size)
+        data.cache,
+        _digest(FORMAT, origin, data.special_tokens, vocab_size),
+        lambda scratch: _write(scratch, data, loaded, vocab_size, origin),
     )
-    described = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
-    tokenizer = str(directory / "tokenizer") if data.tokenizer == "train" else data.tokenizer
-    return Prepared(directory, tokenizer, **described)
+    return Prepared(directory, **json.loads((directory / "dataset.json").read_text(encoding="utf-8")))
 
 
-def _key(data: Data, vocab_size: int) -> str:
-    inputs = {
-        "format": FORMAT,
-        "source": sources.fingerprint(data.source),
-        "tokenizer": data.tokenizer,
-        "limit_bytes": data.limit_bytes,
-        "vocab_size": vocab_size,
-    }
+def _digest(*inputs: object) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _write(directory: Path, data: Data, vocab_size: int) -> None:
-    if data.tokenizer == "train":
-        tokenizer = train_tokenizer(sources.documents(data.source, limit_bytes=data.limit_bytes), vocab_size)
-        tokenizer.save_pretrained(directory / "tokenizer")
-    else:
-        tokenizer = load_tokenizer(data.tokenizer)
-    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+def _tokenizer(data: Data, vocab_size: int, text: str) -> str | Path:
+    """Return what names the tokenizer: that which is asked for, or the directory of one trained on the source."""
+    if data.tokenizer != "train":
+        return data.tokenizer
+
+    def train(directory: Path) -> None:
+        trained = train_tokenizer(sources.documents(data.source, limit_bytes=data.limit_bytes), vocab_size)
+        trained.save_pretrained(directory / TOKENIZER)
+
+    return open_or_make(data.cache, _digest(FORMAT, TOKENIZER, text, vocab_size), train) / TOKENIZER
+
+
+def _write(
+    directory: Path, data: Data, tokenizer: PreTrainedTokenizerFast, vocab_size: int, origin: dict[str, str]
+) -> None:
+    tokenizer.save_pretrained(directory / TOKENIZER)
     count = 0
     with (directory / "tokens.bin").open("wb") as file:
-        for ids in tokenize(tokenizer, sources.documents(data.source, limit_bytes=data.limit_bytes)):
+        texts = sources.documents(data.source, limit_bytes=data.limit_bytes)
+        for ids in tokenize(tokenizer, texts, data.special_tokens):
             check_ids(ids, vocab_size)
-            file.write(ids.astype(dtype).tobytes())
+            file.write(ids.astype(origin["dtype"]).tobytes())
             count += len(ids)
     if count == 0:
         raise DataError(f"the dataset is empty: {data.source}", got="no token", expected="some text")
-    description: dict[str, Any] = {"tokens": count, "dtype": dtype, "end_of_text": tokenizer.eos_token_id}
+    description: dict[str, Any] = {**origin, "tokens": count, "end_of_text": tokenizer.eos_token_id}
     (directory / "dataset.json").write_text(json.dumps(description), encoding="utf-8")
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """int64 token ids of each document, ending with the end-of-sequence token."""
+def tokenize(
+    tokenizer: PreTrainedTokenizerFast, documents: Iterable[str], special_tokens: SpecialTokens = "text"
+) -> Iterator[np.ndarray]:
+    """Yield the ids of each document, int64, as `document_ids` has them."""
     documents = iter(documents)
     while batch := list(islice(documents, DOCUMENTS_AT_ONCE)):
-        for ids in tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]:
-            yield np.array([*ids, tokenizer.eos_token_id], dtype=np.int64)
+        for ids in document_ids(tokenizer, batch, special_tokens):
+            yield np.array(ids, dtype=np.int64)
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cai_apps.config.ranges import COUNT, FILLED, PART, Range
 
@@ -15,6 +15,8 @@ class Data:
     of either, or a directory written by datasets.save_to_disk."""
     tokenizer: Annotated[str, FILLED] = "train"
     """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """Control tokens written in the text, such as </s>: 'text' like any other, or 'parse' them into what they spell."""
     sequence_length: Annotated[int, Range(least=2)] = 256
     """Tokens of one packed sequence."""
     limit_bytes: Annotated[int | None, COUNT] = None

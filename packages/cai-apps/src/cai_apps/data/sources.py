@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import DataError
 
 STDLIB = "stdlib"
@@ -49,14 +50,24 @@ def documents(source: str, *, limit_bytes: int | None = None) -> Iterator[str]:
             yield text
 
 
-def fingerprint(source: str) -> str:
-    """A string that changes when the source's files do (names, sizes, modification times)."""
-    files = _stdlib_files() if source == STDLIB else _files_of(source)
-    digest = hashlib.sha256(source.encode())
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+def content(source: str, cache: str) -> str:
+    """Return a digest of the bytes that a source's documents are read from, in their order.
+
+    Args:
+        source: the value of `data.source`.
+        cache: the directory `data.cache`, where digests of files are kept.
+
+    Raises:
+        DataError: nothing is there, or a file cannot be read.
+    """
+    if source == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return digest_of_files({f"stdlib/{file.relative_to(root)}": file for file in _stdlib_files()}, cache)
+    files = _files_of(source)
+    if is_dataset_directory(source):
+        root = Path(source).expanduser()
+        return digest_of_files({f"dataset/{file.relative_to(root)}": file for file in files}, cache)
+    return digest_of_files({f"{number:09d}{kind(file)}": file for number, file in enumerate(files)}, cache)
 
 
 def _read(source: str) -> Iterator[str]:
@@ -94,13 +105,67 @@ def _files_of(source: str) -> list[Path]:
     return files
 
 
+LINES = (".jsonl", ".ndjson")
+OTHER_FORMATS = {
+    (".json", ".geojson", ".ipynb"): 'write one object a line, {"text": "..."}, into a .jsonl file',
+    (
+        ".csv",
+        ".tsv",
+        ".xls",
+        ".xlsx",
+        ".ods",
+    ): 'write each row\'s text as a line {"text": "..."} of a .jsonl file',
+    (
+        ".parquet",
+        ".arrow",
+        ".feather",
+        ".avro",
+        ".orc",
+    ): "load it with the package datasets and name what its save_to_disk writes",
+    (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar", ".tgz", ".rar"): "unpack it",
+    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx"): "convert it to plain text",
+    (
+        ".pkl",
+        ".pickle",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".npy",
+        ".npz",
+        ".safetensors",
+        ".db",
+        ".sqlite",
+    ): "write its text into .txt or .jsonl files",
+}
+"""What to do with files of formats that are not text as it is trained on, by the endings of their names."""
+
+
+def kind(file: Path) -> str:
+    """Return how a file is read: ".jsonl" or ".txt".
+
+    Raises:
+        DataError: the file's name says that it is no plain text, which it would be trained on as.
+    """
+    ending = file.suffix.lower()
+    for endings, fix in OTHER_FORMATS.items():
+        if ending in endings:
+            raise DataError(
+                f"{file} is not plain text",
+                got=f"a {ending} file",
+                expected='text files, or .jsonl files with a "text" field',
+                cause="its format would be trained on as if it were text",
+                fix=fix,
+            )
+    return ".jsonl" if ending in LINES else ".txt"
+
+
 def _read_files(files: Iterable[Path]) -> Iterator[str]:
     for file in files:
-        if file.suffix == ".jsonl":
+        if kind(file) == ".jsonl":
             yield from read_jsonl(file)
         else:
             try:
-                yield file.read_text(encoding="utf-8")
+                yield file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{file} is not UTF-8 text", got=str(error), fix="convert or leave out the file"

@@ -1,16 +1,25 @@
-"""A byte-level BPE trained on the run's own text, or a tokenizer loaded from an HF directory or hub id."""
+"""A byte-level BPE trained on the run's own text, or a tokenizer loaded from an HF directory or hub id; texts to ids.
+
+A document's ids are the tokenizer's own prefix (often <s>), the text, its suffix, and the end-of-sequence token once. A
+prompt's are the prefix and the text: what follows is for the model to say. Control tokens written in a text, such as
+</s>, are text like any other, unless they are to be parsed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from cai_mesh.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+SpecialTokens = Literal["text", "parse"]
+"""Whether control tokens written in a text are text, or the tokens that they spell."""
 END_OF_TEXT = "<|endoftext|>"
 ALPHABET = 256
 
@@ -76,3 +85,65 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
             f"the tokenizer {str(name)!r} has no end-of-sequence token", expected="an eos_token"
         )
     return tokenizer
+
+
+def document_ids(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], special_tokens: SpecialTokens = "text"
+) -> list[list[int]]:
+    """Return the ids of documents: the tokenizer's prefix, the text, its suffix, and the end-of-sequence token once.
+
+    Args:
+        tokenizer: a tokenizer with an end-of-sequence token.
+        texts: the documents.
+        special_tokens: whether control tokens in the texts are text, or parsed.
+    """
+    prefix, suffix = affixes(tokenizer)
+    end = [] if suffix[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
+    documents = []
+    for ids in _text_ids(tokenizer, texts, special_tokens):
+        closed = not suffix and ids[-1:] == end
+        documents.append([*prefix, *ids, *suffix, *([] if closed else end)])
+    return documents
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerFast, text: str, special_tokens: SpecialTokens = "text"
+) -> list[int]:
+    """Return the ids of a text that is to be continued: the beginning of a document's, without its end."""
+    return [*affixes(tokenizer)[0], *_text_ids(tokenizer, [text], special_tokens)[0]]
+
+
+def _text_ids(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], special_tokens: SpecialTokens
+) -> list[list[int]]:
+    options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    encoded = tokenizer(list(texts), split_special_tokens=special_tokens == "text", **options)
+    return [list(ids) for ids in encoded["input_ids"]]
+
+
+def affixes(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and after every text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("a")["input_ids"]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return framed[:start], framed[start + len(plain) :]
+    raise ConfigError(
+        "the tokenizer changes a text where it adds its special tokens",
+        got=f"'a' is {plain}, and {framed} with them",
+        expected="special tokens before and after the text alone",
+    )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a digest of all that decides which ids a text has, whatever the tokenizer is called."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    else:
+        file = getattr(tokenizer, "vocab_file", None)
+        model = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+        rules = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "model": model}
+    content = [rules, tokenizer.bos_token_id, tokenizer.eos_token_id, *affixes(tokenizer)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

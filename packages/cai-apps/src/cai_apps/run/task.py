@@ -17,6 +17,7 @@ from torch import Tensor
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
 from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 
 if TYPE_CHECKING:
@@ -59,8 +60,17 @@ class Task(Protocol):
         """What a resolved config trains, as far as it is known before data are prepared."""
         ...
 
-    def prepare(self, config: Any) -> Any:
-        """Make on this machine what ranks read (tokens, latents), unless it is there; says where. Picklable."""
+    def prepare(self, config: Any, before: RunDirectory | None = None) -> Any:
+        """Make on this machine what ranks read (tokens, latents), unless it is there; says where. Picklable.
+
+        Args:
+            config: the resolved config.
+            before: the run whose weights are gone on with, and with them its tokenizer and its names of classes.
+        """
+        ...
+
+    def origin(self, prepared: Any) -> Origin:
+        """Return what prepared data are, by content."""
         ...
 
     def announce(self, config: Any, prepared: Any) -> str:
@@ -92,7 +102,14 @@ class Job:
     """What `task.prepare` returned."""
     device: str
     """"cpu" or "cuda"."""
+    new_data: bool = True
+    """Whether a run that goes on may find other data than its checkpoint was trained on."""
 
     @property
     def run(self) -> RunDirectory:
         return RunDirectory(self.directory)
+
+    @property
+    def origin(self) -> Origin:
+        """What the run learns from, by content."""
+        return self.task.origin(self.prepared)

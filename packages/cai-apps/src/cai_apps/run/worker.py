@@ -77,7 +77,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     work = job.task.work(job)
     session = apply(job.config, work.workload, device=device)
     training, validation = batches(job.config, work, session.mesh)
-    position = checkpoint.resume(session, job.run)
+    position = checkpoint.resume(session, job.run, job.origin, new_data=job.new_data)
     if dist.get_rank() == 0:
         job.run.record(job.config)
     activity = LastActivity(job.run)
@@ -89,7 +89,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     session.runner.observers.on_recorded = lambda ran, simulated: (
         draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
     )
-    saver = checkpoint.Saver(session, job.run)
+    saver = checkpoint.Saver(session, job.run, job.origin)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     placement = PlacementWatch(session.weights.offloaded, job.run)
     watchdog = Watchdog(job.run, position.step, at=lambda: activity.at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_mesh.errors import CheckpointError, ConfigError
 from cai_mesh.files import check_weights
 
@@ -14,9 +14,18 @@ COLDEST = 1e-3
 
 
 def generate(
-    directory: Path, prompt: str = "def ", *, tokens: int = 64, temperature: float = 0.8, seed: int = 0
+    directory: Path,
+    prompt: str = "def ",
+    *,
+    tokens: int = 64,
+    temperature: float = 0.8,
+    seed: int = 0,
+    special_tokens: SpecialTokens = "text",
 ) -> str:
     """The prompt continued by up to `tokens` tokens; a temperature of 0 always takes the likeliest.
+
+    The prompt's ids are those of a document that begins so in training. `special_tokens` says whether control tokens
+    written in it are text, or parsed.
 
     Raises:
         ConfigError: `directory` is not an HF model directory with a tokenizer.
@@ -31,30 +40,31 @@ def generate(
     if not (directory / "config.json").is_file():
         raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
     tokenizer = load_tokenizer(directory)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    given = inputs["input_ids"].shape[1]
-    if not given:
+    ids = torch.tensor([prompt_ids(tokenizer, prompt, special_tokens)])
+    length = ids.shape[1]
+    if not prompt or not length:
         raise ConfigError("the prompt is empty", got=repr(prompt), expected="text of one token at least")
     model = _model(directory)
     limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < given + tokens:
+    if isinstance(limit, int) and 0 < limit < length + tokens:
         raise ConfigError(
             "the prompt and its continuation are longer than the model's positions",
-            got=f"{given} + {tokens} tokens",
+            got=f"{length} + {tokens} tokens",
             expected=f"at most {limit} (max_position_embeddings)",
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, inputs = model.to(device).eval(), inputs.to(device)
+    model, ids = model.to(device).eval(), ids.to(device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():
-        if not model(**inputs).logits.isfinite().all():
+        if not model(input_ids=ids).logits.isfinite().all():
             raise CheckpointError(
                 f"what the model of {directory} predicts is not finite",
                 cause="its weights are damaged, or it was trained too fast",
                 fix="export an earlier checkpoint",
             )
-        ids = model.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
+        options = {"max_new_tokens": tokens, "pad_token_id": tokenizer.eos_token_id, **sampling}
+        ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 

@@ -29,13 +29,14 @@ from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.packed import count_targets, split
 from cai_apps.data.prepare import Prepared, prepare
-from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
 from cai_apps.planner.flops import token_flops
 from cai_apps.report.outcome import show_outcome
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import load_hf, save_hf
-from cai_mesh.errors import DataError
+from cai_mesh.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,6 +49,30 @@ if TYPE_CHECKING:
 def tokenizer_directory(run: RunDirectory) -> Path:
     """Where a run keeps its tokenizer."""
     return run.path / "tokenizer"
+
+
+def tokenizer_of(run: RunDirectory, config: Config) -> Path | None:
+    """Return the directory of the tokenizer of a run that is gone on with; None: it has none.
+
+    Raises:
+        ConfigError: `data.tokenizer` names one that gives a text other ids.
+    """
+    directory = tokenizer_directory(run)
+    if not directory.is_dir():
+        return None
+    if config.data.tokenizer == "train":
+        return directory
+    try:
+        named = tokenizer_digest(load_tokenizer(config.data.tokenizer))
+    except ConfigError:  # gone, or no way to the hub: the run has its own
+        return directory
+    if named != tokenizer_digest(load_tokenizer(directory)):
+        raise ConfigError(
+            f"the tokenizer {config.data.tokenizer!r} is not the one that {run.path} was trained with",
+            cause="it is another one, or it was edited: its ids would mean something else to the run's weights",
+            fix=f"set data.tokenizer to {directory}, or begin a new run in another log.directory",
+        )
+    return directory
 
 
 def workload(config: Config, model: PretrainedConfig) -> Workload:
@@ -84,9 +109,10 @@ class LanguageTask:
     def workload(self, config: Config) -> Workload:
         return workload(config, load_model_config(config.model.name))
 
-    def prepare(self, config: Config) -> Prepared:
+    def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
         check_made(config.model.name)
-        prepared = prepare(config.data, load_model_config(config.model.name).vocab_size)
+        rows = load_model_config(config.model.name).vocab_size
+        prepared = prepare(config.data, rows, None if before is None else tokenizer_of(before, config))
         training, _ = split(prepared, config.data.sequence_length, config.data.validation_fraction)
         if training.size < config.train.global_batch:
             raise DataError(
@@ -100,6 +126,9 @@ class LanguageTask:
 
     def announce(self, config: Config, prepared: Prepared) -> str:
         return f"{config.model.name} on {prepared.tokens:,} tokens of text"
+
+    def origin(self, prepared: Prepared) -> Origin:
+        return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
 
     def fill(self, job: Job) -> None:
         load_tokenizer(job.prepared.tokenizer).save_pretrained(tokenizer_directory(job.run))

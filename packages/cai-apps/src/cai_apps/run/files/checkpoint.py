@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from cai_apps.compose.average import AVERAGE
 from cai_apps.config.sections import RunConfig
+from cai_apps.run.files import origin as origins
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.finite import not_finite
+from cai_apps.run.files.origin import ORIGIN, Origin
 from cai_apps.run.files.position import Position
 from cai_mesh import checkpoint
 from cai_mesh.errors import CheckpointError, DataError
@@ -67,14 +69,37 @@ def goes_on(config: RunConfig, run: RunDirectory) -> bool:
     return config.checkpoint.resume == AUTO and bool(checkpoint.steps(run.checkpoints))
 
 
+def newest(config: RunConfig, run: RunDirectory) -> Path | None:
+    """Return the newest checkpoint of what a run goes on from; None: it begins anew, or the newest is damaged."""
+    wanted = config.checkpoint.resume
+    if wanted == NEVER:
+        return None
+    source = run.checkpoints if wanted == AUTO else Path(wanted).expanduser()
+    found = [source] if (source / "manifest.json").is_file() else checkpoint.steps(source)
+    try:
+        checkpoint.contents(found[-1])
+    except (CheckpointError, IndexError):
+        return None
+    return found[-1]
+
+
+def run_before(config: RunConfig, run: RunDirectory) -> RunDirectory | None:
+    """Return the run whose checkpoint a run goes on from; None: it begins anew, or the checkpoint lies alone."""
+    source = newest(config, run)
+    if source is None:
+        return None
+    before = RunDirectory(source.absolute().parent.parent)
+    return before if before.config_file.is_file() else None
+
+
 class Saver:
     """Writes checkpoints/step-N of a run; with `checkpoint.background` while training goes on.
 
     There is one write at a time: the next save waits for it, and with it for the host copy it reads from.
     """
 
-    def __init__(self, session: Session, run: RunDirectory):
-        self._session, self._run = session, run
+    def __init__(self, session: Session, run: RunDirectory, origin: Origin):
+        self._session, self._run, self._origin = session, run, origin
         self._options = session.config.checkpoint
         apart = self._options.background and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if apart else None
@@ -98,7 +123,7 @@ class Saver:
             )
         self._last = checkpoint.save(
             self._run.checkpoints,
-            {**state, POSITION: asdict(position)},
+            {**state, POSITION: asdict(position), ORIGIN: self._origin.value()},
             step=position.step,
             keep_last=self._options.keep_last,
             async_=self._options.background,
@@ -117,10 +142,16 @@ def is_due(config: RunConfig, position: Position) -> bool:
     return (last and config.checkpoint.final) or bool(every and position.step % every == 0)
 
 
-def resume(session: Session, run: RunDirectory) -> Position:
+def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: bool = False) -> Position:
     """Loads what `checkpoint.resume` names into the session; the position to go on from. Collective.
 
     With "auto" the newest checkpoint is taken whose files verify and whose values are finite.
+
+    Args:
+        session: the session that is filled.
+        run: the run that goes on.
+        origin: the data that it learns from.
+        new_data: whether that may be other data than the checkpoint's.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, not finite or of another model, or is further than the run
@@ -131,24 +162,30 @@ def resume(session: Session, run: RunDirectory) -> Position:
         return Position()
     if resume_from != AUTO:
         source = Path(resume_from).expanduser()
-        position, broken = _load(session, source)
+        position, broken, values = _load(session, source)
         if broken:
             raise CheckpointError(
                 f"{source} is not finite", got=_some(broken), fix="resume from an older one"
             )
-        return _resumed(position, source)
-    return _newest(session, run)
+    else:
+        source, position, values = _newest(session, run)
+    if source is not None:
+        change = origins.check(origin, values, source, new_data=new_data)
+        if dist.get_rank() == 0:
+            print(f"resumed from {source}", *([change] if change else []), sep="\n", flush=True)
+    return position
 
 
-def _newest(session: Session, run: RunDirectory) -> Position:
+def _newest(session: Session, run: RunDirectory) -> tuple[Path | None, Position, dict[str, Any]]:
+    """Load the newest checkpoint that verifies and is finite; return it, its position and its plain values."""
     passed: list[str] = []
     source, damaged = checkpoint.newest_good(run.checkpoints)
     while source is not None:
         passed += damaged
-        position, broken = _load(session, source)
+        position, broken, values = _load(session, source)
         if not broken:
             _say_passed(passed)
-            return _resumed(position, source)
+            return source, position, values
         passed.append(f"{source}: not finite: {_some(broken)}")
         source, damaged = checkpoint.newest_good(run.checkpoints, before=source)
     passed += damaged
@@ -158,7 +195,7 @@ def _newest(session: Session, run: RunDirectory) -> Position:
             got="\n             ".join(passed),
             fix="name a good one with checkpoint.resume, or start anew with another log.directory",
         )
-    return Position()
+    return None, Position(), {}
 
 
 def _say_passed(passed: list[str]) -> None:
@@ -166,15 +203,11 @@ def _say_passed(passed: list[str]) -> None:
         print("passing over damaged checkpoints:", *passed, sep="\n  ", flush=True)
 
 
-def _resumed(position: Position, source: Path) -> Position:
-    if dist.get_rank() == 0:
-        print(f"resumed from {source}", flush=True)
-    return position
+def _load(session: Session, source: Path) -> tuple[Position, list[str], dict[str, Any]]:
+    """Fill the session; return its position then, what is not finite, and the checkpoint's plain values.
 
-
-def _load(session: Session, source: Path) -> tuple[Position, list[str]]:
-    """Fills the session; the position it has then, and what is not finite. An average that the checkpoint lacks begins
-    with its weights."""
+    An average that the checkpoint lacks begins with its weights.
+    """
     state = session.state()
     averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
     lacks = session.average is not None and not averaged
@@ -194,7 +227,7 @@ def _load(session: Session, source: Path) -> tuple[Position, list[str]]:
     broken = not_finite(state)
     if not broken:
         session.loaded(values, position.step)
-    return position, broken
+    return position, broken, values
 
 
 def _some(names: list[str]) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cai_apps.run.files import changes, checkpoint
+from cai_apps.run.files import changes, checkpoint, origin
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.launch.rank import local_rank
 from cai_apps.run.task import Job, Task
+from cai_mesh.checkpoint import contents
 
 PREPARE_TIMEOUT = timedelta(hours=12)
 """How long ranks wait for one of them to prepare data."""
@@ -26,7 +27,8 @@ def make_job(
         meant: as for `cai_apps.run.files.changes.check`, whose errors it has, too.
     """
     _check(config, run, meant)
-    job = Job(task, config, run.path, task.prepare(config), device)
+    job = _job(task, config, run, device, meant)
+    _compare(job)
     _make_directory(job)
     return job
 
@@ -42,12 +44,26 @@ def join_job(
     if dist.get_rank() == 0:
         _check(config, run, meant)
     if local_rank() == 0:
-        prepared = task.prepare(config)
+        job = _job(task, config, run, device, meant)
         if dist.get_rank() == 0:
-            _make_directory(Job(task, config, run.path, prepared, device))
+            _compare(job)
+            _make_directory(job)
     dist.barrier(patient)
     dist.destroy_process_group(patient)
-    return Job(task, config, run.path, task.prepare(config), device)
+    return _job(task, config, run, device, meant)
+
+
+def _job(task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None) -> Job:
+    prepared = task.prepare(config, checkpoint.run_before(config, run))
+    new_data = meant is None or any(key.startswith("data.") for key in meant)
+    return Job(task, config, run.path, prepared, device, new_data)
+
+
+def _compare(job: Job) -> None:
+    """Refuse data that the checkpoint to go on from was not trained on, as far as is known before ranks start."""
+    source = checkpoint.newest(job.config, job.run)
+    if source is not None:
+        origin.check(job.origin, contents(source).values, source, new_data=job.new_data)
 
 
 def _check(config: Any, run: RunDirectory, meant: Collection[str] | None) -> None:
