@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cai_apps.applications.protein.config import Config
+from cai_apps.applications.protein.data.batch import blank
 from cai_apps.applications.protein.data.chains import Prepared, prepare
 from cai_apps.applications.protein.data.pretrained import prepare_weights
 from cai_apps.applications.protein.data.samples import Pieces
@@ -14,6 +15,7 @@ from cai_apps.applications.protein.folds import fold_at_the_end, fold_on_the_way
 from cai_apps.applications.protein.validation import resolve
 from cai_apps.applications.protein.workload import piece_of, workload
 from cai_apps.compose.workload import Workload
+from cai_apps.data.batches import count_present
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
@@ -55,9 +57,10 @@ class ProteinTask:
             workload(config),
             Pieces(list(job.prepared.training.values()), *options),
             Pieces(validation, *options, fixed=True) if validation else None,
-            count=lambda batch: len(batch["residue"]),
+            count=lambda batch: count_present(batch, len(batch["residue"])),
             counted="chains",
             unit=Unit("chains"),
+            blank=blank,
             flops={"mfu_full_attention": piece_flops(config)},
             after_step=lambda session, step: fold_on_the_way(session, job, step),
         )
