@@ -12,6 +12,7 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import refresh
+from cai_mesh.storage import guard_state
 from cai_mesh.trial import SmallModel, Trial
 from cai_tensor_parallel.cut.between import mark_parts, refusal, watch
 from cai_tensor_parallel.cut.gradients import show_gradients
@@ -23,7 +24,7 @@ from cai_tensor_parallel.cut.heads import (
     uneven_attentions,
 )
 from cai_tensor_parallel.cut.loss import is_next_token_loss
-from cai_tensor_parallel.cut.saving import guard_saving
+from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.cut.transform import Cut
 from cai_tensor_parallel.cut.vocabulary import vocabulary_ends
 from cai_tensor_parallel.cut.wrapping import guard_wrapping
@@ -121,7 +122,7 @@ def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
     if mode == "1d":
         watch(model, _refuse(model))
         mark_parts(model)
-    guard_saving(model)
+    guard_state(model, CutState)
     guard_wrapping(model, mesh)
 
 

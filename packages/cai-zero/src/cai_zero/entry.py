@@ -17,7 +17,7 @@ from cai_mesh.storage import (
     check_alone,
     check_arguments,
     check_elementwise,
-    guard_saving,
+    guard_state,
     reduces_itself,
 )
 from cai_zero.precision import MixedPrecision
@@ -197,6 +197,6 @@ def shard_module(
         compression or Compression(),
     )
     reduces_itself(model)
-    guard_saving(model)
     model.cai_sharding = ModuleSharding(refresh(model), mesh, options)  # type: ignore[assignment]
+    guard_state(model)
     return model

@@ -8,10 +8,11 @@ from cai_mesh.storage.guards import (
     check_arguments,
     check_elementwise,
     check_there,
-    guard_saving,
     reduces_itself,
 )
 from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle
+from cai_mesh.storage.part_groups import PartSteps
+from cai_mesh.storage.part_state import PartState, apart, guard_state
 from cai_mesh.storage.residency import OnDevice, StoredShard
 from cai_mesh.storage.unit import FlatUnit, Share
 
@@ -20,15 +21,18 @@ __all__ = [
     "LifecycleListener",
     "ModuleLifecycle",
     "OnDevice",
+    "PartState",
+    "PartSteps",
     "Share",
     "StoredShard",
+    "apart",
     "blocks",
     "check_alone",
     "check_arguments",
     "check_elementwise",
     "check_parameters",
     "check_there",
-    "guard_saving",
+    "guard_state",
     "reduces_itself",
     "units",
 ]

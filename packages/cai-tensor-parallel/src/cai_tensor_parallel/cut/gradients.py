@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from cai_mesh.comm import ParallelMesh
 from cai_mesh.gradients import Place, ShardGradient, ShownParameter, hide, raw_grad, set_raw_grad, show
 from cai_mesh.layout import layout_of, reduce_of, sites
-from cai_mesh.storage import check_elementwise
+from cai_mesh.storage import PartSteps
 
 
 class PartKeeper:
@@ -94,13 +94,12 @@ def _adopt(model: nn.Module, mesh: ParallelMesh) -> None:
 @functools.cache
 def _hide_in_steps() -> None:
     """Hook every optimizer of the process: torch tells of a step nowhere else. One that mixes elements is refused."""
-    tried = weakref.WeakSet[Optimizer]()
+    part_steps = PartSteps()
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         parts = _parts(optimizer)
-        if parts and optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
-            check_elementwise(optimizer)
-            tried.add(optimizer)
+        if parts:
+            part_steps.check(optimizer)
         hide(parts)
 
     register_optimizer_step_pre_hook(before)
