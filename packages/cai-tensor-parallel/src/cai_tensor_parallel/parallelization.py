@@ -12,10 +12,9 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import refresh
-from cai_mesh.storage import guard_state
+from cai_mesh.storage import guard_state, show_gradients
 from cai_mesh.trial import SmallModel, Trial
 from cai_tensor_parallel.cut.between import mark_parts, refusal, watch
-from cai_tensor_parallel.cut.gradients import show_gradients
 from cai_tensor_parallel.cut.heads import (
     check_uneven,
     informed,

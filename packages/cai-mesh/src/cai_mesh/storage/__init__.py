@@ -11,6 +11,7 @@ from cai_mesh.storage.guards import (
     reduces_itself,
 )
 from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle
+from cai_mesh.storage.part_gradients import show_gradients, show_stage_gradients
 from cai_mesh.storage.part_groups import PartSteps
 from cai_mesh.storage.part_state import PartState, apart, guard_state
 from cai_mesh.storage.residency import OnDevice, StoredShard
@@ -34,5 +35,7 @@ __all__ = [
     "check_there",
     "guard_state",
     "reduces_itself",
+    "show_gradients",
+    "show_stage_gradients",
     "units",
 ]

@@ -7,7 +7,7 @@ saved state dict has the options of its groups, and so the signature; the step a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -28,14 +28,18 @@ class PartSteps:
         self._signatures: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, int], str]]
         self._signatures = weakref.WeakKeyDictionary()
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = True) -> None:
         """Sign groups that are not, by the number of parameters they have.
+
+        Args:
+            optimizer: the optimizer, before a step.
+            elementwise: whether it has to be.
 
         Raises `PlanError` for an optimizer that is not elementwise, `CheckpointError` where state of other parts, or of
         whole parameters, was loaded.
         """
         says_its_boxes = getattr(optimizer, "boxed_state", None) is not None
-        if optimizer not in self._signatures and not says_its_boxes:
+        if elementwise and optimizer not in self._signatures and not says_its_boxes:
             check_elementwise(optimizer)
         signatures = self._signatures.setdefault(optimizer, {})
         for i, group in enumerate(optimizer.param_groups):
@@ -43,7 +47,7 @@ class PartSteps:
             if signed is not None and signed is signatures.get(key):
                 continue
             if key not in signatures:
-                signatures[key] = signature_of((str(j), p) for j, p in enumerate(group["params"]))
+                signatures[key] = signature_of(_named(group["params"]))
             if signed is not None:
                 check_signature("the optimizer's state", signed, signatures[key], FIX)
             elif not says_its_boxes:
@@ -63,3 +67,10 @@ def _check_shapes(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tenso
                     cause="load_state_dict was given the state of an optimizer over the whole model",
                     fix="cai_zero.load_full_optimizer_state_dict(optimizer, model, state)",
                 )
+
+
+def _named(params: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters with their names, where whoever keeps their gradients knows them; or with numbers."""
+    for number, param in enumerate(params):
+        keeper = getattr(param, "cai_keeper", None)
+        yield getattr(keeper, "name", str(number)), param
