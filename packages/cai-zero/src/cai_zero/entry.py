@@ -17,6 +17,8 @@ from cai_mesh.storage import (
     check_alone,
     check_arguments,
     check_elementwise,
+    exchanged,
+    follow_structure,
     guard_state,
     reduces_itself,
 )
@@ -199,4 +201,12 @@ def shard_module(
     reduces_itself(model)
     model.cai_sharding = ModuleSharding(refresh(model), mesh, options)  # type: ignore[assignment]
     guard_state(model)
+    follow_structure(model, _check_added)
     return model
+
+
+def _check_added(model: nn.Module, new: list[str]) -> None:
+    """Raise `PlanError` for parameters that a model of stage 3 was given later, and that are trained."""
+    trained = [name for name in new if model.get_parameter(name).requires_grad]
+    if trained:
+        raise exchanged(model, trained[0])

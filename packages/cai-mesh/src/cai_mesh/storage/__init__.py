@@ -15,6 +15,7 @@ from cai_mesh.storage.part_gradients import show_gradients, show_stage_gradients
 from cai_mesh.storage.part_groups import PartSteps
 from cai_mesh.storage.part_state import PartState, apart, guard_state
 from cai_mesh.storage.residency import OnDevice, StoredShard
+from cai_mesh.storage.structure import exchanged, follow_structure, is_followed
 from cai_mesh.storage.unit import FlatUnit, Share
 
 __all__ = [
@@ -33,7 +34,10 @@ __all__ = [
     "check_elementwise",
     "check_parameters",
     "check_there",
+    "exchanged",
+    "follow_structure",
     "guard_state",
+    "is_followed",
     "reduces_itself",
     "show_gradients",
     "show_stage_gradients",

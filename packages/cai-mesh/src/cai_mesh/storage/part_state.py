@@ -16,6 +16,7 @@ from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.record import record_of
 from cai_mesh.layout.signature import SIGNATURE, check_signature, extent_of, signature_of
+from cai_mesh.storage.structure import exchanged
 
 _COPIES = {
     getattr(torch.Tensor, name)
@@ -163,9 +164,17 @@ def guard_state(model: nn.Module, marks: type[PartState] = PartState) -> None:
         if GUARD in module.__dict__ and not is_guarded:
             module.register_state_dict_post_hook(_after_saving)
             module.register_load_state_dict_pre_hook(_before_loading)
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = functools.partial(_refuse_resize, model)  # type: ignore[assignment]
     save = getattr(model, "save_pretrained", None)
     if save is not None:
         model.save_pretrained = functools.partial(_save_whole, save, model)  # type: ignore[assignment]
+
+
+def _refuse_resize(model: nn.Module, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
+    if new_num_tokens is None:  # a question
+        return model.get_input_embeddings()  # type: ignore[operator]
+    raise exchanged(model, "resize_token_embeddings")
 
 
 def _save_whole(save: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
