@@ -22,6 +22,7 @@ def define(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     twice: Callable[..., Any] | None = None,
+    otherwise: str = "take backend='reference' for it",
 ) -> Callable[..., Any]:
     """Register `run` as the operator `cai_kernels::name` and return that.
 
@@ -38,13 +39,14 @@ def define(
             kernels.
         twice: as `backward`, of operators that can be differentiated; runs under `create_graph=True`. Without, what
             `backward` returns raises when it is differentiated.
+        otherwise: the advice of that error. An operator that the reference calls too says what is plain.
     """
     name = name or run.__name__.lstrip("_")
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=mutates))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cai_kernels::{name}", fake or (lambda *_, **__: None), lib=_LIBRARY)
     if backward is not None:
-        differentiate = _differentiable(name, backward, twice)
+        differentiate = _differentiable(name, backward, twice, otherwise)
         torch.library.register_autograd(
             f"cai_kernels::{name}", differentiate, setup_context=save, lib=_LIBRARY
         )
@@ -52,12 +54,12 @@ def define(
 
 
 def _differentiable(
-    name: str, backward: Callable[..., Any], twice: Callable[..., Any] | None
+    name: str, backward: Callable[..., Any], twice: Callable[..., Any] | None, otherwise: str
 ) -> Callable[..., Any]:
     """`backward`, whose results raise when they are differentiated, or `twice`, whose results need not."""
     error = (
-        f"the gradient of cai_kernels::{name} cannot be differentiated again: take backend='reference' for it, or swap "
-        "the model without its kind"
+        f"the gradient of cai_kernels::{name} cannot be differentiated again: {otherwise}, or swap the model without "
+        "its kind"
     )
 
     def differentiate(ctx, *gradients):

@@ -15,6 +15,7 @@ from cai_mesh.comm import AnyMesh, ParallelMesh, broadcast
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
+from cai_mesh.storage import show_stage_gradients
 from cai_pipeline.plans.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.plans.checker import check
 from cai_pipeline.plans.lowering import batches, lower
@@ -112,6 +113,8 @@ class PipelineRunner:
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         check_shared(model, self.group)
+        if ranks > 1:
+            show_stage_gradients(model, mesh)
         self.device = torch.device(mesh.device_type)
         self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0

@@ -1,0 +1,161 @@
+"""What an instance of a model has and its class does not: rebuilt on a small model, or refused by name.
+
+Somebody may have put another activation into it, a hook on a module, a forward of their own. A small model made of
+class and config knows nothing of that, and would prove another model than the one that is transformed. What cai itself
+has put there is passed over: its own transforms answer for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cai_mesh.errors import PlanError
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference of a module from what its class and config make.
+
+    Args:
+        name: the module's name; "" is the model.
+        attribute: the attribute in which it differs; "" where another module stands there.
+        value: what is there: a module, a function, a number; hooks as pairs of number and function.
+        options: of hooks, pairs of a table of the module's and the number that stands in it.
+    """
+
+    name: str
+    attribute: str
+    value: Any
+    options: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        kind = (
+            "hooks on"
+            if self.attribute in HOOKS
+            else f"{self.attribute} of"
+            if self.attribute
+            else "the module"
+        )
+        return f"{kind} {self.name or 'the model'}"
+
+    def apply(self, model: nn.Module) -> None:
+        """Rebuild it on a small model. Raises `PlanError` where that has no such module."""
+        names = dict(model.named_modules())
+        if self.name not in names:
+            raise self.refusal(f"the small model has no {self.name}")
+        small = names[self.name]
+        if not self.attribute:
+            parent, _, child = self.name.rpartition(".")
+            setattr(names[parent], child, self._moved_to(small))
+        elif self.attribute in HOOKS:
+            getattr(small, self.attribute).update((key, _bound(hook, small)) for key, hook in self.value)
+            for option, key in self.options:
+                getattr(small, option)[key] = True
+        else:
+            setattr(small, self.attribute, _bound(self.value, small))
+
+    def _moved_to(self, small: nn.Module) -> nn.Module:
+        """The module with the parameters of the one that stands in its place."""
+        moved = copy.copy(self.value)
+        moved.__dict__ = dict(self.value.__dict__)
+        moved._parameters, moved._buffers = dict(small._parameters), dict(small._buffers)
+        for key, value in small.__dict__.items():
+            if type(value) is int and key in moved.__dict__:
+                moved.__dict__[key] = value
+        return moved.train(small.training)
+
+    def refusal(self, got: str) -> PlanError:
+        """The error that names it."""
+        return PlanError(
+            f"this instance has {self}, which its class and config do not make, and it cannot be tried small",
+            got=got,
+            cause="it was changed after it was built",
+            fix="change it after the transform, or pass trial=Trial(...) with a small model that has it too",
+        )
+
+
+def changes_of(model: nn.Module) -> tuple[Change, ...]:
+    """Return the differences of a model from what its class makes of its config, those that can be rebuilt.
+
+    Raises `PlanError` for a module with other parameters than the class has there.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        made = dict(type(model)(copy.deepcopy(model.config)).named_modules())  # type: ignore[operator]
+    changes: list[Change] = []
+    replaced: list[str] = []
+    for name, module in model.named_modules():
+        if name not in made or _is_ours(type(module)) or any(name.startswith(p + ".") for p in replaced):
+            continue
+        if type(module) is not type(made[name]):
+            replaced.append(name)
+            changes.append(_exchange(name, module, made[name]))
+        else:
+            changes += _differences(name, module, made[name])
+    return tuple(changes)
+
+
+def _exchange(name: str, module: nn.Module, made: nn.Module) -> Change:
+    change = Change(name, "", module)
+    shapes = [{key: tuple(p.shape) for key, p in each.named_parameters()} for each in (module, made)]
+    children = [child for child, _ in module.named_children()]
+    if shapes[0] and (shapes[0] != shapes[1] or children):
+        raise change.refusal(f"{type(module).__name__} in place of {type(made).__name__}")
+    return change
+
+
+def _differences(name: str, module: nn.Module, made: nn.Module) -> Iterator[Change]:
+    for kind in HOOKS:
+        own = getattr(module, kind)
+        known = {_code(hook) for hook in getattr(made, kind).values()}
+        hooks = {k: _unbound(h, module) for k, h in own.items() if not _is_ours(h) and _code(h) not in known}
+        options = ((option, key) for option in _OPTIONS for key in getattr(module, option) if key in hooks)
+        if hooks:
+            yield Change(name, kind, tuple(hooks.items()), tuple(options))
+    for key, value in module.__dict__.items():
+        if key.startswith("__") or key in HOOKS or _is_ours(value):
+            continue
+        there = made.__dict__.get(key)
+        if isinstance(value, float) and isinstance(there, float) and value != there:
+            yield Change(name, key, value)
+        elif _is_function(value) and _code(value) != _code(there):
+            yield Change(name, key, _unbound(value, module))
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType)
+
+
+def _code(value: Any) -> Any:
+    """What makes two functions the same: their code, where they have some."""
+    function = getattr(value, "__func__", value)
+    return getattr(function, "__code__", function)
+
+
+def _is_ours(value: Any) -> bool:
+    function = getattr(value, "__func__", getattr(value, "func", value))
+    return str(getattr(function, "__module__", "")).split(".")[0].startswith("cai_")
+
+
+def _unbound(value: Any, module: nn.Module) -> Any:
+    return _Method(value.__func__) if getattr(value, "__self__", None) is module else value
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A function that is bound to whatever module it is of."""
+
+    function: Callable[..., Any]
+
+
+def _bound(value: Any, module: nn.Module) -> Any:
+    return types.MethodType(value.function, module) if isinstance(value, _Method) else value
