@@ -69,10 +69,10 @@ def _differentiable(
             return twice(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        there = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
-        raising = torch._C._functions.DelayedError(error.encode(), len(there))(*there) if there else ()  # type: ignore[attr-defined]
-        left = iter(raising if isinstance(raising, (tuple, list)) else (raising,))
-        return tuple(next(left) if isinstance(r, torch.Tensor) else r for r in results)
+        tensors = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
+        raising = torch._C._functions.DelayedError(error.encode(), len(tensors))(*tensors) if tensors else ()  # type: ignore[attr-defined]
+        raising_tensors = iter(raising if isinstance(raising, (tuple, list)) else (raising,))
+        return tuple(next(raising_tensors) if isinstance(r, torch.Tensor) else r for r in results)
 
     return differentiate
 
@@ -87,8 +87,8 @@ def gradients_of(
     with torch.enable_grad():
         # views, so that the gradient of one input has no part that goes through another
         inputs = [t if t is None else t.view_as(t) for t in inputs]
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-        given = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+        needed_inputs = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
+        gradients = iter(torch.autograd.grad(function(*inputs), needed_inputs, dy, create_graph=True))
     return tuple(
-        next(given) if need and t is not None else None for t, need in zip(inputs, needed, strict=True)
+        next(gradients) if need and t is not None else None for t, need in zip(inputs, needed, strict=True)
     )

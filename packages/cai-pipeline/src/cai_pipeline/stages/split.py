@@ -69,22 +69,24 @@ def split(
     ranks = mesh.degree("pp")
     if hasattr(model, "cai_stages"):
         raise PlanError("the model is split already", got=model.cai_stages)
-    held = place(ranks, chunks, placement)
+    stage_ranks = place(ranks, chunks, placement)
     if ranks == 1:
         _check_alone(chunks)
-        model.cai_stages = Stages(held, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
+        model.cai_stages = Stages(stage_ranks, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
         return model
     tried = trial or small_model(model)
     lists = [tried.layers] if isinstance(tried.layers, str) else tried.layers
-    check_enough_layers(sum(len(list(model.get_submodule(name).children())) for name in lists), len(held))
+    check_enough_layers(
+        sum(len(list(model.get_submodule(name).children())) for name in lists), len(stage_ranks)
+    )
     structure = structure_of(tried)
     _check_same_parts(model, structure)
-    stage_layers = _assign_layers(model, structure, held, balance)
-    verify_split(tried, stage_layers, held)
+    stage_layers = _assign_layers(model, structure, stage_ranks, balance)
+    verify_split(tried, stage_layers, stage_ranks)
     rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
-    stages = partition(model, structure, stage_layers, held, rank, tied)
-    stages.check = CallCheck(Tried(tried, tuple(stage_layers), held))
-    _share(model, mesh, tied, held)
+    stages = partition(model, structure, stage_layers, stage_ranks, rank, tied)
+    stages.check = CallCheck(Tried(tried, tuple(stage_layers), stage_ranks))
+    _share(model, mesh, tied, stage_ranks)
     return model
 
 
@@ -95,38 +97,38 @@ def _check_alone(chunks: int) -> None:
         )
 
 
-def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], held: Held) -> None:
+def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], stage_ranks: Held) -> None:
     """Tell of parameters that several ranks hold whom they are shared with, and who owns them."""
     rank, groups = mesh.index("pp"), {}
-    for name, each in tied.items():
-        ranks = tuple(sorted({held[stage] for stage in each.stages}))
+    for name, tie in tied.items():
+        ranks = tuple(sorted({stage_ranks[stage] for stage in tie.stages}))
         if len(ranks) == 1:
             continue
         if ranks not in groups:
             groups[ranks] = _group_of(mesh, ranks)
         if rank not in ranks:
             continue
-        spec = replace(reduce_of(each.parameter), tied=groups[ranks], owner=rank == held[each.owner])
+        spec = replace(reduce_of(tie.parameter), tied=groups[ranks], owner=rank == stage_ranks[tie.owner])
         for module, local, parameter in list(sites(model)):
-            if parameter is each.parameter:
+            if parameter is tie.parameter:
                 attach_to(module, local, name=name, reduce=spec)
 
 
 def check_shared(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise PlanError where stages have different parts of a parameter that they share. Collective."""
-    own = {
+    local_layouts = {
         canonical_name(name, parameter): record_of(parameter).layout
         for name, parameter in model.named_parameters()
         if reduce_of(parameter).tied is not None
     }
-    of_ranks = all_gather_object(own, group)
+    of_ranks = all_gather_object(local_layouts, group)
     for name in sorted({name for layouts in of_ranks for name in layouts}):
         layouts = [layouts[name] for layouts in of_ranks if name in layouts]
         if len(set(layouts)) > 1:
             raise PlanError(
                 f"pipeline stages share {name}, and do not hold the same part of it",
                 got=", ".join(
-                    "all of it" if each is None else f"a part {each.local_shape}" for each in layouts
+                    "all of it" if layout is None else f"a part {layout.local_shape}" for layout in layouts
                 ),
                 cause="tensor-parallel ranks cut it on one stage, not on another, where it has another name",
                 fix="pass parallelize(..., plan) with roles for all its names, or untie the weights",
@@ -135,9 +137,13 @@ def check_shared(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
     names = {name for name, _ in model.named_modules()}
-    lists = {each.name for each in structure.lists}
+    lists = {layer_list.name for layer_list in structure.lists}
     missing = sorted(
-        {*lists, *(name for each in structure.lists for name in (*each.before, *each.after))} - names
+        {
+            *lists,
+            *(name for layer_list in structure.lists for name in (*layer_list.before, *layer_list.after)),
+        }
+        - names
     )
     if missing:
         raise PlanError(
@@ -147,7 +153,9 @@ def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
         )
 
 
-def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, balance: Balance) -> list[range]:
+def _assign_layers(
+    model: nn.Module, structure: ModelStructure, stage_ranks: Held, balance: Balance
+) -> list[range]:
     def size(name: str) -> float:
         parameters = model.get_submodule(name).named_parameters(prefix=name)
         return sum(
@@ -165,8 +173,8 @@ def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, bala
         for (ended, layers), (begun, _) in pairwise(structure.ranges(model)):
             costs[layers.stop - 1] += sum(map(size, ended.after))
             costs[layers.stop] += LOOKUP_COST * sum(map(size, begun.before))
-        return balance_ranks(costs, held, first=first, last=last)
-    return explicit_layers(balance, len(costs), len(held))
+        return balance_ranks(costs, stage_ranks, first=first, last=last)
+    return explicit_layers(balance, len(costs), len(stage_ranks))
 
 
 def _group_of(mesh: ParallelMesh, members: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -178,9 +186,9 @@ def _group_of(mesh: ParallelMesh, members: tuple[int, ...]) -> dist.ProcessGroup
         return mesh.group("pp")
     place = axis_names(mesh).index(*mesh.leaves("pp"))
     pipelines = mesh.dense.mesh.movedim(place, -1).reshape(-1, mesh.degree("pp")).tolist()
-    own: dist.ProcessGroup | None = None
+    local_group: dist.ProcessGroup | None = None
     for ranks in pipelines:
         created = dist.new_group([ranks[member] for member in members])
         if dist.get_rank() in ranks and isinstance(created, dist.ProcessGroup):
-            own = created
-    return own
+            local_group = created
+    return local_group
