@@ -11,7 +11,7 @@ from cai_mesh.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER = "CAI_LAUNCHER"
-"""In a rank that `cai train` started: the process that started it."""
+"""The process that started a rank, where `cai train` did."""
 HANG = "CAI_HANG_SECONDS"
 """Seconds without a step after which a run is ended, in place of what is measured; 0: never."""
 

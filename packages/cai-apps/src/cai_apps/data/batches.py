@@ -22,7 +22,7 @@ Microbatches = list[dict[str, Tensor]]
 Blank = Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
 """(rows, bool [n]) -> the rows, of which those that are marked have no target."""
 PRESENT = "present"
-"""Of rows whose samples are counted one by one: 1.0 for each that has a target, 0.0 for each that has none."""
+"""The name, in rows whose samples are counted one by one, of 1.0 for each that has a target and 0.0 for the others."""
 
 
 class Samples(Protocol):

@@ -276,20 +276,24 @@ class BlockForward:
         if not self._owner.active:
             return self._inner(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[i] for i in where]
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[place] for place in places]
         rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        objects = {i: copy_of(leaf) for i, leaf in enumerate(rest) if is_opaque(leaf)}
-        given = [(args, kwargs)]  # as they are, once: the caller's lists take what the block puts into them
+        objects = {place: copy_of(leaf) for place, leaf in enumerate(rest) if is_opaque(leaf)}
+        first_call = [
+            (args, kwargs)
+        ]  # as they are, once: the caller's lists take what the block puts into them
         del leaves, args, kwargs
 
         def run(*tensors: torch.Tensor) -> Any:
-            if given:
-                args, kwargs = given.pop()
+            if first_call:
+                args, kwargs = first_call.pop()
                 return self._inner(*args, **kwargs)
-            filled = [copy_of(objects[i]) if i in objects else leaf for i, leaf in enumerate(rest)]
-            for i, tensor in zip(where, tensors, strict=True):
-                filled[i] = tensor
+            filled = [
+                copy_of(objects[place]) if place in objects else leaf for place, leaf in enumerate(rest)
+            ]
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
             args, kwargs = tree_unflatten(filled, spec)
             return self._inner(*args, **kwargs)
 
@@ -300,7 +304,7 @@ class BlockForward:
         if values is not None:  # once: it waits for the device
             check_values(tensors, values)
             self._has_run = True
-        for i, before in list(objects.items()):
-            if not is_written(rest[i], before):
-                del objects[i]
+        for place, before in list(objects.items()):
+            if not is_written(rest[place], before):
+                del objects[place]
         return output

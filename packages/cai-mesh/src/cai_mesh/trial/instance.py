@@ -29,8 +29,8 @@ class Change:
     Args:
         name: the module's name; "" is the model.
         attribute: the attribute in which it differs; "" where another module stands there.
-        value: what is there: a module, a function, a number; hooks as pairs of number and function.
-        options: of hooks, pairs of a table of the module's and the number that stands in it.
+        value: the attribute's value: a module, a function, a number; hooks as pairs of number and function.
+        options: pairs of a table of the module's and the number of a hook that stands in it.
     """
 
     name: str
@@ -90,44 +90,53 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
     Raises `PlanError` for a module with other parameters than the class has there.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        made = dict(type(model)(copy.deepcopy(model.config)).named_modules())  # type: ignore[operator]
+        plain_modules = dict(type(model)(copy.deepcopy(model.config)).named_modules())  # type: ignore[operator]
     changes: list[Change] = []
     replaced: list[str] = []
     for name, module in model.named_modules():
-        if name not in made or _is_ours(type(module)) or any(name.startswith(p + ".") for p in replaced):
+        if (
+            name not in plain_modules
+            or _is_ours(type(module))
+            or any(name.startswith(above + ".") for above in replaced)
+        ):
             continue
-        if type(module) is not type(made[name]):
+        if type(module) is not type(plain_modules[name]):
             replaced.append(name)
-            changes.append(_exchange(name, module, made[name]))
+            changes.append(_exchange(name, module, plain_modules[name]))
         else:
-            changes += _differences(name, module, made[name])
+            changes += _differences(name, module, plain_modules[name])
     return tuple(changes)
 
 
-def _exchange(name: str, module: nn.Module, made: nn.Module) -> Change:
+def _exchange(name: str, module: nn.Module, plain: nn.Module) -> Change:
     change = Change(name, "", module)
-    shapes = [{key: tuple(p.shape) for key, p in each.named_parameters()} for each in (module, made)]
+    shapes = [
+        {key: tuple(param.shape) for key, param in owner.named_parameters()} for owner in (module, plain)
+    ]
     children = [child for child, _ in module.named_children()]
     if shapes[0] and (shapes[0] != shapes[1] or children):
-        raise change.refusal(f"{type(module).__name__} in place of {type(made).__name__}")
+        raise change.refusal(f"{type(module).__name__} in place of {type(plain).__name__}")
     return change
 
 
-def _differences(name: str, module: nn.Module, made: nn.Module) -> Iterator[Change]:
+def _differences(name: str, module: nn.Module, plain: nn.Module) -> Iterator[Change]:
     for kind in HOOKS:
-        own = getattr(module, kind)
-        known = {_code(hook) for hook in getattr(made, kind).values()}
-        hooks = {k: _unbound(h, module) for k, h in own.items() if not _is_ours(h) and _code(h) not in known}
+        plain_codes = {_code(hook) for hook in getattr(plain, kind).values()}
+        hooks = {
+            key: _unbound(hook, module)
+            for key, hook in getattr(module, kind).items()
+            if not _is_ours(hook) and _code(hook) not in plain_codes
+        }
         options = ((option, key) for option in _OPTIONS for key in getattr(module, option) if key in hooks)
         if hooks:
             yield Change(name, kind, tuple(hooks.items()), tuple(options))
     for key, value in module.__dict__.items():
         if key.startswith("__") or key in HOOKS or _is_ours(value):
             continue
-        there = made.__dict__.get(key)
-        if isinstance(value, float) and isinstance(there, float) and value != there:
+        plain_value = plain.__dict__.get(key)
+        if isinstance(value, float) and isinstance(plain_value, float) and value != plain_value:
             yield Change(name, key, value)
-        elif _is_function(value) and _code(value) != _code(there):
+        elif _is_function(value) and _code(value) != _code(plain_value):
             yield Change(name, key, _unbound(value, module))
 
 

@@ -33,7 +33,7 @@ def full_optimizer_state_dict(
     offload. State that was not there yet is zero.
 
     Args:
-        optimizer: of any ZeRO stage, of an offloaded model, or of one with parameters of any other layout.
+        optimizer: the optimizer of any ZeRO stage, of an offloaded model, or of parameters in any other layout.
         model: the model whose parameters it steps.
         rank, group: as for `full_state_dict`.
 
@@ -64,7 +64,7 @@ def load_full_optimizer_state_dict(
 
     Args:
         optimizer, model: as for `full_optimizer_state_dict`.
-        state: what that gave, or the state dict of a plain optimizer over the same parameters in the same groups.
+        state: the dict that it returned, or the state dict of a plain optimizer over the same parameters in the same groups.
         rank, group: as for `full_state_dict`.
 
     Raises `PlanError` on all ranks where groups, parameters, names or shapes of state differ; nothing has been written
@@ -75,9 +75,10 @@ def load_full_optimizer_state_dict(
     numbers = _numbers(optimizer, model)
     boxes = _boxes(optimizer, model)
     expected = exchange.shapes(boxes)
-    told = all_gather_object(_description(state) if exchange.is_full else None, exchange.group)[rank]
-    _check_groups(told[0], _groups(optimizer))
-    _check_slots(told[1], {_place(key, numbers): shape for key, shape in expected.items()})
+    description = all_gather_object(_description(state) if exchange.is_full else None, exchange.group)[rank]
+    saved_groups, saved_slots = description
+    _check_groups(saved_groups, _groups(optimizer))
+    _check_slots(saved_slots, {_place(key, numbers): shape for key, shape in expected.items()})
     full: dict[str, torch.Tensor] = {}
     if exchange.is_full:
         for key, shape in expected.items():
@@ -85,7 +86,9 @@ def load_full_optimizer_state_dict(
             value = state["state"].get(number, {}).get(slot)
             full[key] = torch.zeros(shape) if value is None else torch.as_tensor(value)
     exchange.scatter(boxes, full)
-    options = [{k: v for k, v in saved.items() if k not in _NO_OPTIONS} for saved in told[0]]
+    options = [
+        {key: value for key, value in saved.items() if key not in _NO_OPTIONS} for saved in saved_groups
+    ]
     getattr(optimizer, "restore_groups", lambda groups: restore_groups(optimizer, groups))(options)
 
 
@@ -120,7 +123,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The param groups of a state dict: options, and the numbers of all parameters."""
     groups, first = list[dict[str, Any]](), 0
     for group, members in zip(optimizer.param_groups, _members(optimizer), strict=True):
-        options = {k: _plain(v) for k, v in group.items() if k not in _NO_OPTIONS}
+        options = {key: _plain(value) for key, value in group.items() if key not in _NO_OPTIONS}
         groups.append({**options, "params": list(range(first, first + len(members)))})
         first += len(members)
     return groups
@@ -143,7 +146,7 @@ def _description(state: Mapping[str, Any]) -> tuple[list[dict[str, Any]], _Slots
         for slot, value in slots.items()
         if value is not None
     }
-    return [{k: _plain(v) for k, v in group.items()} for group in state["param_groups"]], shapes
+    return [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]], shapes
 
 
 def _check_groups(saved: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

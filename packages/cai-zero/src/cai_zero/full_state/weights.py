@@ -79,7 +79,9 @@ def load_full_state_dict(
 def _boxes_of(weights: Mapping[str, BoxedTensor] | None, exchange: Exchange) -> dict[str, BoxedTensor]:
     """This rank's boxes of weights, none of them where only other ranks have some."""
     mine = dict(weights or {})
-    for specs in all_gather_object({n: (b.global_shape, b.dtype) for n, b in mine.items()}, exchange.group):
+    for specs in all_gather_object(
+        {name: (box.global_shape, box.dtype) for name, box in mine.items()}, exchange.group
+    ):
         for name, (shape, dtype) in specs.items():
             mine.setdefault(name, BoxedTensor(shape, dtype, ()))
     return mine
@@ -134,7 +136,7 @@ def reshard(model: nn.Module) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of a model's parameters."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
 def _alias(model: nn.Module, name: str, state: Mapping[str, Any]) -> str:

@@ -34,13 +34,13 @@ class Data:
     """Longest side over shortest. Above 1 images of a directory are cropped to the nearest of several shapes of about
     size x size pixels, and a batch is of one shape; 1: to squares."""
     samples: Annotated[int, Range(least=2)] = 20000
-    """Of shapes: how many are drawn."""
+    """Number of shapes that are drawn."""
     caption: str | None = None
-    """Of every image that has none of its own."""
+    """Caption of every image that has none of its own."""
     latents: Literal["cached", "encoded"] = "cached"
     """cached: the encoders run once, before training; encoded: at every step, on the device."""
     encoder_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Of frozen encoders, and of what they make."""
+    """Dtype of frozen encoders, and of what they make."""
     validation_fraction: Annotated[float, PART] = 0.02
     """Part of the images that is kept for validation and never trained on."""
     cache: Annotated[str, FILLED] = "~/.cache/cai"
@@ -59,7 +59,7 @@ class Prior:
     source: Annotated[str, FILLED] = "generated"
     """generated: drawn before training by the pretrained weights, as `sampling` says; else as data.source."""
     weight: Annotated[float, NATURAL] = 1.0
-    """Of their loss, beside the subject's."""
+    """Weight of their loss, beside the subject's."""
 
 
 @dataclass(frozen=True)
