@@ -116,6 +116,7 @@ class PipelineRunner:
         if ranks > 1:
             show_stage_gradients(model, mesh)
         self.device = torch.device(mesh.device_type)
+        _open_backward(self.device)
         self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0
         self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
@@ -195,6 +196,15 @@ class PipelineRunner:
     def _on_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         broadcast(loss, self.held[-1], self.group).wait()
         return loss
+
+
+def _open_backward(device: torch.device) -> None:
+    """Let the thread that runs backward on a GPU meet the GPU's context.
+
+    A stage's backward may begin with a product of matrices, and cuBLAS warns of a thread that has no context yet.
+    """
+    if device.type == "cuda":
+        torch.zeros(1, device=device, requires_grad=True).add(1).backward()
 
 
 def _check_placed(program: Program, stage_ranks: Held) -> None:

@@ -64,7 +64,7 @@ def load_full_optimizer_state_dict(
 
     Args:
         optimizer, model: as for `full_optimizer_state_dict`.
-        state: the dict that it returned, or the state dict of a plain optimizer over the same parameters in the same groups.
+        state: the dict that it returned, or that of a plain optimizer over the same parameters in the same groups.
         rank, group: as for `full_state_dict`.
 
     Raises `PlanError` on all ranks where groups, parameters, names or shapes of state differ; nothing has been written
