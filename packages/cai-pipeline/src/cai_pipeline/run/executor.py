@@ -204,7 +204,8 @@ def _open_backward(device: torch.device) -> None:
     A stage's backward may begin with a product of matrices, and cuBLAS warns of a thread that has no context yet.
     """
     if device.type == "cuda":
-        torch.zeros(1, device=device, requires_grad=True).add(1).backward()
+        with torch.enable_grad():
+            torch.zeros(1, device=device, requires_grad=True).add(1).backward()
 
 
 def _check_placed(program: Program, stage_ranks: Held) -> None:
