@@ -279,15 +279,17 @@ class BlockForward:
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in where]
         rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        objects = {i: copy_of(leaf) for i, leaf in enumerate(rest) if is_opaque(leaf)}
-        given = [(args, kwargs)]  # as they are, once: the caller's lists take what the block puts into them
+        objects = {at: copy_of(leaf) for at, leaf in enumerate(rest) if is_opaque(leaf)}
+        originals = [
+            (args, kwargs)
+        ]  # as they are, once: the caller's lists take what the block puts into them
         del leaves, args, kwargs
 
         def run(*tensors: torch.Tensor) -> Any:
-            if given:
-                args, kwargs = given.pop()
+            if originals:
+                args, kwargs = originals.pop()
                 return self._inner(*args, **kwargs)
-            filled = [copy_of(objects[i]) if i in objects else leaf for i, leaf in enumerate(rest)]
+            filled = [copy_of(objects[at]) if at in objects else leaf for at, leaf in enumerate(rest)]
             for i, tensor in zip(where, tensors, strict=True):
                 filled[i] = tensor
             args, kwargs = tree_unflatten(filled, spec)
@@ -300,7 +302,7 @@ class BlockForward:
         if values is not None:  # once: it waits for the device
             check_values(tensors, values)
             self._has_run = True
-        for i, before in list(objects.items()):
-            if not is_written(rest[i], before):
-                del objects[i]
+        for at, before in list(objects.items()):
+            if not is_written(rest[at], before):
+                del objects[at]
         return output

@@ -29,13 +29,13 @@ class _Structure:
     """One model as its transform has left it.
 
     Args:
-        check: what is said of new parameters.
-        cut: local shapes of cut parameters, by name.
+        check: judges new parameters.
+        shapes: local shapes of cut parameters, by name.
         changed: whether a module has been given something since the last look.
     """
 
     check: Check
-    cut: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     changed: bool = False
 
 
@@ -57,8 +57,8 @@ def follow_structure(model: nn.Module, check: Check) -> None:
         model: the model, after its transform.
         check: raises where new parameters could not be trained. One that trains them all alike returns.
     """
-    cut = {name: tuple(p.shape) for name, p in model.named_parameters() if _is_cut(p)}
-    structure = _Structure(check, cut)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters() if _is_cut(param)}
+    structure = _Structure(check, shapes)
     is_followed = KEY in model.__dict__
     for module in model.modules():
         module.__dict__[KEY] = _Site(structure, frozenset(module._parameters))
@@ -99,12 +99,12 @@ def _look(model: nn.Module, _: Any) -> None:
         site = module.__dict__.get(KEY)
         names = site.names if site is not None and site.structure is structure else frozenset[str]()
         new += [
-            f"{prefix}.{n}".lstrip(".")
-            for n, p in module._parameters.items()
-            if n not in names and p is not None
+            f"{prefix}.{name}".lstrip(".")
+            for name, param in module._parameters.items()
+            if name not in names and param is not None
         ]
     params = dict(model.named_parameters())
-    for name, shape in structure.cut.items():
+    for name, shape in structure.shapes.items():
         if (
             name not in params
             or tuple(params[name].shape) != shape

@@ -29,8 +29,8 @@ class Change:
     Args:
         name: the module's name; "" is the model.
         attribute: the attribute in which it differs; "" where another module stands there.
-        value: what is there: a module, a function, a number; hooks as pairs of number and function.
-        options: of hooks, pairs of a table of the module's and the number that stands in it.
+        value: a module, a function, a number; hooks as pairs of number and function.
+        options: pairs of a table of the module's and the number of a hook that stands in it.
     """
 
     name: str
@@ -65,10 +65,14 @@ class Change:
             setattr(small, self.attribute, _bound(self.value, small))
 
     def _moved_to(self, small: nn.Module) -> nn.Module:
-        """The module with the parameters of the one that stands in its place."""
+        """The module with the parameters of the one that stands in its place, or small values of its own."""
         moved = copy.copy(self.value)
         moved.__dict__ = dict(self.value.__dict__)
         moved._parameters, moved._buffers = dict(small._parameters), dict(small._buffers)
+        for name, param in self.value._parameters.items():
+            if param is not None and name not in moved._parameters:
+                values = torch.linspace(0.1, 0.4, param.numel(), dtype=torch.float64).view(param.shape)
+                moved._parameters[name] = nn.Parameter(values)
         for key, value in small.__dict__.items():
             if type(value) is int and key in moved.__dict__:
                 moved.__dict__[key] = value
@@ -90,44 +94,52 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
     Raises `PlanError` for a module with other parameters than the class has there.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        made = dict(type(model)(copy.deepcopy(model.config)).named_modules())  # type: ignore[operator]
+        plain_modules = dict(type(model)(copy.deepcopy(model.config)).named_modules())  # type: ignore[operator]
     changes: list[Change] = []
     replaced: list[str] = []
     for name, module in model.named_modules():
-        if name not in made or _is_ours(type(module)) or any(name.startswith(p + ".") for p in replaced):
+        inside = any(name.startswith(prefix + ".") for prefix in replaced)
+        if name not in plain_modules or _is_ours(type(module)) or inside:
             continue
-        if type(module) is not type(made[name]):
+        if type(module) is not type(plain_modules[name]):
             replaced.append(name)
-            changes.append(_exchange(name, module, made[name]))
+            changes.append(_exchange(name, module, plain_modules[name]))
         else:
-            changes += _differences(name, module, made[name])
+            changes += _differences(name, module, plain_modules[name])
     return tuple(changes)
 
 
-def _exchange(name: str, module: nn.Module, made: nn.Module) -> Change:
+def _exchange(name: str, module: nn.Module, plain: nn.Module) -> Change:
     change = Change(name, "", module)
-    shapes = [{key: tuple(p.shape) for key, p in each.named_parameters()} for each in (module, made)]
+    shapes, plain_shapes = _shapes(module), _shapes(plain)
     children = [child for child, _ in module.named_children()]
-    if shapes[0] and (shapes[0] != shapes[1] or children):
-        raise change.refusal(f"{type(module).__name__} in place of {type(made).__name__}")
+    if shapes and ((plain_shapes and shapes != plain_shapes) or children):
+        raise change.refusal(f"{type(module).__name__} in place of {type(plain).__name__}")
     return change
 
 
-def _differences(name: str, module: nn.Module, made: nn.Module) -> Iterator[Change]:
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in module.named_parameters()}
+
+
+def _differences(name: str, module: nn.Module, plain: nn.Module) -> Iterator[Change]:
     for kind in HOOKS:
-        own = getattr(module, kind)
-        known = {_code(hook) for hook in getattr(made, kind).values()}
-        hooks = {k: _unbound(h, module) for k, h in own.items() if not _is_ours(h) and _code(h) not in known}
+        plain_codes = {_code(hook) for hook in getattr(plain, kind).values()}
+        hooks = {
+            key: _unbound(hook, module)
+            for key, hook in getattr(module, kind).items()
+            if not _is_ours(hook) and _code(hook) not in plain_codes
+        }
         options = ((option, key) for option in _OPTIONS for key in getattr(module, option) if key in hooks)
         if hooks:
             yield Change(name, kind, tuple(hooks.items()), tuple(options))
     for key, value in module.__dict__.items():
         if key.startswith("__") or key in HOOKS or _is_ours(value):
             continue
-        there = made.__dict__.get(key)
-        if isinstance(value, float) and isinstance(there, float) and value != there:
+        plain_value = plain.__dict__.get(key)
+        if isinstance(value, float) and isinstance(plain_value, float) and value != plain_value:
             yield Change(name, key, value)
-        elif _is_function(value) and _code(value) != _code(there):
+        elif _is_function(value) and _code(value) != _code(plain_value):
             yield Change(name, key, _unbound(value, module))
 
 

@@ -84,7 +84,7 @@ class SmallModel:
     Args:
         labelled: it is given labels, and its loss is its own.
         crossed: a decoder is given the hidden states of an encoder, which its cross-attention reads.
-        changes: what the large model has and its class does not.
+        changes: differences of the large model from its class.
     """
 
     model_class: type[nn.Module]
