@@ -19,6 +19,8 @@ from torch import nn
 from cai_mesh.errors import PlanError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_ABSENT = object()
+_PLAIN = (bool, int, float, str, type(None))
 _OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -133,14 +135,20 @@ def _differences(name: str, module: nn.Module, plain: nn.Module) -> Iterator[Cha
         options = ((option, key) for option in _OPTIONS for key in getattr(module, option) if key in hooks)
         if hooks:
             yield Change(name, kind, tuple(hooks.items()), tuple(options))
+    functions = [
+        Change(name, key, _unbound(value, module))
+        for key, value in module.__dict__.items()
+        if key not in HOOKS and _is_function(value) and not _is_ours(value)
+        if _code(value) != _code(plain.__dict__.get(key))
+    ]
     for key, value in module.__dict__.items():
-        if key.startswith("__") or key in HOOKS or _is_ours(value):
-            continue
-        plain_value = plain.__dict__.get(key)
-        if isinstance(value, float) and isinstance(plain_value, float) and value != plain_value:
+        plain_value = plain.__dict__.get(key, _ABSENT)
+        scaled = isinstance(value, float) and isinstance(plain_value, float) and value != plain_value
+        # a forward of one's own reads what was put there for it
+        for_function = functions and plain_value is _ABSENT and isinstance(value, _PLAIN)
+        if scaled or for_function:
             yield Change(name, key, value)
-        elif _is_function(value) and _code(value) != _code(plain_value):
-            yield Change(name, key, _unbound(value, module))
+    yield from functions
 
 
 def _is_function(value: Any) -> bool:
