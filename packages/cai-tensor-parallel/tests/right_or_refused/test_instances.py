@@ -114,6 +114,19 @@ def bound_forward(model):
         layer.mlp.forward = types.MethodType(forward, layer.mlp)
 
 
+def kernels_of_a_library(model):
+    """As Liger puts its kernels into an instance: a forward, and attributes that it reads."""
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight + self.offset) * (x * scale) if self.casting_mode == "llama" else x
+
+    for layer in layers(model):
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.offset, norm.casting_mode, norm.in_place = 0.5, "llama", True
+            norm.forward = types.MethodType(forward, norm)
+
+
 def own_norms(model):
     for layer in layers(model):
         norm = OwnNorm(32).double()
@@ -149,6 +162,7 @@ CHANGES = {
     "a hook that observes": observed,
     "a bound forward": bound_forward,
     "norms of another class": own_norms,
+    "kernels of a library": kernels_of_a_library,
     "another scale": another_scale,
     "inputs that require gradients": inputs_require_gradients,
     "another layer": narrow,

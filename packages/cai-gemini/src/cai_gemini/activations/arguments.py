@@ -29,12 +29,12 @@ def copy_of(value: Any, memo: dict[int, Any] | None = None) -> Any:
         return memo[id(value)]
     if is_opaque(value):
         memo[id(value)] = copied = copy.copy(value)
-        vars(copied).update({name: copy_of(each, memo) for name, each in vars(value).items()})
+        vars(copied).update({name: copy_of(member, memo) for name, member in vars(value).items()})
     elif isinstance(value, dict):
         memo[id(value)] = copied = copy.copy(value)
-        copied.update({key: copy_of(each, memo) for key, each in value.items()})
+        copied.update({key: copy_of(entry, memo) for key, entry in value.items()})
     elif type(value) in (list, tuple):
-        memo[id(value)] = copied = type(value)(copy_of(each, memo) for each in value)
+        memo[id(value)] = copied = type(value)(copy_of(entry, memo) for entry in value)
     else:
         return copy.copy(value) if isinstance(value, set | bytearray) else value
     return copied
@@ -57,8 +57,8 @@ def _contents(value: Any, visited: set[int]) -> Iterator[Any]:
         inside = (
             value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
         )
-        for item in (*inside, *(vars(value).values() if is_opaque(value) else ())):
-            yield from _contents(item, visited)
+        for member in (*inside, *(vars(value).values() if is_opaque(value) else ())):
+            yield from _contents(member, visited)
 
 
 def values_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

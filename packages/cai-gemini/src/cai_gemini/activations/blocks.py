@@ -276,24 +276,22 @@ class BlockForward:
         if not self._owner.active:
             return self._inner(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[place] for place in places]
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[i] for i in where]
         rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        objects = {place: copy_of(leaf) for place, leaf in enumerate(rest) if is_opaque(leaf)}
-        first_call = [
+        objects = {at: copy_of(leaf) for at, leaf in enumerate(rest) if is_opaque(leaf)}
+        originals = [
             (args, kwargs)
         ]  # as they are, once: the caller's lists take what the block puts into them
         del leaves, args, kwargs
 
         def run(*tensors: torch.Tensor) -> Any:
-            if first_call:
-                args, kwargs = first_call.pop()
+            if originals:
+                args, kwargs = originals.pop()
                 return self._inner(*args, **kwargs)
-            filled = [
-                copy_of(objects[place]) if place in objects else leaf for place, leaf in enumerate(rest)
-            ]
-            for place, tensor in zip(places, tensors, strict=True):
-                filled[place] = tensor
+            filled = [copy_of(objects[at]) if at in objects else leaf for at, leaf in enumerate(rest)]
+            for i, tensor in zip(where, tensors, strict=True):
+                filled[i] = tensor
             args, kwargs = tree_unflatten(filled, spec)
             return self._inner(*args, **kwargs)
 
@@ -304,7 +302,7 @@ class BlockForward:
         if values is not None:  # once: it waits for the device
             check_values(tensors, values)
             self._has_run = True
-        for place, before in list(objects.items()):
-            if not is_written(rest[place], before):
-                del objects[place]
+        for at, before in list(objects.items()):
+            if not is_written(rest[at], before):
+                del objects[at]
         return output

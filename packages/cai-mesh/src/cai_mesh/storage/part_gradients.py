@@ -82,31 +82,31 @@ def show_gradients(model: nn.Module, mesh: ParallelMesh) -> None:
 
     Sparse ones (an `Embedding` with `sparse=True`) are left as they are.
     """
-    _adopt(model, mesh, cut=True)
+    _adopt(model, mesh, parts=True)
     _hide_in_steps()
 
     def again(model: nn.Module, _: Any) -> None:
         if not torch.compiler.is_compiling() and any(
             type(param) is nn.Parameter and layout_of(param).sharded_axes for _, _, param in sites(model)
         ):
-            _adopt(model, mesh, cut=True)
+            _adopt(model, mesh, parts=True)
 
     model.register_forward_pre_hook(again)
 
 
 def show_stage_gradients(model: nn.Module, mesh: ParallelMesh) -> None:
     """Let the parameters of a pipeline's stages that are whole refuse norms over several of them."""
-    _adopt(model, mesh, cut=False)
+    _adopt(model, mesh, parts=False)
     _hide_in_steps()
 
 
-def _adopt(model: nn.Module, mesh: ParallelMesh, *, cut: bool) -> None:
+def _adopt(model: nn.Module, mesh: ParallelMesh, *, parts: bool) -> None:
     names = {id(param): name for name, param in model.named_parameters()}
     for module, _, param in sites(model):
         if param.is_meta or getattr(module, "sparse", False):
             continue
         is_free = type(param) is nn.Parameter or isinstance(getattr(param, "cai_keeper", None), PartKeeper)
-        if is_free and bool(layout_of(param).sharded_axes) is cut:
+        if is_free and bool(layout_of(param).sharded_axes) is parts:
             ShownParameter.adopt(param, PartKeeper(param, mesh, names[id(param)]), 0)
 
 

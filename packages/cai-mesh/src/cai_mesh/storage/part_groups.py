@@ -42,8 +42,8 @@ class PartSteps:
         if elementwise and optimizer not in self._signatures and not says_its_boxes:
             check_elementwise(optimizer)
         signatures = self._signatures.setdefault(optimizer, {})
-        for i, group in enumerate(optimizer.param_groups):
-            key, signed = (i, len(group["params"])), group.get(SIGNATURE)
+        for number, group in enumerate(optimizer.param_groups):
+            key, signed = (number, len(group["params"])), group.get(SIGNATURE)
             if signed is not None and signed is signatures.get(key):
                 continue
             if key not in signatures:

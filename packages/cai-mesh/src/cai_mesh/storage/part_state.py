@@ -180,7 +180,9 @@ def _refuse_resize(model: nn.Module, new_num_tokens: int | None = None, *_: Any,
 def _save_whole(save: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     shapes = {name: extent_of(param)[0].global_shape for name, param in model.named_parameters()}
     state = kwargs.get("state_dict")
-    if state is None or any(tuple(value.shape) != shapes.get(n, value.shape) for n, value in state.items()):
+    if state is None or any(
+        tuple(value.shape) != shapes.get(name, value.shape) for name, value in state.items()
+    ):
         raise CheckpointError(
             "save_pretrained would write parts of parameters under the names of whole ones",
             cause="the model is sharded, offloaded or parallelized",

@@ -29,13 +29,13 @@ class _Structure:
     """One model as its transform has left it.
 
     Args:
-        check: raises where new parameters could not be trained.
-        cut: local shapes of cut parameters, by name.
+        check: judges new parameters.
+        shapes: local shapes of cut parameters, by name.
         changed: whether a module has been given something since the last look.
     """
 
     check: Check
-    cut: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     changed: bool = False
 
 
@@ -57,8 +57,8 @@ def follow_structure(model: nn.Module, check: Check) -> None:
         model: the model, after its transform.
         check: raises where new parameters could not be trained. One that trains them all alike returns.
     """
-    cut = {name: tuple(param.shape) for name, param in model.named_parameters() if _is_cut(param)}
-    structure = _Structure(check, cut)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters() if _is_cut(param)}
+    structure = _Structure(check, shapes)
     is_followed = KEY in model.__dict__
     for module in model.modules():
         module.__dict__[KEY] = _Site(structure, frozenset(module._parameters))
@@ -104,7 +104,7 @@ def _look(model: nn.Module, _: Any) -> None:
             if name not in names and param is not None
         ]
     params = dict(model.named_parameters())
-    for name, shape in structure.cut.items():
+    for name, shape in structure.shapes.items():
         if (
             name not in params
             or tuple(params[name].shape) != shape

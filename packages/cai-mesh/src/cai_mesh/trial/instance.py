@@ -19,6 +19,8 @@ from torch import nn
 from cai_mesh.errors import PlanError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_ABSENT = object()
+_PLAIN = (bool, int, float, str, type(None))
 _OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -29,7 +31,7 @@ class Change:
     Args:
         name: the module's name; "" is the model.
         attribute: the attribute in which it differs; "" where another module stands there.
-        value: the attribute's value: a module, a function, a number; hooks as pairs of number and function.
+        value: a module, a function, a number; hooks as pairs of number and function.
         options: pairs of a table of the module's and the number of a hook that stands in it.
     """
 
@@ -65,10 +67,14 @@ class Change:
             setattr(small, self.attribute, _bound(self.value, small))
 
     def _moved_to(self, small: nn.Module) -> nn.Module:
-        """The module with the parameters of the one that stands in its place."""
+        """The module with the parameters of the one that stands in its place, or small values of its own."""
         moved = copy.copy(self.value)
         moved.__dict__ = dict(self.value.__dict__)
         moved._parameters, moved._buffers = dict(small._parameters), dict(small._buffers)
+        for name, param in self.value._parameters.items():
+            if param is not None and name not in moved._parameters:
+                values = torch.linspace(0.1, 0.4, param.numel(), dtype=torch.float64).view(param.shape)
+                moved._parameters[name] = nn.Parameter(values)
         for key, value in small.__dict__.items():
             if type(value) is int and key in moved.__dict__:
                 moved.__dict__[key] = value
@@ -94,11 +100,8 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
     changes: list[Change] = []
     replaced: list[str] = []
     for name, module in model.named_modules():
-        if (
-            name not in plain_modules
-            or _is_ours(type(module))
-            or any(name.startswith(above + ".") for above in replaced)
-        ):
+        inside = any(name.startswith(prefix + ".") for prefix in replaced)
+        if name not in plain_modules or _is_ours(type(module)) or inside:
             continue
         if type(module) is not type(plain_modules[name]):
             replaced.append(name)
@@ -110,13 +113,15 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
 
 def _exchange(name: str, module: nn.Module, plain: nn.Module) -> Change:
     change = Change(name, "", module)
-    shapes = [
-        {key: tuple(param.shape) for key, param in owner.named_parameters()} for owner in (module, plain)
-    ]
+    shapes, plain_shapes = _shapes(module), _shapes(plain)
     children = [child for child, _ in module.named_children()]
-    if shapes[0] and (shapes[0] != shapes[1] or children):
+    if shapes and ((plain_shapes and shapes != plain_shapes) or children):
         raise change.refusal(f"{type(module).__name__} in place of {type(plain).__name__}")
     return change
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in module.named_parameters()}
 
 
 def _differences(name: str, module: nn.Module, plain: nn.Module) -> Iterator[Change]:
@@ -130,14 +135,20 @@ def _differences(name: str, module: nn.Module, plain: nn.Module) -> Iterator[Cha
         options = ((option, key) for option in _OPTIONS for key in getattr(module, option) if key in hooks)
         if hooks:
             yield Change(name, kind, tuple(hooks.items()), tuple(options))
+    functions = [
+        Change(name, key, _unbound(value, module))
+        for key, value in module.__dict__.items()
+        if key not in HOOKS and _is_function(value) and not _is_ours(value)
+        if _code(value) != _code(plain.__dict__.get(key))
+    ]
     for key, value in module.__dict__.items():
-        if key.startswith("__") or key in HOOKS or _is_ours(value):
-            continue
-        plain_value = plain.__dict__.get(key)
-        if isinstance(value, float) and isinstance(plain_value, float) and value != plain_value:
+        plain_value = plain.__dict__.get(key, _ABSENT)
+        scaled = isinstance(value, float) and isinstance(plain_value, float) and value != plain_value
+        # a forward of one's own reads what was put there for it
+        for_function = functions and plain_value is _ABSENT and isinstance(value, _PLAIN)
+        if scaled or for_function:
             yield Change(name, key, value)
-        elif _is_function(value) and _code(value) != _code(plain_value):
-            yield Change(name, key, _unbound(value, module))
+    yield from functions
 
 
 def _is_function(value: Any) -> bool:

@@ -84,7 +84,7 @@ class SmallModel:
     Args:
         labelled: it is given labels, and its loss is its own.
         crossed: a decoder is given the hidden states of an encoder, which its cross-attention reads.
-        changes: the differences of the large model from its class.
+        changes: differences of the large model from its class.
     """
 
     model_class: type[nn.Module]

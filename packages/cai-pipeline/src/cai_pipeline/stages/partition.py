@@ -162,7 +162,8 @@ def tied_parameters(
 ) -> dict[str, Tied]:
     """The parameters that modules outside the layers share over stages (embeddings, head), by canonical name.
 
-    Raises PlanError for a parameter shared in any other way, such as between layers of different stages.
+    Raises PlanError for a parameter shared in any other way, such as between layers of different stages, and for one of
+    a module that no stage has.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -172,6 +173,8 @@ def tied_parameters(
     tied: dict[str, Tied] = {}
     for parameter, aliases in names.items():
         modules = [_part_of(name, parts) for name in aliases]
+        if "" in modules:
+            raise _homeless(aliases[modules.index("")])
         holders = sorted({parts[module] for module in modules})
         if len(holders) == 1:
             continue
@@ -184,6 +187,15 @@ def tied_parameters(
             )
         tied[aliases[0]] = Tied(parameter, tuple(holders), parts[modules[0]])
     return tied
+
+
+def _homeless(name: str) -> PlanError:
+    return PlanError(
+        f"no stage has {name}",
+        cause="the model was given it after it was built: the small one of its class and config, on which the split is "
+        "tried, does not have it, so nobody knows when it runs",
+        fix="add it after split, on the stage that uses it, or pass trial=Trial(...) with a small model that runs it",
+    )
 
 
 def _part_of(parameter: str, parts: Iterable[str]) -> str:

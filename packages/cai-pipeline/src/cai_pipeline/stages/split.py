@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, all_gather_object, axis_names
-from cai_mesh.errors import PlanError
+from cai_mesh.errors import CheckpointError, PlanError
 from cai_mesh.experts import visited_share
 from cai_mesh.layout import attach_to, canonical_name, record_of, reduce_of, sites
 from cai_mesh.trial import Trial
@@ -84,10 +85,30 @@ def split(
     stage_layers = _assign_layers(model, structure, stage_ranks, balance)
     verify_split(tried, stage_layers, stage_ranks)
     rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
+    names = frozenset(name for name, _ in model.named_parameters())
     stages = partition(model, structure, stage_layers, stage_ranks, rank, tied)
+    _guard_saving(model, names)
     stages.check = CallCheck(Tried(tried, tuple(stage_layers), stage_ranks))
     _share(model, mesh, tied, stage_ranks)
     return model
+
+
+def _guard_saving(model: nn.Module, names: frozenset[str]) -> None:
+    """Let `save_pretrained` raise `CheckpointError` unless it is given a state dict with all of some names."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = partial(_save_whole, model.save_pretrained, names)  # type: ignore[assignment]
+
+
+def _save_whole(save: Callable[..., Any], names: frozenset[str], *args: Any, **kwargs: Any) -> Any:
+    missing = sorted(names - (kwargs.get("state_dict") or {}).keys())
+    if missing:
+        raise CheckpointError(
+            "save_pretrained would write the stages of one rank as a whole model",
+            got=f"no {missing[0]}",
+            fix="on all ranks: cai_mesh.checkpoint.save_hf(model, directory), or "
+            "save_pretrained(directory, state_dict=cai_zero.full_state_dict(model)) on rank 0",
+        )
+    return save(*args, **kwargs)
 
 
 def _check_alone(chunks: int) -> None:

@@ -33,7 +33,7 @@ def full_optimizer_state_dict(
     offload. State that was not there yet is zero.
 
     Args:
-        optimizer: the optimizer of any ZeRO stage, of an offloaded model, or of parameters in any other layout.
+        optimizer: one of any ZeRO stage, of an offloaded model, or over parameters of any other layout.
         model: the model whose parameters it steps.
         rank, group: as for `full_state_dict`.
 
@@ -64,7 +64,7 @@ def load_full_optimizer_state_dict(
 
     Args:
         optimizer, model: as for `full_optimizer_state_dict`.
-        state: the dict that it returned, or that of a plain optimizer over the same parameters in the same groups.
+        state: a result of that, or the state dict of a plain optimizer over the same parameters in the same groups.
         rank, group: as for `full_state_dict`.
 
     Raises `PlanError` on all ranks where groups, parameters, names or shapes of state differ; nothing has been written
@@ -75,10 +75,9 @@ def load_full_optimizer_state_dict(
     numbers = _numbers(optimizer, model)
     boxes = _boxes(optimizer, model)
     expected = exchange.shapes(boxes)
-    description = all_gather_object(_description(state) if exchange.is_full else None, exchange.group)[rank]
-    saved_groups, saved_slots = description
-    _check_groups(saved_groups, _groups(optimizer))
-    _check_slots(saved_slots, {_place(key, numbers): shape for key, shape in expected.items()})
+    saved = all_gather_object(_description(state) if exchange.is_full else None, exchange.group)[rank]
+    _check_groups(saved[0], _groups(optimizer))
+    _check_slots(saved[1], {_place(key, numbers): shape for key, shape in expected.items()})
     full: dict[str, torch.Tensor] = {}
     if exchange.is_full:
         for key, shape in expected.items():
@@ -87,7 +86,7 @@ def load_full_optimizer_state_dict(
             full[key] = torch.zeros(shape) if value is None else torch.as_tensor(value)
     exchange.scatter(boxes, full)
     options = [
-        {key: value for key, value in saved.items() if key not in _NO_OPTIONS} for saved in saved_groups
+        {name: value for name, value in group.items() if name not in _NO_OPTIONS} for group in saved[0]
     ]
     getattr(optimizer, "restore_groups", lambda groups: restore_groups(optimizer, groups))(options)
 
@@ -123,7 +122,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The param groups of a state dict: options, and the numbers of all parameters."""
     groups, first = list[dict[str, Any]](), 0
     for group, members in zip(optimizer.param_groups, _members(optimizer), strict=True):
-        options = {key: _plain(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        options = {name: _plain(value) for name, value in group.items() if name not in _NO_OPTIONS}
         groups.append({**options, "params": list(range(first, first + len(members)))})
         first += len(members)
     return groups
@@ -146,7 +145,7 @@ def _description(state: Mapping[str, Any]) -> tuple[list[dict[str, Any]], _Slots
         for slot, value in slots.items()
         if value is not None
     }
-    return [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]], shapes
+    return [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]], shapes
 
 
 def _check_groups(saved: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

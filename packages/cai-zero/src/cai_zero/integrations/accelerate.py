@@ -65,10 +65,10 @@ class _States:
         return getattr(accelerator, "cai_states", None) or _States(accelerator)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        whole = self.accelerator.unwrap_model(model)
-        if whole not in self.optimizers:
+        inner = self.accelerator.unwrap_model(model)
+        if inner not in self.optimizers:
             return self.plain(model, unwrap)
-        return whole_weights(whole, self.optimizers[whole])
+        return whole_weights(inner, self.optimizers[inner])
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the files of all models, and leave none to accelerate, which would load them one by one on each rank."""
@@ -77,6 +77,6 @@ class _States:
             safe = Path(input_dir, f"model{ending}.safetensors")
             file = safe if safe.exists() else Path(input_dir, f"pytorch_model{ending}.bin")
             state = load_state_dict(str(file)) if self.accelerator.is_main_process else {}
-            whole = self.accelerator.unwrap_model(model)
-            load_whole_weights(whole, self.optimizers.get(whole), state)
+            inner = self.accelerator.unwrap_model(model)
+            load_whole_weights(inner, self.optimizers.get(inner), state)
         models.clear()

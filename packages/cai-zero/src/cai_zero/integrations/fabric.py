@@ -66,7 +66,9 @@ class ZeroStrategy(DDPStrategy):
         return optimizer
 
     def _module_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        groups = getattr(optimizer, "member_groups", None) or [g["params"] for g in optimizer.param_groups]
+        groups = getattr(optimizer, "member_groups", None) or [
+            group["params"] for group in optimizer.param_groups
+        ]
         params = {id(param) for group in groups for param in group}
         for module in self.optimizers:
             if any(id(param) in params for param in module.parameters()):

@@ -146,10 +146,10 @@ def _check_experts(mesh: ParallelMesh, specs: Iterable[ReduceSpec]) -> None:
     """Raise `MeshError` where dense parameters lie on ranks along an axis that only experts are reduced over."""
     only = set(EXPERT_AXES) - set(AXES)
     names = {leaf for role in only if mesh.has(role) for leaf in mesh.leaves(role)}
-    beside = [name for name in axis_names(mesh.dense) if name in names and mesh.degree(name) > 1]
-    if beside and any(not only & set(spec.sum_axes) for spec in specs):
+    experts = [name for name in axis_names(mesh.dense) if name in names and mesh.degree(name) > 1]
+    if experts and any(not only & set(spec.sum_axes) for spec in specs):
         raise MeshError(
-            f"dense parameters would not be reduced over axis {beside[0]!r} of this mesh: its ranks would part",
+            f"dense parameters would not be reduced over axis {experts[0]!r} of this mesh: its ranks would part",
             got=axis_names(mesh.dense),
             expected=f"a mesh of the axes {AXES} for dense parameters, and a view of the same ranks for experts",
             fix="name the ranks that read different samples dp_shard, and pass ParallelMesh.of(mesh, ep=...)",

@@ -92,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             self._lifecycle.listen(self._gradients)
             self._lifecycle.listen(self)
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
-            model.register_state_dict_post_hook(lambda *given: self._separate(*given))
+            model.register_state_dict_post_hook(lambda *call: self._separate(*call))
             model.register_load_state_dict_pre_hook(lambda *_: masters.join(self._chunks))
         self.admit()
         show_others(self, self._members.waiting, self._model, self._ranks)
