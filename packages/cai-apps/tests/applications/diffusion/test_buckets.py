@@ -57,6 +57,7 @@ def test_the_shapes_have_about_as_many_pixels_as_the_square():
         assert max(height, width) <= 2 * min(height, width)
     assert (640, 384) in found and (384, 640) in found and (576, 448) in found
     assert shapes_of(512, 1.0, 64) == [(512, 512)]
+    assert shapes_of(512, 1e9, 8) == shapes_of(512, 1e300, 8) == shapes_of(512, 64.0, 64), "a side has an end"
     assert len(shapes_of(512, 2.0, 8)) == len(found), "as coarse where sides may be finer"
     assert all(h % 24 == 0 and w % 24 == 0 for h, w in shapes_of(96, 3.0, 24))
 

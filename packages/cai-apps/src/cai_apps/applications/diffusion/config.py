@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cai_apps.config import sections
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, SEED, Range
+from cai_apps.config.ranges import FILLED, NATURAL, PART, POSITIVE, SEED, Range
 
 DRAWN = ("shapes", "digits", "flower")
 """Sources of images that are made or held here; they are squares."""
@@ -28,7 +28,7 @@ class Data:
     """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), 'flower' (four crops of a photo
     of scikit-learn's), or a directory of images, each with a caption in a .txt file of its name, or in a metadata.jsonl
     with "file_name" and "text"; the name of the subdirectory is its label."""
-    size: Annotated[int, COUNT] = 64
+    size: Annotated[int, Range(least=1, most=16384)] = 64
     """Side of the square that an image is scaled and cropped to, in pixels."""
     max_ratio: Annotated[float, Range(least=1)] = 1.0
     """Longest side over shortest. Above 1 images of a directory are cropped to the nearest of several shapes of about

@@ -9,9 +9,11 @@ from cai_apps.applications.protein.data.batch import blank
 from cai_apps.applications.protein.data.chains import Prepared, prepare
 from cai_apps.applications.protein.data.pretrained import prepare_weights
 from cai_apps.applications.protein.data.samples import Pieces
+from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.export import export
 from cai_apps.applications.protein.flops import piece_flops
 from cai_apps.applications.protein.folds import fold_at_the_end, fold_on_the_way
+from cai_apps.applications.protein.memory import check_room
 from cai_apps.applications.protein.validation import resolve
 from cai_apps.applications.protein.workload import piece_of, workload
 from cai_apps.compose.workload import Workload
@@ -35,6 +37,7 @@ class ProteinTask:
         return workload(config)
 
     def prepare(self, config: Config) -> Prepared:
+        check_room(config, sizes_for(config))
         prepared = prepare(config.data)
         prepare_weights(config)
         for name in config.folding.chains:

@@ -157,6 +157,6 @@ def _deletions(row: str) -> np.ndarray:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no text", cause=str(error), expected="sequences, in UTF-8") from None
