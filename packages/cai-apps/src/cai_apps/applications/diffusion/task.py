@@ -28,12 +28,14 @@ from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
 from cai_apps.report.outcome import show_outcome
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.files import write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
+    from cai_apps.run.files.directory import RunDirectory
     from cai_apps.run.task import Job
 
 
@@ -50,11 +52,17 @@ class DiffusionTask:
     def workload(self, config: Config) -> Workload:
         return workload(config, load_design(config.model.name))
 
-    def prepare(self, config: Config) -> Prepared:
-        prepared, design = prepare(config), load_design(config.model.name)
+    def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
+        prepared = prepare(config, None if before is None else before.path)
+        design = load_design(config.model.name)
         if design.family.condition == "label":
             label_numbers(design, config.sampling.prompts, prepared.labels)
         return prepared
+
+    def origin(self, prepared: Prepared) -> Origin:
+        classes = {f"name of class {number}": name for number, name in enumerate(prepared.labels)}
+        tokenizer = {} if prepared.vocabulary is None else {"tokenizer": prepared.vocabulary}
+        return Origin(tokenizer | classes, prepared.content, f"{prepared.images:,} images")
 
     def announce(self, config: Config, prepared: Prepared) -> str:
         share = share_of(config, load_design(config.model.name))

@@ -19,6 +19,7 @@ import numpy as np
 
 from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import Shapes
+from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class Source(Protocol):
         """Number of its label."""
         ...
 
-    def fingerprint(self) -> str:
-        """Changes when any image or caption does."""
+    def fingerprint(self, cache: str) -> str:
+        """Return what changes when any image, caption or label does, and only then.
+
+        Args:
+            cache: the directory `data.cache`, where digests of files are kept.
+        """
         ...
 
 
@@ -112,7 +117,7 @@ class Digits:
     def label(self, number: int) -> int:
         return int(self._scans[1][number])
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str) -> str:
         return f"digits {self.side}"
 
 
@@ -154,7 +159,7 @@ class Crops:
     def label(self, number: int) -> int:
         raise DataError("the crops of one photo have no labels", expected="data.source = digits or shapes")
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str) -> str:
         return f"flower {self.side} {self.text}"
 
 
@@ -231,12 +236,10 @@ class Folder:
             )
         return self.labels.index(name)
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self.side}".encode())
-        for file, caption in zip(self.files, self.captions, strict=True):
-            digest.update(f"{file.parent.name}/{file.name}\0{caption}\0".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-        return digest.hexdigest()
+    def fingerprint(self, cache: str) -> str:
+        images = digest_of_files({f"{n:09d}": file for n, file in enumerate(self.files)}, cache)
+        labels = [file.parent.name if file.parent.name in self.labels else None for file in self.files]
+        return hashlib.sha256(json.dumps([self.side, images, self.captions, labels]).encode()).hexdigest()
 
 
 def _colours(image: Image.Image) -> Image.Image:
