@@ -142,7 +142,9 @@ class Images:
         return config.samples
 
     def origin(self, prepared: int) -> Origin:
-        return Origin({"quarters": "top left, top right, bottom left, bottom right"}, "noise", f"{prepared} pictures")
+        return Origin(
+            {"quarters": "top left, top right, bottom left, bottom right"}, "noise", f"{prepared} pictures"
+        )
 
     def announce(self, config: Config, prepared: int) -> str:
         return f"{config.samples} pictures"

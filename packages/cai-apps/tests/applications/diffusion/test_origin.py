@@ -1,4 +1,4 @@
-"""What a run of a diffusion model learns from is identified by content, and a run that goes on keeps what its numbers mean."""
+"""What a run of a diffusion model learns from is identified by content; a run that goes on keeps what numbers mean."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def images(home: Path, *names: str) -> Path:
     return home
 
 
-def prepared(cache: Path, source: Path, model: str | None = None, before: Path | None = None, **more) -> Prepared:
+def prepared(
+    cache: Path, source: Path, model: str | None = None, before: Path | None = None, **more
+) -> Prepared:
     changes = {
         "data.cache": str(cache),
         "data.source": str(source),
@@ -139,7 +141,9 @@ def same_times(file: Path, content: bytes) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("part", ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"])
+@pytest.mark.parametrize(
+    "part", ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"]
+)
 def test_weights_of_equal_size_and_time_are_others(tmp_path, pipeline, part):
     home, model = images(tmp_path / "images", "1.png", "2.png"), tmp_path / "model"
     shutil.copytree(pipeline, model)
@@ -153,7 +157,9 @@ def test_weights_of_equal_size_and_time_are_others(tmp_path, pipeline, part):
 def test_weights_that_were_copied_are_the_same(tmp_path, pipeline):
     home = images(tmp_path / "images", "1.png", "2.png")
     made = [
-        prepared(tmp_path / "cache", home, str(shutil.copytree(pipeline, tmp_path / name)), **PIPELINE).directory
+        prepared(
+            tmp_path / "cache", home, str(shutil.copytree(pipeline, tmp_path / name)), **PIPELINE
+        ).directory
         for name in ("one", "two")
     ]
     assert made[0] == made[1]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.config import DRAWN, GENERATED, Config
 from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
+from cai_apps.applications.diffusion.data.sources import left_out
 from cai_apps.applications.diffusion.model.design import LABELS, load_design
 from cai_apps.applications.diffusion.model.export import export
 from cai_apps.applications.diffusion.model.tensor_parallel import share_of
@@ -66,10 +67,13 @@ class DiffusionTask:
 
     def announce(self, config: Config, prepared: Prepared) -> str:
         share = share_of(config, load_design(config.model.name))
-        share_line = "" if share is None else f"{share}\n"
+        sources = (config.data.source, *([config.prior.source] if config.prior.images else []))
+        directories = [Path(source).expanduser() for source in sources if source not in (*DRAWN, GENERATED)]
+        lines = [*map(left_out, directories), *([] if share is None else [str(share)])]
+        head = "".join(f"{line}\n" for line in lines if line)
         size, ratio = config.data.size, config.data.max_ratio
         shape = f"{size} x {size}" if ratio == 1 else f"about {size} x {size}, sides up to {ratio:g} : 1"
-        return f"{share_line}{config.model.name} on {prepared.images:,} images of {shape}"
+        return f"{head}{config.model.name} on {prepared.images:,} images of {shape}"
 
     def fill(self, job: Job) -> None:
         tokenizer = job.prepared.tokenizer

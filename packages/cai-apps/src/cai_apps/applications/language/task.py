@@ -24,8 +24,8 @@ from cai_apps.compose.models import (
     model_config_for,
     pretrained_directory,
 )
-from cai_apps.compose.published_names import present_names
 from cai_apps.compose.positions import PositionsKnown
+from cai_apps.compose.published_names import present_names
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.packed import count_targets, split

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+OTHER_FORMATS = (
+    ".tif", ".tiff", ".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".jfif", ".jpe", ".ico", ".tga",
+    ".ppm", ".pgm", ".pnm", ".psd", ".svg", ".exr", ".hdr", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2",
+    ".raf",
+)  # fmt: skip
+"""Endings of the names of pictures that are not read."""
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
 """Key of EXIF, and its values for images whose sides change places when they are looked at."""
 CROPS = ((150, 0, 400), (180, 20, 380), (120, 10, 417), (200, 40, 340))
@@ -179,6 +186,7 @@ class Folder:
         if not files:
             raise DataError(
                 f"no images in {directory}",
+                got=left_out(directory),
                 expected=f"shapes, digits, or a directory with files {', '.join(SUFFIXES)}",
             )
         captions_by_file = _metadata(directory)
@@ -240,6 +248,15 @@ class Folder:
         images = digest_of_files({f"{n:09d}": file for n, file in enumerate(self.files)}, cache)
         labels = [file.parent.name if file.parent.name in self.labels else None for file in self.files]
         return hashlib.sha256(json.dumps([self.side, images, self.captions, labels]).encode()).hexdigest()
+
+
+def left_out(directory: Path) -> str:
+    """Return a line that counts the pictures of a directory that are not read, by endings; empty: there are none."""
+    endings = Counter(file.suffix.lower() for file in directory.rglob("*") if file.is_file())
+    counts = [f"{endings[ending]:,} {ending}" for ending in OTHER_FORMATS if endings[ending]]
+    if not counts:
+        return ""
+    return f"left out of {directory}: {', '.join(counts)}; convert them to .png or .jpg to train on them"
 
 
 def _colours(image: Image.Image) -> Image.Image:

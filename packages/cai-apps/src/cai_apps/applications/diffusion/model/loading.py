@@ -81,7 +81,11 @@ def read_part(kind: Any, home: Path, dtype: torch.dtype) -> nn.Module:
         CheckpointError: the weights are damaged or of another model: a tensor is missing, which the libraries would
             fill with random numbers, or has another shape.
     """
-    options: dict[str, Any] = {"variant": variant_of(home), "use_safetensors": True, "output_loading_info": True}
+    options: dict[str, Any] = {
+        "variant": variant_of(home),
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     options["torch_dtype" if hasattr(kind, "load_config") else "dtype"] = dtype  # diffusers, transformers
     try:
         model, report = kind.from_pretrained(home, **options)

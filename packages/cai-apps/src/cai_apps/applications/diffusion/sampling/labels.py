@@ -59,5 +59,7 @@ def numbered(design: Design, names: Sequence[str], before: Path | None) -> tuple
             fix="take some away, or use a model that knows more",
         )
     if several := [name for name in labels if set(name) & {"\n", "\r"}]:
-        raise DataError("the name of a class has several lines", got=repr(several[0]), fix="rename its directory")
+        raise DataError(
+            "the name of a class has several lines", got=repr(several[0]), fix="rename its directory"
+        )
     return labels
