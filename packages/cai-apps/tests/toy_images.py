@@ -19,6 +19,7 @@ from cai_apps.config import sections
 from cai_apps.config.validation import check, resolve
 from cai_apps.report.outcome import show_outcome
 from cai_apps.report.training import training_page
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import save_hf
@@ -137,10 +138,15 @@ class Images:
     def workload(self, config: Config) -> Workload:
         return workload(config)
 
-    def prepare(self, config: Config) -> None:
-        return None
+    def prepare(self, config: Config, before: Any = None) -> int:
+        return config.samples
 
-    def announce(self, config: Config, prepared: None) -> str:
+    def origin(self, prepared: int) -> Origin:
+        return Origin(
+            {"quarters": "top left, top right, bottom left, bottom right"}, "noise", f"{prepared} pictures"
+        )
+
+    def announce(self, config: Config, prepared: int) -> str:
         return f"{config.samples} pictures"
 
     def fill(self, job: Any) -> None:

@@ -11,11 +11,13 @@ from layouts import Case, session_of, train_steps
 
 from cai_apps.run.files import checkpoint
 from cai_apps.run.files.directory import RunDirectory
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Position
 from cai_mesh import checkpoint as files
 from cai_mesh.errors import CheckpointError, DataError
 from cai_mesh.testing import run_ranks
 
+ORIGIN = Origin({}, "tokens", "8 sequences")
 LAYOUTS = {
     "one": Case(),
     "data2-zero3": Case(data=2, zero=3),
@@ -38,7 +40,7 @@ def poison(session, value, rank):
 def save_poisoned(case, directory, value):
     session = session_of("gpt2", case, "fp32", 8)
     train_steps(session, case, 0, 1)
-    saver = checkpoint.Saver(session, RunDirectory(directory))
+    saver = checkpoint.Saver(session, RunDirectory(directory), ORIGIN)
     saver.save(Position(1, 8, 8))
     name = poison(session, value, dist.get_world_size() - 1)
     with pytest.raises(DataError, match="is not finite, and is not saved") as raised:
@@ -60,7 +62,7 @@ def sealed(case, directory, *, good):
     session = session_of("gpt2", case, "fp32", 8)
     run = RunDirectory(directory)
     if good:
-        checkpoint.Saver(session, run).save(Position(1, 8, 8))
+        checkpoint.Saver(session, run, ORIGIN).save(Position(1, 8, 8))
     poison(session, float("nan"), 0)  # of copies the first is written
     state = {**session.state(), checkpoint.POSITION: {"step": 2, "samples": 16, "units": 16}}
     files.save(run.checkpoints, state, step=2)
@@ -70,7 +72,7 @@ def resumed(case, directory, wanted="auto"):
     session = session_of("gpt2", case, "fp32", 8)
     config = replace(session.config, checkpoint=replace(session.config.checkpoint, resume=wanted))
     session.config = config
-    return checkpoint.resume(session, RunDirectory(directory)).step
+    return checkpoint.resume(session, RunDirectory(directory), ORIGIN).step
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.compose.published_names import hub_name
 from cai_apps.config.sections import LoRA
 from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import ConfigError, did_you_mean
@@ -136,6 +137,7 @@ def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> 
 
 
 def save_adapters(
+    model: nn.Module,
     directory: Path,
     weights: Mapping[str, BoxedTensor],
     lora: LoRA,
@@ -144,20 +146,29 @@ def save_adapters(
 ) -> None:
     """Write the adapters into one file, in float32, as `load_lora_weights` of diffusers reads it. Collective.
 
+    Names are those of files on the hub, which other tools know. B has alpha / rank in it, for many tools know no alpha
+    beside these names, and take the rank for it.
+
     Args:
+        model: the model with its adapters.
+        directory: the directory of the file, made where it is not there.
         weights: the adapters' weights by name; a rank may hold parts of some of them.
+        lora: options of the adapters.
+        targets: names of layers that have adapters, or ends of them.
         parts: beginning of the names of a part of the model -> the name that diffusers has for the part.
     """
     from safetensors.torch import save_file
 
     adapters, tensors, metadata = _whole(weights), {}, {}
-    options = json.loads(json.dumps(_options(lora, targets).to_dict(), default=sorted))
+    scale = alpha_of(lora) / lora.rank
+    scaled = replace(lora, alpha=lora.rank)
+    options = json.loads(json.dumps(_options(scaled, targets).to_dict(), default=sorted))
     for prefix, part in parts.items():
         part_weights = {name: value for name, value in adapters.items() if name.startswith(prefix)}
+        module = model.get_submodule(prefix.removesuffix("."))
         for name, value in part_weights.items():
-            tensors[f"{part}.{name.removeprefix(prefix)}".replace(".default.", ".")] = (
-                value.float().contiguous()
-            )
+            key = f"{part}.{hub_name(module, name.removeprefix(prefix))}".replace(".default.", ".")
+            tensors[key] = (value * scale if name.endswith(B) else value).float().contiguous()
         if part_weights:
             metadata |= {f"{part}.{key}": value for key, value in options.items()}
     if dist.get_rank() == 0:

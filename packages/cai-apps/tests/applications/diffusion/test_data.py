@@ -15,7 +15,7 @@ from cai_apps import recipes
 from cai_apps.applications.diffusion.data.cache import Prepared
 from cai_apps.applications.diffusion.data.samples import Images
 from cai_apps.applications.diffusion.data.shapes import COLOURS, PLACES, Shapes
-from cai_apps.applications.diffusion.data.sources import Crops, Digits, Folder
+from cai_apps.applications.diffusion.data.sources import Crops, Digits, Folder, left_out
 from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.applications.diffusion.training.workload import workload
@@ -147,6 +147,25 @@ def test_a_directory_without_images_and_a_damaged_one(tmp_path):
     with pytest.raises(DataError, match=r"damaged image: .*b\.png"):
         prepared(tmp_path / "cache", **{"data.source": str(home)})
     assert not list((tmp_path / "cache").glob("unfinished-*")), "what was begun is taken away"
+
+
+def test_pictures_that_are_left_out_are_counted(tmp_path):
+    home = folder(tmp_path / "images")
+    assert left_out(home) == ""
+    for name in ("d.tif", "e.TIFF", "f.gif", "g.HEIC", "h.heic", "sub/i.avif", "readme.md", "d.gif.txt"):
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).touch()
+    line = left_out(home)
+    assert "1 .tif, 1 .tiff, 1 .gif, 2 .heic, 1 .avif; convert them" in line and ".md" not in line
+    config = recipes.load("sd-v1-tiny", {"data.source": str(home)})
+    made = prepared(tmp_path / "cache", **{"data.source": str(home), "data.validation_fraction": 0.4})
+    assert DIFFUSION.announce(config, made).startswith(line)
+
+
+def test_a_directory_of_other_pictures_says_what_is_there(tmp_path):
+    (tmp_path / "a.HEIC").touch()
+    with pytest.raises(DataError, match=r"1 \.heic; convert them"):
+        Folder.of(tmp_path, 8, "all")
 
 
 def test_a_caption_over_the_length_is_cut_and_said(tmp_path, capsys):

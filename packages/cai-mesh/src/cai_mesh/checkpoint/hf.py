@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,14 @@ from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import fsync
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
-from cai_mesh.files.headers import check_header, weight_map
+from cai_mesh.files.headers import check_header
+from cai_mesh.files.published import DIFFUSERS, TRANSFORMERS, index_name, weight_files
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
 from cai_mesh.layout.record import canonical_name
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that need no scale beside them, as safetensors names them."""
-STEMS = ("model", "diffusion_pytorch_model")
-"""The beginnings of names of files with weights, in transformers and diffusers."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,32 +56,41 @@ def _same(name: str) -> str | None:
     return name
 
 
+def _unchanged(names: Iterable[str]) -> dict[str, str]:
+    return {name: name for name in names}
+
+
 def load_hf(
     model: nn.Module,
     directory: str | os.PathLike,
     *,
     within: str = "",
     names: Callable[[str], str | None] = _same,
+    keys: Callable[[Iterable[str]], Mapping[str, str]] = _unchanged,
 ) -> None:
     """Fill a model's parameters, on any layout, from a directory of safetensors (one file, or several and an index).
 
+    The files are those that `from_pretrained` would read: of one variant, such as fp16, where there are no others.
     Buffers of its state dict are filled too where the files hold them.
 
     Args:
         within: load only parameters whose names begin so; the files have them without it.
         names: the files' name of a parameter of that name; None: they do not have it, and it stays as it is.
+        keys: the map from present names to those in the files, worked out from all of these, as a library may have
+            renamed parts of a model since the files were written.
 
     A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
     with a table of the parameters that are missing or of another shape, before anything is written.
     """
     directory = Path(directory)
-    where = _index(directory)
+    where = weight_files(directory).tensors
+    renamed = keys(where)
     params = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     targets = _within(_named(params, names), within)
     prefix = getattr(model.get_submodule(within.removesuffix(".")), "base_model_prefix", "")
     buffers = _within({n: BoxedTensor.from_param(b) for n, b in _buffers(model).items()}, within)
-    targets |= {name: boxed for name, boxed in buffers.items() if _find(name, where, prefix)}
-    keys = {name: _find(name, where, prefix) for name in targets}
+    targets |= {name: boxed for name, boxed in buffers.items() if _find(name, renamed, prefix)}
+    keys = {name: _find(name, renamed, prefix) for name in targets}
     files = {
         file: _open(directory / file, {k for k in keys.values() if k and where[k] == file})
         for file in sorted({where[k] for k in keys.values() if k})
@@ -125,18 +133,6 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in persistent.items() if not buffer.is_meta}
 
 
-def _index(directory: Path) -> dict[str, str]:
-    """Tensor name to file name."""
-    for stem in STEMS:
-        if (directory / _index_file(stem)).is_file():
-            return weight_map(directory / _index_file(stem))
-        if (directory / f"{stem}.safetensors").is_file():
-            return dict.fromkeys(check_header(directory / f"{stem}.safetensors"), f"{stem}.safetensors")
-    raise CheckpointError(
-        f"{directory} holds no safetensors", expected=f"model.safetensors or {_index_file('model')}"
-    )
-
-
 def _open(file: Path, keys: set[str]) -> Any:
     """A file of safetensors that holds these tensors, opened once its header has been checked."""
     from safetensors import SafetensorError, safe_open
@@ -149,10 +145,6 @@ def _open(file: Path, keys: set[str]) -> Any:
         raise CheckpointError(f"{file} cannot be read", cause=str(error)) from None
 
 
-def _index_file(stem: str) -> str:
-    return f"{stem}.safetensors.index.json"
-
-
 def _within(boxes: Mapping[str, BoxedTensor], prefix: str) -> dict[str, BoxedTensor]:
     return {name.removeprefix(prefix): boxed for name, boxed in boxes.items() if name.startswith(prefix)}
 
@@ -162,9 +154,10 @@ def _named(boxes: Mapping[str, BoxedTensor], names: Callable[[str], str | None])
     return {name: boxed for name, boxed in pairs if name is not None}
 
 
-def _find(name: str, where: Mapping[str, str], prefix: str) -> str | None:
+def _find(name: str, renamed: Mapping[str, str], prefix: str) -> str | None:
+    """Return the files' name of a tensor; None: they lack it."""
     candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-    return next((key for key in candidates if key in where), None)
+    return next((renamed[key] for key in candidates if key in renamed), None)
 
 
 @dataclass(frozen=True)
@@ -291,7 +284,7 @@ def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None)
 
 def _stem(model: nn.Module) -> str:
     """Return the beginning of a model's file names: diffusers' models write their configs themselves."""
-    return STEMS[1] if hasattr(model, "save_config") else STEMS[0]
+    return DIFFUSERS if hasattr(model, "save_config") else TRANSFORMERS
 
 
 def _lay_out(
@@ -386,7 +379,7 @@ def _write_beside(model: nn.Module, directory: Path, entries: Mapping[str, _Entr
             "metadata": {"total_size": total},
             "weight_map": {n: e.file for n, e in sorted(entries.items())},
         }
-        (directory / _index_file(_stem(model))).write_text(json.dumps(index, indent=1))
+        (directory / index_name(_stem(model))).write_text(json.dumps(index, indent=1))
     if hasattr(model, "save_config"):  # of diffusers
         model.save_config(directory)  # type: ignore[operator]
         return

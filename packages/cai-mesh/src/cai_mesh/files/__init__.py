@@ -15,19 +15,25 @@ from cai_mesh.files.paths import (
     replaced,
     write_text,
 )
+from cai_mesh.files.published import DIFFUSERS, TRANSFORMERS, WeightFiles, index_name, weight_files
 
 __all__ = [
+    "DIFFUSERS",
     "DIRECTORY",
+    "TRANSFORMERS",
+    "WeightFiles",
     "appended",
     "check_header",
     "check_weights",
     "folder",
+    "index_name",
     "inside",
     "own_folder",
     "private_folder",
     "refuse_links",
     "remove",
     "replaced",
+    "weight_files",
     "weight_map",
     "write_text",
 ]

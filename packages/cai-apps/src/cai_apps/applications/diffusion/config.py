@@ -10,6 +10,8 @@ from cai_apps.config.ranges import FILLED, NATURAL, PART, POSITIVE, SEED, Range
 
 DRAWN = ("shapes", "digits", "flower")
 """Sources of images that are made or held here; they are squares."""
+GENERATED = "generated"
+"""The source of images of a class that are drawn by the pretrained weights."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Prior:
     """How many; 0: what data.source holds is no single subject."""
     prompt: str = ""
     """Their caption, as "a photo of a dog"; empty: each has its own."""
-    source: Annotated[str, FILLED] = "generated"
+    source: Annotated[str, FILLED] = GENERATED
     """generated: drawn before training by the pretrained weights, as `sampling` says; else as data.source."""
     weight: Annotated[float, NATURAL] = 1.0
     """Weight of their loss, beside the subject's."""
@@ -87,7 +89,7 @@ class Sampling:
     guidance: float = 4.0
     """How far what the condition changes is taken (arXiv:2207.12598); 1: as far as it was learned."""
     scheduler: Literal["auto", "ddim", "dpm", "flow"] = "auto"
-    """auto: DPM-Solver++ (arXiv:2211.01095), and Euler steps for a flow."""
+    """auto: DPM-Solver++ (arXiv:2211.01095), and Euler steps for a flow; all by the config of the model's own."""
     seed: Annotated[int, SEED] = 0
     """Picture number i starts from noise of (seed, i)."""
     every: Annotated[int, NATURAL] = 0

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cai_apps.applications.diffusion.config import Config
+from cai_apps.applications.diffusion.config import DRAWN, GENERATED, Config
 from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
+from cai_apps.applications.diffusion.data.sources import left_out
 from cai_apps.applications.diffusion.model.design import LABELS, load_design
 from cai_apps.applications.diffusion.model.export import export
 from cai_apps.applications.diffusion.model.tensor_parallel import share_of
@@ -28,12 +29,14 @@ from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples, count_present, mark
 from cai_apps.report.outcome import show_outcome
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.files import write_text
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
+    from cai_apps.run.files.directory import RunDirectory
     from cai_apps.run.task import Job
 
 
@@ -50,18 +53,27 @@ class DiffusionTask:
     def workload(self, config: Config) -> Workload:
         return workload(config, load_design(config.model.name))
 
-    def prepare(self, config: Config) -> Prepared:
-        prepared, design = prepare(config), load_design(config.model.name)
+    def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
+        prepared = prepare(config, None if before is None else before.path)
+        design = load_design(config.model.name)
         if design.family.condition == "label":
             label_numbers(design, config.sampling.prompts, prepared.labels)
         return prepared
 
+    def origin(self, prepared: Prepared) -> Origin:
+        classes = {f"name of class {number}": name for number, name in enumerate(prepared.labels)}
+        tokenizer = {} if prepared.vocabulary is None else {"tokenizer": prepared.vocabulary}
+        return Origin(tokenizer | classes, prepared.content, f"{prepared.images:,} images")
+
     def announce(self, config: Config, prepared: Prepared) -> str:
         share = share_of(config, load_design(config.model.name))
-        share_line = "" if share is None else f"{share}\n"
+        sources = (config.data.source, *([config.prior.source] if config.prior.images else []))
+        directories = [Path(source).expanduser() for source in sources if source not in (*DRAWN, GENERATED)]
+        lines = [*map(left_out, directories), *([] if share is None else [str(share)])]
+        head = "".join(f"{line}\n" for line in lines if line)
         size, ratio = config.data.size, config.data.max_ratio
         shape = f"{size} x {size}" if ratio == 1 else f"about {size} x {size}, sides up to {ratio:g} : 1"
-        return f"{share_line}{config.model.name} on {prepared.images:,} images of {shape}"
+        return f"{head}{config.model.name} on {prepared.images:,} images of {shape}"
 
     def fill(self, job: Job) -> None:
         tokenizer = job.prepared.tokenizer

@@ -25,6 +25,7 @@ from cai_apps.compose.models import (
     pretrained_directory,
 )
 from cai_apps.compose.positions import PositionsKnown
+from cai_apps.compose.published_names import present_names
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.packed import blank, count_targets, split
@@ -92,7 +93,8 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
 def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     if config.model.weights != "pretrained":
         return None
-    return partial(load_hf, directory=pretrained_directory(config.model.name))
+    directory = pretrained_directory(config.model.name)
+    return lambda model: load_hf(model, directory, keys=partial(present_names, model))
 
 
 def _example(samples: int, length: int) -> dict[str, Tensor]:

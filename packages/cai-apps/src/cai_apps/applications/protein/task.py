@@ -19,11 +19,13 @@ from cai_apps.applications.protein.workload import piece_of, workload
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import count_present
 from cai_apps.report.outcome import show_outcome
+from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
+    from cai_apps.run.files.directory import RunDirectory
     from cai_apps.run.task import Job
 
 
@@ -36,13 +38,17 @@ class ProteinTask:
     def workload(self, config: Config) -> Workload:
         return workload(config)
 
-    def prepare(self, config: Config) -> Prepared:
+    def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
         check_room(config, sizes_for(config))
         prepared = prepare(config.data)
         prepare_weights(config)
         for name in config.folding.chains:
             prepared.file(name)
         return prepared
+
+    def origin(self, prepared: Prepared) -> Origin:
+        chains = len(prepared.training) + len(prepared.validation)
+        return Origin({}, prepared.content, f"{chains:,} chains")
 
     def announce(self, config: Config, prepared: Prepared) -> str:
         chains, data = len(prepared.training), config.data

@@ -17,7 +17,9 @@ import torch
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.sources import Folder, Source, source_of
-from cai_apps.applications.diffusion.model.design import Design
+from cai_apps.applications.diffusion.model.captions import load_tokenizers, tokenizers_digest
+from cai_apps.applications.diffusion.model.design import TEXTS, Design
+from cai_apps.applications.diffusion.model.loading import weights_digest
 from cai_apps.applications.diffusion.sampling.sampler import open_sampler
 from cai_apps.applications.diffusion.sampling.scheduler import options
 from cai_mesh.errors import DataError
@@ -35,12 +37,14 @@ class SubjectAndClass:
 
     Args:
         caption_of_class: the caption of the images of the class; None: they have their own.
+        drawing: digest of what the images of the class are drawn by; None: they are given.
     """
 
     subject: Source
     others: Source
     count: int
     caption_of_class: str | None
+    drawing: str | None
 
     @property
     def size(self) -> int:
@@ -63,8 +67,15 @@ class SubjectAndClass:
     def label(self, number: int) -> int:
         raise DataError("a subject and its class have captions, not labels")
 
-    def fingerprint(self) -> str:
-        inputs = (self.subject.fingerprint(), self.others.fingerprint(), self.count, self.caption_of_class)
+    def fingerprint(self, cache: str) -> str:
+        return self._digest(cache, self.others.fingerprint(cache))
+
+    def origin(self, cache: str) -> str:
+        """Return a digest that pictures drawn again leave as it is, which other GPUs round in another way."""
+        return self._digest(cache, self.drawing or self.others.fingerprint(cache))
+
+    def _digest(self, cache: str, of_class: str) -> str:
+        inputs = (self.subject.fingerprint(cache), of_class, self.count, self.caption_of_class)
         return hashlib.sha256(repr(inputs).encode()).hexdigest()
 
     def _where(self, number: int) -> tuple[Source, int]:
@@ -90,28 +101,35 @@ def with_class(subject: Source, config: Config, design: Design, base: Path | Non
         )
     if prior.source == "generated":
         assert base is not None
-        class_images: Source = Folder.of(draw_class(config, design, base), config.data.size, prior.prompt)
+        drawing = drawing_digest(config, design, base)
+        directory = draw_class(config, base, drawing)
+        class_images: Source = Folder.of(directory, config.data.size, prior.prompt)
     else:
         data = replace(config.data, source=prior.source, caption=prior.prompt or None)
-        class_images = source_of(data)
+        drawing, class_images = None, source_of(data)
     if class_images.size < prior.images:
         raise DataError(
             f"too few images of the class in {prior.source}",
             got=class_images.size,
             expected=f"prior.images = {prior.images}",
         )
-    return SubjectAndClass(subject, class_images, prior.images, prior.prompt or None)
+    return SubjectAndClass(subject, class_images, prior.images, prior.prompt or None, drawing)
 
 
-def draw_class(config: Config, design: Design, base: Path) -> Path:
+def draw_class(config: Config, base: Path, drawing: str) -> Path:
     """A directory in the cache with `prior.images` pictures of `prior.prompt`, drawn by the weights in `base`.
 
     Only pictures that are missing are drawn, so one that was interrupted goes on.
+
+    Args:
+        config: the resolved config.
+        base: the directory of a pipeline.
+        drawing: digest of what the pictures depend on.
     """
     from PIL import Image
 
     prior = config.prior
-    home = private_folder(Path(config.data.cache), "data.cache") / f"class-{_key(config, design, base)}"
+    home = private_folder(Path(config.data.cache), "data.cache") / f"class-{drawing}"
     private_folder(home, "a directory of data.cache")
     missing = [n for n in range(prior.images) if not _file(home, n).is_file()]
     if not missing:
@@ -132,9 +150,11 @@ def _file(home: Path, number: int) -> Path:
     return home / f"{number:05d}.png"
 
 
-def _key(config: Config, design: Design, base: Path) -> str:
-    files = sorted(base.rglob("*.safetensors"))
-    weights = [[str(f.relative_to(base)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    drawing = asdict(options(config))
-    inputs = [config.prior.prompt, drawing, weights, design.scheduler]
+def drawing_digest(config: Config, design: Design, base: Path) -> str:
+    """Return a digest of what pictures of a class depend on: prompt, options, parts of the pipeline and weights."""
+    folders = (design.family.folder, "vae", *TEXTS[: len(design.texts)])
+    weights = weights_digest(base, folders, config.data.cache)
+    parts = [design.denoiser, design.autoencoder, list(design.texts), design.scheduler]
+    tokenizers = tokenizers_digest(load_tokenizers(base, design.texts))
+    inputs = [config.prior.prompt, asdict(options(config)), weights, parts, tokenizers]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]

@@ -48,8 +48,8 @@ class Images:
         columns = {"position": position, "u": rng.unit(rng.key(self.seed, "time"), position)}
         columns |= self._pictures(where)
         if "label" in self._files:
-            unknown = len(self.prepared.labels)
-            return columns | {"label": torch.where(dropped, unknown, self._files["label"][where])}
+            label = torch.where(dropped, self.prepared.classes, self._files["label"][where])
+            return columns | {"label": label}
         captions = torch.where(dropped, EMPTY, self._files["caption"][where])
         texts = (name for name in ("tokens", "text", "pooled") if name in self._files)
         return columns | {name: self._files[name][captions] for name in texts}

@@ -78,7 +78,7 @@ class Shapes:
     def label(self, number: int) -> int:
         return PLACES.index(self.scene(number)[0].place)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str) -> str:
         return f"shapes 1 {self.size} {self.side} {self.seed}"
 
 

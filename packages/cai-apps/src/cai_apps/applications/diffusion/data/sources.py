@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,19 @@ import numpy as np
 from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import Shapes
 from cai_apps.config.places import check_regular
+from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import DataError
 
 if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+OTHER_FORMATS = (
+    ".tif", ".tiff", ".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".jfif", ".jpe", ".ico", ".tga",
+    ".ppm", ".pgm", ".pnm", ".psd", ".svg", ".exr", ".hdr", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2",
+    ".raf",
+)  # fmt: skip
+"""Endings of the names of pictures that are not read."""
 ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
 """Key of EXIF, and its values for images whose sides change places when they are looked at."""
 CROPS = ((150, 0, 400), (180, 20, 380), (120, 10, 417), (200, 40, 340))
@@ -56,8 +64,12 @@ class Source(Protocol):
         """Number of its label."""
         ...
 
-    def fingerprint(self) -> str:
-        """Changes when any image or caption does."""
+    def fingerprint(self, cache: str) -> str:
+        """Return what changes when any image, caption or label does, and only then.
+
+        Args:
+            cache: the directory `data.cache`, where digests of files are kept.
+        """
         ...
 
 
@@ -113,7 +125,7 @@ class Digits:
     def label(self, number: int) -> int:
         return int(self._scans[1][number])
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str) -> str:
         return f"digits {self.side}"
 
 
@@ -155,7 +167,7 @@ class Crops:
     def label(self, number: int) -> int:
         raise DataError("the crops of one photo have no labels", expected="data.source = digits or shapes")
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str) -> str:
         return f"flower {self.side} {self.text}"
 
 
@@ -179,6 +191,7 @@ class Folder:
         if not files:
             raise DataError(
                 f"no images in {directory}",
+                got=left_out(directory),
                 expected=f"shapes, digits, or a directory with files {', '.join(SUFFIXES)}",
             )
         captions_by_file = _metadata(directory)
@@ -238,12 +251,19 @@ class Folder:
             )
         return self.labels.index(name)
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self.side}".encode())
-        for file, caption in zip(self.files, self.captions, strict=True):
-            digest.update(f"{file.parent.name}/{file.name}\0{caption}\0".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-        return digest.hexdigest()
+    def fingerprint(self, cache: str) -> str:
+        images = digest_of_files({f"{n:09d}": file for n, file in enumerate(self.files)}, cache)
+        labels = [file.parent.name if file.parent.name in self.labels else None for file in self.files]
+        return hashlib.sha256(json.dumps([self.side, images, self.captions, labels]).encode()).hexdigest()
+
+
+def left_out(directory: Path) -> str:
+    """Return a line that counts the pictures of a directory that are not read, by endings; empty: there are none."""
+    endings = Counter(file.suffix.lower() for file in directory.rglob("*") if file.is_file())
+    counts = [f"{endings[ending]:,} {ending}" for ending in OTHER_FORMATS if endings[ending]]
+    if not counts:
+        return ""
+    return f"left out of {directory}: {', '.join(counts)}; convert them to .png or .jpg to train on them"
 
 
 def _colours(image: Image.Image) -> Image.Image:

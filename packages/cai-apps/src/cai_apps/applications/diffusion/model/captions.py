@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.model.design import T5, T5_LENGTH, is_t5, kind_of_text
 from cai_apps.applications.diffusion.model.families import Family
+from cai_apps.data.tokenizer import tokenizer_digest
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,6 +104,12 @@ def tokenize(
         full_ids = tokenizer(list(captions), verbose=False)["input_ids"]
         truncated_captions |= {number for number, tokens in enumerate(full_ids) if len(tokens) > length}
     return ids, sorted(truncated_captions)
+
+
+def tokenizers_digest(tokenizers: Sequence[Any]) -> str:
+    """Return a digest of all that decides which ids captions have, whatever the tokenizers are called."""
+    rules = [[tokenizer_digest(t), t.pad_token_id, t.padding_side, t.truncation_side] for t in tokenizers]
+    return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
 
 def load_tokenizers(directory: Path, texts: Sequence[Mapping[str, Any]]) -> list[Any]:

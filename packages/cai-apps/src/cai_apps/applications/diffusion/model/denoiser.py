@@ -17,7 +17,7 @@ from cai_apps.compose.lora import add_adapters, initialize, is_adapter, plain_na
 from cai_apps.compose.models import initializer as transformers_initializer
 from cai_apps.config.sections import LoRA
 from cai_mesh.errors import CheckpointError
-from cai_mesh.files import check_header
+from cai_mesh.files import check_header, weight_files
 
 EMBEDDING = ".norm1.emb."
 """The part of a DiT's parameter names that marks a block's embedding of times and labels."""
@@ -85,9 +85,9 @@ def check_shared(directory: Path) -> None:
     from safetensors import safe_open
 
     first: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        check_header(file)
-        with safe_open(file, framework="pt") as tensors:
+    for file in sorted(set(weight_files(directory).tensors.values())):
+        check_header(directory / file)
+        with safe_open(directory / file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no dict)
                 _, separator, key = name.partition(EMBEDDING)
                 if separator and not torch.equal(

@@ -20,6 +20,8 @@ TEXTS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 THIRD = 2
 """Place of a T5 among them."""
 DENOISERS = ("unet", "transformer")
+RENAMED = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
+"""Classes of published configs by their name then and the kind of their norms, as diffusers has renamed them."""
 RAW = "raw"
 """Folder of an export with the last weights, where it has averaged ones."""
 LABELS = "labels.txt"
@@ -180,13 +182,19 @@ def _of_directory(directory: Path) -> Design:
     autoencoder = directory / "vae" / "config.json"
     return Design(
         str(directory),
-        _read(directory / denoiser / "config.json"),
+        _present(_read(directory / denoiser / "config.json")),
         _read(scheduler),
         _read(autoencoder) if autoencoder.is_file() else None,
         _fold(directory),
         tuple(_read(text) for text in texts if text.is_file()),
         directory,
     )
+
+
+def _present(denoiser: dict[str, Any]) -> dict[str, Any]:
+    """Return a denoiser's config with the present name of its class, which diffusers works out as it reads it."""
+    kind = RENAMED.get((denoiser.get("_class_name", ""), denoiser.get("norm_type", "")))
+    return denoiser if kind is None else denoiser | {"_class_name": kind}
 
 
 def _fold(directory: Path) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.model.captions import build_text_encoder
 from cai_apps.applications.diffusion.model.design import TEXTS, Design
-from cai_apps.applications.diffusion.model.loading import Decoding, decoding_of, free_bytes, variant_of
+from cai_apps.applications.diffusion.model.loading import Decoding, decoding_of, free_bytes, read_part
 
 LARGEST_TILE = 64
 """Latents along a side of a tile."""
@@ -111,8 +111,7 @@ def load_autoencoder(
     from diffusers import AutoencoderKL
 
     if directory is not None:
-        home = directory / "vae"
-        model = AutoencoderKL.from_pretrained(home, torch_dtype=dtype, variant=variant_of(home))
+        model: Any = read_part(AutoencoderKL, directory / "vae", dtype)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -145,9 +144,7 @@ def load_text(
     """One of the text encoders of a design, frozen, as `load_autoencoder` does."""
     config = design.texts[number]
     if directory is not None:
-        kind: Any = type(_meta(config))
-        home = directory / TEXTS[number]
-        model = kind.from_pretrained(home, dtype=dtype, variant=variant_of(home), trust_remote_code=False)
+        model = read_part(type(_meta(config)), directory / TEXTS[number], dtype)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1 + number)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.model.denoiser import parts, targets
@@ -22,6 +23,7 @@ from cai_apps.applications.diffusion.model.design import LABELS, RAW, TEXTS, Des
 from cai_apps.applications.diffusion.model.encoders import encoder_directory, load_autoencoder, load_text
 from cai_apps.applications.diffusion.model.tensor_parallel import trains_text
 from cai_apps.compose.lora import merged, plain_name, save_adapters
+from cai_apps.compose.published_names import hub_name
 from cai_mesh.checkpoint import save_hf
 from cai_mesh.layout import BoxedTensor
 
@@ -66,7 +68,7 @@ def _save(
     boxed_weights = dict(weights) if weights is not None else BoxedTensor.of_model(session.model)
     if config.lora.rank:
         adapted = targets(design, config.lora, train_text=train_text)
-        save_adapters(directory / ADAPTERS, boxed_weights, config.lora, adapted, trained)
+        save_adapters(session.model, directory / ADAPTERS, boxed_weights, config.lora, adapted, trained)
         boxed_weights = merged(session.model, boxed_weights, config.lora)
     for prefix, folder in trained.items():
         save_hf(
@@ -74,9 +76,22 @@ def _save(
             directory / folder,
             weights=_all_names(design, boxed_weights),
             within=prefix,
-            names=plain_name,
+            names=_published(session.model, prefix),
             dtype=torch.float32,
         )
+
+
+def _published(model: nn.Module, prefix: str) -> Callable[[str], str | None]:
+    """Return what the files of a part of a model call a parameter, by its full name."""
+    part = model.get_submodule(prefix.removesuffix("."))
+
+    def name(full: str) -> str | None:
+        plain = plain_name(full)
+        if plain is None or not plain.startswith(prefix):
+            return plain
+        return f"{prefix}{hub_name(part, plain.removeprefix(prefix))}"
+
+    return name
 
 
 def _all_names(design: Design, weights: dict[str, BoxedTensor]) -> dict[str, BoxedTensor]:
@@ -102,7 +117,9 @@ def _write_beside(design: Design, config: Config, directory: Path, run: Path, tr
         autoencoder.model.save_pretrained(directory / "vae")
     if not trained.intersection(TEXTS):
         for number, folder in enumerate(TEXTS[: len(design.texts)]):
-            load_text(design, number, **options, directory=source).save_pretrained(directory / folder)
+            text: Any = load_text(design, number, **options, directory=source)
+            weights = {hub_name(text, name): value for name, value in text.state_dict().items()}
+            text.save_pretrained(directory / folder, state_dict=weights)
     for suffix in ("", "_2", "_3")[: len(design.texts)]:
         home = run / f"tokenizer{suffix}" if (run / f"tokenizer{suffix}").is_dir() else run / "tokenizer"
         shutil.copytree(home, directory / f"tokenizer{suffix}", dirs_exist_ok=True)

@@ -15,9 +15,10 @@ from cai_apps.applications.diffusion.model.design import RAW, Design
 from cai_apps.applications.diffusion.model.quantization import Kind, quantize_layers
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.models import check_safetensors
+from cai_apps.data.content import digest_of_files
 from cai_gemini import HostModel
-from cai_mesh.errors import ConfigError
-from cai_mesh.files import check_weights
+from cai_mesh.errors import CheckpointError, ConfigError
+from cai_mesh.files import check_weights, weight_files
 
 Decoding = Literal["auto", "whole", "sliced", "tiled"]
 WAYS: tuple[Decoding, ...] = get_args(Decoding)
@@ -64,8 +65,44 @@ def load_denoiser(
     import diffusers
 
     kind = getattr(diffusers, design.denoiser["_class_name"])
-    model: nn.Module = kind.from_pretrained(home, torch_dtype=dtype, variant=variant_of(home))
+    model = read_part(kind, home, dtype)
     return settled(model, [*_layers(model, design.family.layers)], device, memory)
+
+
+def read_part(kind: Any, home: Path, dtype: torch.dtype) -> nn.Module:
+    """Return the model of a folder on the host, as `from_pretrained` of its library reads it.
+
+    Args:
+        kind: a class of diffusers or transformers.
+        home: the folder.
+        dtype: the dtype of its weights in memory.
+
+    Raises:
+        ConfigError: there are no weights, or several variants and none of them plain.
+        CheckpointError: the weights are damaged or of another model: a tensor is missing, which the libraries would
+            fill with random numbers, or has another shape.
+    """
+    options: dict[str, Any] = {
+        "variant": variant_of(home),
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
+    options["torch_dtype" if hasattr(kind, "load_config") else "dtype"] = dtype  # diffusers, transformers
+    try:
+        model, report = kind.from_pretrained(home, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{home} holds the weights of another model", cause=(str(error).splitlines() or [""])[0]
+        ) from None
+    missing = sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"])))
+    if missing:
+        raise CheckpointError(
+            f"{home} lacks {len(missing)} tensors of a {kind.__name__}",
+            got=", ".join(missing[:4]),
+            cause="the files are of another model, or call its parts by names that are not known",
+            fix="check that config.json is the one these weights were made with",
+        )
+    return model
 
 
 def settle_text(model: nn.Module, device: torch.device | str, memory: Memory) -> HostModel:
@@ -120,6 +157,20 @@ def variant_of(folder: Path) -> str | None:
             expected="a file as save_pretrained writes it, or several, of one variant",
         )
     return variants.pop()
+
+
+def weights_digest(directory: Path, folders: Sequence[str], cache: str) -> str:
+    """Return a digest of the weights in some folders of a pipeline's directory: of those that are read.
+
+    Raises:
+        ConfigError: a folder has no weights, or several variants and none of them plain.
+    """
+    files = {
+        f"{folder}/{name}": directory / folder / name
+        for folder in folders
+        for name in weight_files(directory / folder, error=ConfigError).names
+    }
+    return digest_of_files(files, cache)
 
 
 def free_bytes(device: torch.device) -> int | None:

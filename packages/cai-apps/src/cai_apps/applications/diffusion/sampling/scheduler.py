@@ -19,6 +19,8 @@ SCHEDULERS = {
     "dpm": "DPMSolverMultistepScheduler",
     "flow": "FlowMatchEulerDiscreteScheduler",
 }
+OF_PIPELINES = {"steps_offset": 1, "clip_sample": False}
+"""What `StableDiffusionPipeline` sets in its scheduler's config, whatever the file says."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ def denoise(model: Callable[[Tensor, Tensor], Tensor], noise: Tensor, scheduler:
 
 
 def make_scheduler(design: Design, options: Options) -> Any:
-    """A scheduler of diffusers with its times set.
+    """Return a scheduler of diffusers with its times set, by the model's own config.
+
+    It is what the pipeline has that `from_pretrained` opens with a scheduler of this class, read from the model's
+    directory: with the spacing, offset and final share of the image that the model was published with.
 
     Raises:
         ConfigError: it is for a flow and the denoiser is not, or the other way round; or the design's own is not known.
@@ -72,8 +77,8 @@ def make_scheduler(design: Design, options: Options) -> Any:
             expected="flow" if flow else "ddim or dpm",
         )
     config = {key: value for key, value in design.scheduler.items() if key != "_class_name"}
-    if name == "ddim":
-        config |= {"set_alpha_to_one": False, "steps_offset": 1, "timestep_spacing": "leading"}
+    if design.family.name == "UNet":
+        config |= OF_PIPELINES
     scheduler = getattr(diffusers, SCHEDULERS[name]).from_config(config)
     scheduler.set_timesteps(options.steps)
     return scheduler

@@ -2,12 +2,13 @@
 
     <cache>/<key>/NAME.npz      arrays of one chain: its alignment and its structure
 
-The key is a digest of the files that a chain was read from, so a kept one is never out of date.
+The key is a digest of the bytes of all files that a chain is read from, so a kept one is never out of date.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -19,16 +20,17 @@ import numpy as np
 
 from cai_apps.applications.protein.config import Data
 from cai_apps.applications.protein.data.examples import check_pair
-from cai_apps.applications.protein.data.hhr import read_hhr
-from cai_apps.applications.protein.data.related import choose, released
+from cai_apps.applications.protein.data.hhr import Hit, read_hhr
+from cai_apps.applications.protein.data.related import choose, released, structures_of
 from cai_apps.applications.protein.data.sequences import Alignment, read_a3m, read_stockholm
 from cai_apps.applications.protein.data.structures import Chain, read_chain
 from cai_apps.applications.protein.data.templates import Template
 from cai_apps.config.places import check_regular
+from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import ConfigError, DataError, did_you_mean
 from cai_mesh.files import private_folder, replaced
 
-FORMAT = 2
+FORMAT = 3
 """The format of what is kept; with another one all of it is made anew."""
 ALIGNMENTS = {".a3m": read_a3m, ".sto": read_stockholm}
 STRUCTURES = (".cif", ".pdb")
@@ -55,10 +57,17 @@ class Files:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Chains on disk: their files by name, those that are trained on and those that validate."""
+    """Chains on disk.
+
+    Args:
+        training: the files of the chains that are trained on, by name.
+        validation: the same of those that validate.
+        content: digest of what all of them were read from.
+    """
 
     training: dict[str, Path]
     validation: dict[str, Path]
+    content: str
 
     def file(self, name: str) -> Path:
         """Return the file of a chain. Raises `ConfigError` for a name that is none."""
@@ -121,6 +130,7 @@ def prepare(data: Data) -> Prepared:
     cache = private_folder(Path(data.cache), "data.cache") / "chains"
     private_folder(cache, "a directory of data.cache")
     cached_paths: dict[str, Path] = {}
+    contents: dict[str, str] = {}
     directory = directory_of(data.source)
     related = Path(data.template_structures).expanduser() if data.template_structures else directory
     chains = found_in(directory)
@@ -131,7 +141,8 @@ def prepare(data: Data) -> Prepared:
             fix="put them there, or set data.templates to 0",
         )
     for chain in chains:
-        path = _kept(chain, cache, related if data.templates else None)
+        contents[chain.name] = _content(chain, related if data.templates else None, data.cache)
+        path = _kept(chain, cache, contents[chain.name], related if data.templates else None)
         with np.load(path, allow_pickle=False) as arrays:
             if float(arrays["resolution"]) <= data.max_resolution:
                 cached_paths[chain.name] = path
@@ -150,7 +161,9 @@ def prepare(data: Data) -> Prepared:
             f"no chain of {data.source} is left to train on",
             cause=f"all are for validation, or coarser than {data.max_resolution} angstroms",
         )
-    return Prepared(training, {name: cached_paths[name] for name in data.validation})
+    read = json.dumps([[name, contents[name], name in data.validation] for name in cached_paths])
+    content = hashlib.sha256(read.encode()).hexdigest()
+    return Prepared(training, {name: cached_paths[name] for name in data.validation}, content)
 
 
 def _check_templates(data: Data, cached_paths: Mapping[str, Path]) -> None:
@@ -166,18 +179,30 @@ def _check_templates(data: Data, cached_paths: Mapping[str, Path]) -> None:
     )
 
 
-def _kept(sources: Files, cache: Path, related: Path | None) -> Path:
-    """Where a chain is kept, read now if it was not.
+def _hits(sources: Files, related: Path | None) -> list[Hit]:
+    return read_hhr(sources.hits) if related is not None and sources.hits is not None else []
+
+
+def _content(sources: Files, related: Path | None, cache: str) -> str:
+    """Return a digest of the bytes of all that a chain is read from, related structures too.
 
     Args:
-        related: directory of related structures; None: they are not asked for.
+        sources: the files of the chain.
+        related: the directory of related structures; None: they are not asked for.
+        cache: the directory `data.cache`.
     """
-    digest = hashlib.sha256(f"{FORMAT} {sources.chain} ".encode())
-    for file in (sources.alignment, sources.structure):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    hits = read_hhr(sources.hits) if related is not None and sources.hits is not None else []
+    files = {f"alignment{sources.alignment.suffix}": sources.alignment}
+    files[f"structure{sources.structure.suffix}"] = sources.structure
+    hits = _hits(sources, related)
     if related is not None:
-        digest.update(repr((hits, sorted(path.name for path in related.iterdir()))).encode())
+        files |= structures_of(hits, related)
+    digest = digest_of_files(files, cache)
+    return hashlib.sha256(repr((sources.chain, digest, related is not None, hits)).encode()).hexdigest()
+
+
+def _kept(sources: Files, cache: Path, content: str, related: Path | None) -> Path:
+    """Return where a chain is kept; it is read now if it was not."""
+    digest = hashlib.sha256(f"{FORMAT} {content}".encode())
     path = cache / digest.hexdigest()[:20] / f"{sources.name}.npz"
     if path.is_file():
         if _is_whole(path):
@@ -186,6 +211,7 @@ def _kept(sources: Files, cache: Path, related: Path | None) -> Path:
     alignment = ALIGNMENTS[sources.alignment.suffix](sources.alignment)
     chain = read_chain(sources.structure, sources.chain)
     check_pair(alignment, chain)
+    hits = _hits(sources, related)
     templates = (
         [] if related is None else choose(chain.residue, hits, related, released(sources.structure)).templates
     )

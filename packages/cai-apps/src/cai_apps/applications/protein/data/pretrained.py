@@ -12,6 +12,7 @@ from cai_apps.applications.protein.config import Config
 from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.model.alphafold import AlphaFold
 from cai_apps.applications.protein.weights import openfold_names, read_weights
+from cai_apps.data.content import digest_of_files
 from cai_apps.data.sealed import open_or_make
 from cai_mesh.files import private_folder
 
@@ -21,8 +22,7 @@ FILE = "model.safetensors"
 def weights_directory(config: Config) -> Path:
     """Where `prepare_weights` puts the weights that a run starts from; it depends on the file and the model."""
     file = Path(config.model.weights).expanduser()
-    with file.open("rb") as opened:
-        content = hashlib.file_digest(opened, "sha256").hexdigest()
+    content = digest_of_files({file.suffix: file}, config.data.cache)
     key = f"{content} {config.model.name} {config.data.templates > 0} {config.model.errors}"
     return _home(config) / hashlib.sha256(key.encode()).hexdigest()[:20]
 

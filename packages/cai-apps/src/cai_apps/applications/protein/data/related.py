@@ -154,12 +154,22 @@ def _read(query: np.ndarray, hit: Hit, folder: Path, newest: datetime.date | Non
     return placed(query, hit, read_chain(path, chain))
 
 
+def structures_of(hits: Sequence[Hit], folder: Path) -> dict[str, Path]:
+    """Return the files of the structures that hits name, by entry and ending; those that are not there are left out."""
+    files = {hit.entry[0]: _found(folder, hit.entry[0]) for hit in hits if hit.entry is not None}
+    return {f"{entry} {path.name[len(entry) :]}": path for entry, path in files.items() if path is not None}
+
+
+def _found(folder: Path, entry: str) -> Path | None:
+    names = (f"{name}{ending}" for name in (entry, entry.lower()) for ending in _ENDINGS)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
 def _file(folder: Path, entry: str) -> Path:
-    for name in (entry, entry.lower()):
-        for ending in _ENDINGS:
-            if (folder / f"{name}{ending}").is_file():
-                return folder / f"{name}{ending}"
-    raise DataError(f"no structure of {entry} in {folder}", expected=f"{entry}.cif or {entry}.pdb")
+    path = _found(folder, entry)
+    if path is None:
+        raise DataError(f"no structure of {entry} in {folder}", expected=f"{entry}.cif or {entry}.pdb")
+    return path
 
 
 def released(path: Path) -> datetime.date | None:
