@@ -647,7 +647,7 @@ FURTHER: dict[str, list[Case]] = {
         captioned(more.pictures_of_which_one_is_cut_off, "1.png"),
         captioned(more.pictures_of_which_one_is_a_directory, "1.png"),
         captioned(more.pictures_of_which_one_is_a_dangling_link, "1.png"),
-        captioned(more.pictures_of_which_one_is_a_bomb, "decompression bomb"),
+        captioned(more.pictures_of_which_one_is_a_bomb, "cat/1.png", "decompression bomb"),
         captioned(more.pictures_with_caption_of_bytes, "1.txt"),
         captioned(more.pictures_without_a_caption, "1.png"),
         captioned(more.metadata_of_numbers, "metadata.jsonl"),

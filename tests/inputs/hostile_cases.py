@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import further_files as more
 import hostile_files as hostile
 from bad_inputs import SHORT, Case, chains, language, model, of
 from further_cases import CACHED, FEW, PLACES, captioned, pipeline, pretrained
@@ -91,7 +90,6 @@ HOSTILE: dict[str, list[Case]] = {
         ),
     ],
     "pictures": [
-        captioned(more.pictures_of_which_one_is_a_bomb, "cat/1.png", "decompression bomb"),
         captioned(hostile.pictures_of_which_one_is_a_pipe, "1.png"),
         captioned(hostile.pictures_of_which_a_caption_is_a_pipe, "1.txt"),
         captioned(hostile.pictures_whose_metadata_is_a_pipe, "metadata.jsonl"),
@@ -131,7 +129,6 @@ HOSTILE: dict[str, list[Case]] = {
     "places": [
         language(f"--data.source={URL} {CACHED}", URL, "download"),
         language(f"--data.source=s3://bucket/text.txt {CACHED}", "s3://bucket", "download"),
-        language(f"--data.source=/dev/zero {CACHED}", "/dev/zero", "no regular file"),
         language(f"--data.source=/dev/stdin {CACHED}", "/dev/stdin", "no regular file"),
         language(f"--data.source=/proc/self/mem {CACHED}", "/proc/self/mem"),
         language(f"--data.tokenizer={URL} {CACHED}", URL, "download"),

@@ -129,7 +129,7 @@ def check_safetensors(directory: Path) -> None:
         return
     others = sorted(path.name for pattern in OTHER_FORMATS for path in directory.glob(pattern))
     raise ConfigError(
-        f"no weights at {directory} as .safetensors",
+        f"no weights at {directory}: it holds no safetensors",
         got=", ".join(others[:4]) or None,
         expected="model.safetensors, or several with their index, as save_pretrained writes them",
         cause="files of pickles, as .bin and .pt, run code when they are read" if others else "",

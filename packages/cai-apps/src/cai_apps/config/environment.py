@@ -60,7 +60,7 @@ def check_address(name: str, host: str, seconds: float = RESOLVE_SECONDS) -> Non
     Args:
         name: the variable or option that has it.
         host: the machine's name, or its address.
-        seconds: how long to wait: a machine that starts with this one gets its name a little later.
+        seconds: seconds to wait: a machine that starts with this one gets its name a little later.
 
     Raises:
         ConfigError: it does not in that time; torch would ask again for minutes.

@@ -28,6 +28,10 @@ _VARIANT = re.compile(
 )
 
 
+_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Endings of weights that are not read: pickles can run code, and the others are of other programs."""
+
+
 @dataclass(frozen=True)
 class WeightFiles:
     """The weights of a directory.
@@ -75,6 +79,8 @@ def weight_files(directory: Path, *, error: type[CaiError] = CheckpointError) ->
     if chosen is None:
         raise error(
             f"{directory} holds no safetensors",
+            got=", ".join(sorted(path.name for ending in _OTHERS for path in directory.glob(f"*{ending}")))
+            or None,
             expected=f"{TRANSFORMERS}.safetensors or {index_name(TRANSFORMERS)}, {DIFFUSERS}.safetensors or "
             f"{index_name(DIFFUSERS)}, or these of one variant",
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from cai_mesh.errors import PlanError
 
@@ -103,7 +104,7 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
         inside = any(name.startswith(prefix + ".") for prefix in replaced)
         if name not in plain_modules or _is_ours(type(module)) or inside:
             continue
-        if type(module) is not type(plain_modules[name]):
+        if type_before_parametrizations(module) is not type_before_parametrizations(plain_modules[name]):
             replaced.append(name)
             changes.append(_exchange(name, module, plain_modules[name]))
         else:

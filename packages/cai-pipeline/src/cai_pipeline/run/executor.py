@@ -23,6 +23,7 @@ from cai_pipeline.plans.placement import Held
 from cai_pipeline.plans.schedules import begin_with, forward_only
 from cai_pipeline.plans.simulation import Timeline
 from cai_pipeline.run.auto import MEASURED_STEP, Choice, choose
+from cai_pipeline.run.backward_thread import open_backward
 from cai_pipeline.run.recorder import SHOWN_STEP, Recorder, again, gather, timeline
 from cai_pipeline.run.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
 from cai_pipeline.run.wire import Wire, check_wire
@@ -116,7 +117,7 @@ class PipelineRunner:
         if ranks > 1:
             show_stage_gradients(model, mesh)
         self.device = torch.device(mesh.device_type)
-        _open_backward(self.device)
+        open_backward(self.device)
         self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0
         self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
@@ -196,16 +197,6 @@ class PipelineRunner:
     def _on_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         broadcast(loss, self.held[-1], self.group).wait()
         return loss
-
-
-def _open_backward(device: torch.device) -> None:
-    """Let the thread that runs backward on a GPU meet the GPU's context.
-
-    A stage's backward may begin with a product of matrices, and cuBLAS warns of a thread that has no context yet.
-    """
-    if device.type == "cuda":
-        with torch.enable_grad():
-            torch.zeros(1, device=device, requires_grad=True).add(1).backward()
 
 
 def _check_placed(program: Program, stage_ranks: Held) -> None:

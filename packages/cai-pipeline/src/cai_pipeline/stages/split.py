@@ -76,26 +76,28 @@ def split(
         model.cai_stages = Stages(stage_ranks, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
         return model
     tried = trial or small_model(model)
-    lists = [tried.layers] if isinstance(tried.layers, str) else tried.layers
-    check_enough_layers(
-        sum(len(list(model.get_submodule(name).children())) for name in lists), len(stage_ranks)
-    )
+    _check_layers(model, tried, len(stage_ranks))
     structure = structure_of(tried)
     _check_same_parts(model, structure)
     stage_layers = _assign_layers(model, structure, stage_ranks, balance)
     verify_split(tried, stage_layers, stage_ranks)
     rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
-    names = frozenset(name for name, _ in model.named_parameters())
+    _guard_saving(model)
     stages = partition(model, structure, stage_layers, stage_ranks, rank, tied)
-    _guard_saving(model, names)
     stages.check = CallCheck(Tried(tried, tuple(stage_layers), stage_ranks))
     _share(model, mesh, tied, stage_ranks)
     return model
 
 
-def _guard_saving(model: nn.Module, names: frozenset[str]) -> None:
-    """Let `save_pretrained` raise `CheckpointError` unless it is given a state dict with all of some names."""
+def _check_layers(model: nn.Module, tried: Trial, stages: int) -> None:
+    lists = [tried.layers] if isinstance(tried.layers, str) else tried.layers
+    check_enough_layers(sum(len(list(model.get_submodule(name).children())) for name in lists), stages)
+
+
+def _guard_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` raise `CheckpointError` unless it is given a state dict with all of the model's names."""
     if hasattr(model, "save_pretrained"):
+        names = frozenset(name for name, _ in model.named_parameters())
         model.save_pretrained = partial(_save_whole, model.save_pretrained, names)  # type: ignore[assignment]
 
 
