@@ -145,13 +145,13 @@ def _laid_out(path: Path, polymer: Any, entity: Any) -> tuple[list[str], list[tu
 def _missing(path: Path, before: Any, after: Any) -> int:
     """Return how many residues are missing between two that follow each other in a file without a sequence."""
     end, start = before.find_atom("C", "*"), after.find_atom("N", "*")
-    known = end is not None and start is not None
-    if known and end.pos.dist(start.pos) <= BOND:
+    have_atoms = end is not None and start is not None
+    if have_atoms and end.pos.dist(start.pos) <= BOND:
         return 0
     first, last = (residue.label_seq or residue.seqid.num for residue in (before, after))
     if last - first > 1:
         return last - first - 1
-    if not known:
+    if not have_atoms:
         return 0
     raise DataError(
         f"{path} has a gap of unknown length",
@@ -199,7 +199,7 @@ def _chain(name: str, structure: Any, sequence: list[str], placed: list[tuple[in
 
 def _name_nitrogens(number: np.ndarray, atoms: np.ndarray, occupancy: np.ndarray) -> None:
     """Let NH1 of arginines be the nitrogen nearer to CD, in place: many files have the two names exchanged."""
-    arginine = next(n for n, amino_acid in enumerate(residues()) if amino_acid.name == "ARG")
+    arginine = [amino_acid.name for amino_acid in residues()].index("ARG")
     order = _places()[arginine]
     delta, first, second = (order.index(atom) for atom in ("CD", "NH1", "NH2"))
     rows = np.flatnonzero((number == arginine) & (occupancy[:, [delta, first, second]] > 0).all(1))
