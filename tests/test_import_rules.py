@@ -94,11 +94,11 @@ ROOMS = {
     "cai_zero": {
         "reduction": set(),
         "precision": set(),
-        "full_state": set(),
         "integrations": {FACE},
         "loss_scale": set(),
         "optimizers": set(),
         "state": set(),
+        "full_state": {"state"},
         "stage3": {"precision", "reduction"},
         "replicated": {"precision", "reduction", "state"},
         "average": {"replicated"},

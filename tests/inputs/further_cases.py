@@ -159,7 +159,7 @@ FURTHER: dict[str, list[Case]] = {
         written("[[optimizer.groups]]\nlr = 0.1\n", "optimizer.groups", "a table"),
     ],
     "toml files": [
-        Case(("train", "{here}/config.toml"), ("config.toml",), more.toml_with_mark),
+        Case(("train", "{here}/config.toml"), ("train.steps",), more.toml_with_mark),
         Case(("train", "{here}/config.toml"), ("not valid TOML",), more.toml_in_utf16),
         Case(("train", "{here}/config.toml"), ("not valid TOML",), more.toml_with_nul),
         Case(("train", "{here}/config.toml"), ("config.toml",), more.toml_links_to_itself),

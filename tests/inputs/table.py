@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from bad_inputs import CASES, Case
 from further_cases import FURTHER
+from hostile_cases import HOSTILE
 from running import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof" / "inputs.md"
@@ -17,7 +18,7 @@ HEAD = """# Bad input
 
 What `cai` says to input that cannot be: for each the exit code and the first line of the message. Every message also
 says what was got or expected, the cause or what to do; no file is touched, and no traceback is shown. The inputs are
-data (`bad_inputs.py` and `further_cases.py` in `tests/inputs`), as which they are also tested:
+data (`bad_inputs.py`, `further_cases.py` and `hostile_cases.py` in `tests/inputs`), as which they are also tested:
 
 ```
 nox -s tests -- tests/inputs
@@ -36,8 +37,8 @@ says where its traceback is.
 def main() -> None:
     """Run all cases and write the page."""
     lines = [HEAD]
-    for group in dict.fromkeys([*CASES, *FURTHER]):
-        cases = [*CASES.get(group, ()), *FURTHER.get(group, ())]
+    for group in dict.fromkeys([*CASES, *FURTHER, *HOSTILE]):
+        cases = [*CASES.get(group, ()), *FURTHER.get(group, ()), *HOSTILE.get(group, ())]
         lines += [
             "",
             f"## {group[0].upper()}{group[1:]} ({len(cases)})",
@@ -52,7 +53,7 @@ def main() -> None:
 def _row(case: Case) -> str:
     with tempfile.TemporaryDirectory() as directory:
         found = run(case, Path(directory))
-    message = found.err[found.err.rindex("error: ") :].splitlines()[0].replace(directory, "{here}")
+    message = found.err[found.err.rfind("\nerror: ") + 1 :].splitlines()[0].replace(directory, "{here}")
     return f"| `{_cell(case.name)}` | {found.code} | {_cell(message.removeprefix('error: '))} |"
 
 

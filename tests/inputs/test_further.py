@@ -10,18 +10,21 @@ import sys
 import pytest
 from bad_inputs import Case
 from further_cases import ALONE, FURTHER
+from hostile_cases import HOSTILE
 from running import run
 
 SHOWN = 120
 """Letters of a test's name."""
+STEERING = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]"
+"""What steers a terminal."""
 REPEATED, BRIEF = r"(.)\1{20,}", r"\1..."
 """A letter many times over, and what is shown of it."""
 
 
-def _named(groups: dict[str, list[Case]]) -> dict[str, Case]:
+def _named(groups: dict[str, list[Case]], kind: str = "") -> dict[str, Case]:
     """Cases by group, number, what is made and what is given."""
     return {
-        f"{group} {number}: {_brief(case)}": case
+        f"{kind}{group} {number}: {_brief(case)}": case
         for group, cases in groups.items()
         for number, case in enumerate(cases, 1)
     }
@@ -32,7 +35,7 @@ def _brief(case: Case) -> str:
     return re.sub(REPEATED, BRIEF, made + case.name)[:SHOWN]
 
 
-NAMED, APART = _named(FURTHER), _named(ALONE)
+NAMED, APART = _named(FURTHER) | _named(HOSTILE, "hostile "), _named(ALONE)
 
 
 @pytest.mark.timeout(60)
@@ -41,8 +44,9 @@ def test_is_told(case: Case, tmp_path):
     found = run(case, tmp_path)
     message = found.err
     assert "Traceback" not in message + found.out
+    assert not re.search(STEERING, message + found.out)
     assert found.code == 2, message or found.out[-500:]
-    last = message[message.rindex("error: ") :]
+    last = message[message.rindex("\nerror: ") if "\nerror: " in message else 0 :]
     assert "should not have happened" not in last
     missing = [word for word in case.words if word.replace("{here}", str(tmp_path)) not in last]
     assert not missing, message

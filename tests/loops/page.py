@@ -24,8 +24,9 @@ the cause and the fix. Nothing is wrong in silence.
   talks to the others only where the gradient is still to be reduced.
 - **In stage 3 and under offload parameters are flat**, and so are their gradients: decide by shape (`p.dim() > 1`)
   before `shard_module` or `offload`. What asks for places in a gradient (`p.grad[3]`) is refused there.
-- **With pipeline stages** a norm over `model.parameters()` would be that of one stage: torch's clipping is refused,
-  `cai_mesh.clip_grad_norm_(model.parameters(), max_norm, mesh)` counts every stage.
+- **With pipeline stages** a norm over `model.parameters()` would be that of one stage: torch's clipping, sums of norms
+  and `GradScaler` are refused, `cai_mesh.clip_grad_norm_(model.parameters(), max_norm, mesh)` counts every stage.
+  One parameter's norm is what it is.
 - **A parameter that no rank has used** in a step is not stepped, as torch does not: no decay, no moments, no count. One
   that some rank has used is. The ranks agree by one message of a byte a parameter.
 - **An average of the weights**: `cai_zero.Ema(model, optimizer, decay=0.999)`; copies of the model, which torch's
@@ -39,7 +40,12 @@ the cause and the fix. Nothing is wrong in silence.
 - **With `MixedPrecision(split_master=True)`** write to parameters through `param.data`; `param.clamp_()` is refused at
   the next step. The other loops below train as without it (`tests/loops/test_loops.py`).
 - **`model.state_dict()` in stage 3 and under offload** has flat parts, for this model sharded as it is; pickling it
-  warns. `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
+  warns, other files of it (safetensors, DCP, numpy) are refused. `load_state_dict` takes whole tensors too.
+  `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
+- **State of a rank is signed.** `optimizer.state_dict()` that one rank has saved and another loads raises, at the load
+  or at the next step. `full_optimizer_state_dict(optimizer, model)` is for any ranks, stages and plain loops.
+- **Change the model first.** Another head, a resized embedding or an adapter after `parallelize` or `shard_module`
+  raises where nobody would cut or reduce it.
 - **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.
 - **A plain tensor put into `.grad`** in stages 0 to 2 is this rank's, and is averaged over the ranks.
 - **A model that `parallelize` has cut**, without ZeRO, shows its gradients the same way: a rank reads its part, in its
@@ -48,7 +54,8 @@ the cause and the fix. Nothing is wrong in silence.
 - **Accelerate, Trainer, Fabric**: shard or offload first, then hand model and optimizer over through
   `cai_zero.integrations`: `accelerate.prepare(accelerator, model, optimizer, ...)`, `transformers.ZeroTrainer`
   (with `mesh=` for tensor-parallel ranks, which read the same samples), `fabric.ZeroStrategy`. By themselves they
-  would wrap the model in DistributedDataParallel, which is refused.
+  would wrap the model in DistributedDataParallel, which is refused. What they save is whole, of the optimizer too, and
+  loads on any ranks and stages.
 
 ## Cases
 """

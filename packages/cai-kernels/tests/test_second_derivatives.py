@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cai_kernels import (
+    fp8_linear,
     gate_add,
     geglu,
     group_norm,
@@ -55,11 +56,24 @@ def test_a_penalty_on_gradients_is_that_of_the_plain_form(name):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_what_has_a_first_derivative_only_says_so():
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_has_a_first_derivative_only_says_what_is_plain(backend, reduction):
     x, w, target = values(ROWS, WIDTH), values(5, WIDTH, seed=1), torch.tensor([0, 4, 2])
-    loss = linear_cross_entropy(x, w, target)
+    loss = linear_cross_entropy(x, w, target, reduction=reduction, backend=backend).mean()
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     plain = F.cross_entropy(x @ w.T, target)
     torch.testing.assert_close(first, torch.autograd.grad(plain, x)[0])
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated again") as caught:
         (loss + first.square().sum()).backward()
+    assert "functional.linear" in str(caught.value) and "backend='reference'" not in str(caught.value)
+
+
+def test_no_error_advises_the_backend_that_raised_it():
+    """Whatever refuses second derivatives under the reference; FP8's products are those of the reference too."""
+    x, w = values(16, 16), values(16, 16, seed=1)
+    y = fp8_linear(x, w, backend="reference")
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again") as caught:
+        first.square().sum().backward()
+    assert "backend='reference'" not in str(caught.value)

@@ -213,3 +213,44 @@ def without_a_view():
 
 def test_a_mesh_without_an_expert_view_is_refused():
     run_ranks(2, without_a_view)
+
+
+BESIDE = (
+    ("dp_replicate", "edp"),
+    ("dp_shard", "edp"),
+    ("dp_shard", "ep"),
+    ("dp_replicate", "etp"),
+    ("cp", "edp"),
+    ("replica", "experts"),
+)
+"""Meshes as DeepSpeed-MoE's, Megatron's and torchtitan's ranks of experts would be written down, but in one view."""
+
+
+def beside():
+    """What each mesh and stage says, with dense parameters alone and with experts that know of the axis."""
+    said = {}
+    for names in BESIDE:
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        if "experts" in names:
+            mesh = ParallelMesh.of(mesh, axes={"dp_replicate": "replica", "edp": "experts"})
+        for stage in range(4):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+            if names[1] == "edp":
+                attach_to(model[1], "weight", reduce=ReduceSpec(EXPERT_GRADIENT_AXES))
+            try:
+                if stage == 3:
+                    shard_module(model, mesh)
+                else:
+                    shard_optimizer(
+                        torch.optim.SGD(model.parameters(), lr=0.1), mesh, model=model, stage=stage
+                    )
+                said[names, stage] = "nothing"
+            except MeshError as error:
+                said[names, stage] = str(error)
+    return said
+
+
+def test_dense_parameters_on_an_axis_of_experts_alone_are_refused():
+    for said in run_ranks(2, beside):
+        for (names, _), text in said.items():
+            assert f"axis {names[1]!r}" in text and "ParallelMesh.of(mesh, ep=...)" in text

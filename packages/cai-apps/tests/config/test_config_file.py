@@ -79,3 +79,9 @@ def test_missing_file(tmp_path):
 def test_unknown_recipe_suggests_one():
     with pytest.raises(ConfigError, match="did you mean 'llama-tiny'"):
         recipes.load("llama-tinny")
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_bytes("\ufeff[train]\nsteps = 7\n".encode())
+    assert config_file.read(path, Config).train.steps == 7

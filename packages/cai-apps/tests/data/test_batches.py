@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from cai_apps.data.batches import Batches
-from cai_apps.data.packed import IGNORED, count_targets, split
+from cai_apps.data.packed import IGNORED, blank, count_targets, split
 from cai_apps.data.prepare import Prepared
 from cai_mesh.errors import DataError
 
@@ -18,7 +16,7 @@ END = 7
 def prepared(tmp_path):
     tokens = np.arange(10, 10 + 103, dtype=np.uint16)
     tokens.tofile(tmp_path / "tokens.bin")
-    return Prepared(Path(tmp_path), "none", len(tokens), "uint16", END)
+    return Prepared(tmp_path, len(tokens), "uint16", END, "text", "vocabulary")
 
 
 def test_sequences_are_cut_from_the_stream(prepared):
@@ -80,3 +78,13 @@ def test_batch_across_the_end_of_an_epoch(prepared):
     epoch = [rows_of(batches, 4 * step) for step in range(3)]
     whole = Batches(training, 11, 11, 0, 1, seed=5)
     assert torch.equal(torch.cat(epoch), torch.cat([rows_of(whole, 0), rows_of(whole, 11)])[:12])
+
+
+def test_samples_that_are_read_once_fill_their_last_batch_without_targets(prepared):
+    _, validation = split(prepared, 10, 0.25)
+    assert validation.size == 3
+    batches = [Batches(validation, 4, 2, rank, 2, seed=None, blank=blank) for rank in (0, 1)]
+    labels = torch.cat([batch["labels"] for part in batches for batch in part.at(0)])
+    assert labels.shape == (4, 10)
+    assert torch.equal(labels[:3], validation.rows(np.arange(3), np.arange(3))["labels"])
+    assert (labels[3] == IGNORED).all()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from cai_apps.data.prepare import check_ids, prepare
 from cai_apps.data.section import Data
-from cai_apps.data.tokenizer import END_OF_TEXT, load_tokenizer
+from cai_apps.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from cai_mesh.errors import ConfigError, DataError
 
 
@@ -44,21 +45,59 @@ def test_anything_the_tokens_depend_on_makes_another_entry(data, tmp_path, chang
     assert prepared.directory != prepare(data, 301).directory
 
 
+def test_a_tokenizer_edited_in_place_makes_another_entry(data, tmp_path):
+    """The cache knew a tokenizer by its name: two projects with `data.tokenizer = "tok"` shared one's ids."""
+    directory = tmp_path / "tok"
+    data = replace(data, tokenizer=str(directory))
+    tokens = []
+    for rows in (300, 260):
+        train_tokenizer(["the cat sat on the mat. "] * 20, rows).save_pretrained(directory)
+        tokens.append(prepare(data, 300).tokens)
+    assert tokens[0] < tokens[1]
+    train_tokenizer(["the cat sat on the mat. "] * 20, 300).save_pretrained(directory)
+    assert prepare(data, 300).tokens == tokens[0]
+
+
+def test_a_text_edited_in_place_makes_another_entry(data, tmp_path):
+    """The cache knew a text by its size and time of modification."""
+    file = tmp_path / "0.txt"
+    before, status = prepare(data, 300), file.stat()
+    file.write_text(file.read_text().replace("cat", "dog"))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_size == status.st_size
+    after = prepare(data, 300)
+    assert "dog" in load_tokenizer(after.tokenizer).decode(after.stream())
+    assert before.text != after.text
+
+
+def test_the_same_text_elsewhere_is_the_same_entry(data, tmp_path):
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for file in tmp_path.glob("*.txt"):
+        (copies / file.name).write_bytes(file.read_bytes())
+    assert prepare(data, 300) == prepare(replace(data, source=str(copies / "*.txt")), 300)
+
+
+def test_special_tokens_are_part_of_the_key(data, tmp_path):
+    (tmp_path / "0.txt").write_text(f"{END_OF_TEXT} begins this text. " * 9)
+    assert prepare(data, 300).tokens > prepare(replace(data, special_tokens="parse"), 300).tokens
+
+
 def test_large_vocabulary_uses_32_bits(data):
     assert prepare(data, 70_000).stream().dtype == np.uint32
 
 
 def test_existing_tokenizer_directory(data):
     trained = prepare(data, 300)
-    reused = prepare(replace(data, tokenizer=trained.tokenizer), 400)
-    assert reused.tokenizer == trained.tokenizer
+    reused = prepare(replace(data, tokenizer=str(trained.tokenizer)), 400)
+    assert reused.vocabulary == trained.vocabulary
     assert (reused.stream() == trained.stream()).all()
 
 
 def test_token_beyond_the_vocabulary(data):
     trained = prepare(data, 300)
     with pytest.raises(DataError, match="token id beyond the model's vocabulary") as caught:
-        prepare(replace(data, tokenizer=trained.tokenizer), 100)
+        prepare(replace(data, tokenizer=str(trained.tokenizer)), 100)
     assert "vocab_size = 100" in str(caught.value)
     assert not list(trained.directory.parent.glob("unfinished-*"))
 

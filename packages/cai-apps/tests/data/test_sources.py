@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from cai_apps.data import sources
+from cai_apps.data import content, sources
 from cai_mesh.errors import DataError
 
 
@@ -109,10 +110,62 @@ def test_dataset_directory_without_a_text_column(dataset_directory, monkeypatch)
         list(sources.documents(dataset_directory))
 
 
-def test_fingerprint_follows_the_files(tmp_path):
-    file = tmp_path / "a.txt"
+def test_content_follows_the_bytes_and_not_the_place(tmp_path):
+    first, second, cache = tmp_path / "a.txt", tmp_path / "b.txt", str(tmp_path / "cache")
+    first.write_text("one")
+    second.write_text("one")
+    digest = sources.content(str(first), cache)
+    assert digest == sources.content(str(first), cache) == sources.content(str(second), cache)
+    status = first.stat()
+    first.write_text("two")
+    os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert digest != sources.content(str(first), cache)
+
+
+def test_a_file_that_is_settled_is_not_read_again(tmp_path, monkeypatch):
+    file, cache = tmp_path / "a.txt", str(tmp_path / "cache")
     file.write_text("one")
-    before = sources.fingerprint(str(file))
-    assert before == sources.fingerprint(str(file))
-    file.write_text("three")
-    assert before != sources.fingerprint(str(file))
+    monkeypatch.setattr(content, "SETTLING", -1)
+    digest = sources.content(str(file), cache)
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(content, "PART", "no file is read")
+        assert sources.content(str(file), cache) == digest
+    file.write_text("two")
+    assert sources.content(str(file), cache) != digest
+
+
+@pytest.mark.parametrize("damage", ["", "[1]", '{"a": 3}', "{"])
+def test_a_damaged_record_of_digests_is_made_anew(tmp_path, monkeypatch, damage):
+    file, cache = tmp_path / "a.txt", tmp_path / "cache"
+    file.write_text("one")
+    monkeypatch.setattr(content, "SETTLING", -1)
+    digest = sources.content(str(file), str(cache))
+    (record,) = (cache / content.DIGESTS).glob("*.json")
+    record.write_text(damage)
+    assert sources.content(str(file), str(cache)) == digest
+    assert json.loads(record.read_text())
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.Jsonl"])
+def test_lines_of_objects_by_other_names(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "one"}\n')
+    assert list(sources.documents(str(tmp_path / name))) == ["one"]
+
+
+@pytest.mark.parametrize(
+    "ending", [".json", ".csv", ".TSV", ".parquet", ".gz", ".zst", ".pdf", ".ipynb", ".arrow"]
+)
+def test_other_formats_are_not_trained_on_as_text(tmp_path, ending):
+    file = tmp_path / f"a{ending}"
+    file.write_text('[{"text": "one"}]')
+    with pytest.raises(DataError, match="is not plain text") as caught:
+        list(sources.documents(str(file)))
+    assert str(file) in str(caught.value)
+    with pytest.raises(DataError):
+        sources.content(str(file), str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", ["a", "a.md", "a.py", "a.rst", "a.text", "README"])
+def test_text_by_any_other_name(tmp_path, name):
+    (tmp_path / name).write_text("one", encoding="utf-8-sig")  # as Windows writes it
+    assert list(sources.documents(str(tmp_path / name))) == ["one"]

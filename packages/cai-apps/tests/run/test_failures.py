@@ -102,3 +102,26 @@ def test_a_rank_that_lost_another_is_no_fault(capsys):
     user_errors.show(lost)
     told = capsys.readouterr().err
     assert "this rank has lost another one" in told and "should not" not in told
+
+
+def test_a_panic_of_rust_is_of_the_library_that_was_called(capsys):
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    found = user_errors.user_error(by("tokenizers.x", panic("range end index 7 out of range")))
+    assert found is not None and "tokenizers refuses an input" in str(found)
+    assert user_errors.user_error(by("tokenizers.x", Exception("no variant"))) is not None, (
+        "as tokenizers raises"
+    )
+    assert user_errors.user_error(panic("out of range")) is None
+
+
+def test_the_command_shows_a_panic_as_an_error(monkeypatch, capsys):
+    from cai_apps import cli
+
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    monkeypatch.setattr(cli, "_dispatch", lambda arguments: (_ for _ in ()).throw(SystemExit(3)))
+    with pytest.raises(SystemExit):
+        cli.main([])
+    monkeypatch.setattr(cli, "_dispatch", lambda arguments: (_ for _ in ()).throw(panic("\x1b[31m")))
+    assert cli.main([]) == 1
+    told = capsys.readouterr().err
+    assert "\\x1b[31m" in told and "\x1b" not in told

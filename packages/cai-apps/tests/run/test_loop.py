@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.applications.language.config import Config
 from cai_apps.data.batches import Batches
-from cai_apps.data.packed import count_targets, split
+from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.data.prepare import Prepared
 from cai_apps.run.files.position import Position, Unit
 from cai_apps.run.loop.training_loop import Loop
@@ -79,15 +79,15 @@ class OneWeight:
         return labels[labels >= 0] / 10
 
 
-def train(directory, config=CONFIG, start=None, weight=1.0):
+def train(directory, config=CONFIG, start=None, weight=1.0, validation_fraction=0.3):
     """(weight, [(metrics, position)]) of a run on all ranks; the last of its sequences is mostly ignored."""
     tokens = (np.arange(1, 8 * 10 + 4) % 17).astype(np.uint16)
-    prepared = Prepared(Path(directory), "none", len(tokens), "uint16", 0)
+    prepared = Prepared(Path(directory), len(tokens), "uint16", 0, "text", "vocabulary")
     if torch.distributed.get_rank() == 0:
         tokens.tofile(Path(directory) / "tokens.bin")
     torch.distributed.barrier()
     mesh = build_mesh(MeshSpec(dp_shard=-1), device_type="cpu")
-    training, validation = split(prepared, 8, 0.3)
+    training, validation = split(prepared, 8, validation_fraction)
     sizes = (
         config.train.global_batch,
         config.train.microbatch_size,
@@ -96,7 +96,7 @@ def train(directory, config=CONFIG, start=None, weight=1.0):
     )
     session, seen = OneWeight(config, mesh, weight, broken=torch.distributed.get_world_size() - 1), []
     batches = Batches(training, *sizes, seed=config.train.seed)
-    held_out = Batches(validation, *sizes, seed=None)
+    held_out = Batches(validation, *sizes, seed=None, blank=blank)
     work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), {"mfu": 80.0})  # type: ignore[arg-type]
     loop = Loop(session, work, batches, held_out, torch.device("cpu"), lambda *it: seen.append(it))
     loop.run(start or Position())
@@ -125,6 +125,22 @@ def test_position_and_records(single):
     assert [m.lr for m in metrics[:3]] == [0.25, 0.5, 0.5]
     assert single[0] == pytest.approx(0.85, abs=0.05)
     assert metrics[0].tflops == pytest.approx(10.0 * metrics[0].units_per_second / 1e12)
+
+
+@pytest.mark.parametrize("fraction, sequences", [(0.2, 2), (0.45, 5), (0.65, 7)])
+@pytest.mark.parametrize("ranks, sizes", [(1, (4, 2)), (2, (4, 1)), (2, (8, 4))])
+def test_validation_counts_each_target_once(ranks, sizes, fraction, sequences, tmp_path):
+    """The mean over the sequences themselves, which fill no whole batch; the last of them is mostly ignored."""
+    tokens = np.arange(1, 8 * 10 + 4) % 17
+    total = -(-len(tokens) // 8)
+    targets = [row[1:] for row in np.split(tokens, range(8, len(tokens), 8))[total - sequences :]]
+    train_config = replace(
+        CONFIG.train, global_batch=sizes[0], microbatch_size=sizes[1], steps=1, validate_every=1
+    )
+    config = replace(CONFIG, train=train_config)
+    for weight, seen in run_ranks(ranks, train, str(tmp_path), config, None, 1.0, fraction):
+        expected = np.mean((weight - np.concatenate(targets) / 10) ** 2)
+        assert seen[-1][0].validation_loss == pytest.approx(expected, abs=1e-12)
 
 
 def test_second_half_from_a_position_is_the_second_half(single, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import subprocess
 import sys
@@ -10,9 +11,13 @@ import sys
 import pytest
 import torch
 
+from cai_apps.cli import run as command
 from cai_apps.cli.run import parse, recorded
+from cai_apps.config import environment
+from cai_apps.config.environment import check_address
 from cai_apps.run.launch import loopback
-from cai_mesh.errors import MeshError
+from cai_apps.run.launch.rank import start_rank
+from cai_mesh.errors import ConfigError, MeshError
 
 WORK = """
 import os, sys
@@ -142,3 +147,48 @@ def test_a_port_that_is_taken_is_told():
         held.listen()
         with pytest.raises(MeshError, match="cannot be used"):
             loopback.listen(held.getsockname()[1])
+
+
+def test_a_meeting_place_that_is_taken_is_told(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(MeshError, match=r"(?s)taken by another program.*MASTER_PORT"):
+            start_rank("cpu")
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a" * 70, ".."])
+def test_a_machine_without_an_address_is_told(host):
+    with pytest.raises(ConfigError, match=f"(?s)no machine has the name.*MASTER_ADDR={re.escape(host)}"):
+        check_address("MASTER_ADDR", host, seconds=0)
+
+
+def test_a_machine_may_get_its_address_later(monkeypatch):
+    asked = []
+
+    def getaddrinfo(host, port):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(environment.time, "sleep", lambda seconds: None)
+    check_address("MASTER_ADDR", "node-1", seconds=60)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=nowhere.invalid:29500"],
+        ["--nnodes=2", "--master-addr=nowhere.invalid"],
+    ],
+)
+def test_the_launcher_does_not_wait_for_a_machine_without_an_address(arguments, monkeypatch, tmp_path):
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(command, "check_address", lambda name, host: check_address(name, host, seconds=0))
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid"):
+        command.run([*arguments, str(tmp_path / "script.py")])

@@ -14,7 +14,7 @@ import torch
 
 from cai_gemini.chunk.chunk import OffloadedChunk
 from cai_mesh.errors import CheckpointError
-from cai_mesh.layout import BoxedTensor
+from cai_mesh.layout import SIGNATURE, BoxedTensor
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 GROUPS = OPTIMIZER + "param_groups"
@@ -167,7 +167,9 @@ def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) else value
 
-    return [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return [
+        {k: plain(v) for k, v in g.items() if k not in ("params", SIGNATURE)} for g in optimizer.param_groups
+    ]
 
 
 def check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], where: str) -> None:

@@ -31,7 +31,7 @@ from cai_mesh.storage import (
     check_elementwise,
     check_parameters,
     check_there,
-    guard_saving,
+    guard_state,
     reduces_itself,
     units,
 )
@@ -133,7 +133,7 @@ def _chunks(
             index += 1
     direct_linears(model, _flat_parameters(flats).values())
     reduces_itself(model)
-    guard_saving(model)
+    guard_state(model)
     return flats, chunks
 
 

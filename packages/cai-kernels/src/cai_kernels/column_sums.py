@@ -48,11 +48,11 @@ def column_sums_into(partials: Sequence[torch.Tensor], outs: Sequence[torch.Tens
         for out in outs:
             out.zero_()
         return
-    each = min(power_of_2(rows), ROWS)
-    block = min(VALUES // each, max(power_of_2(triton.cdiv(columns, PROGRAMS)), COLUMNS))
-    warps = min(max(each * block // 512, 4), 16)
+    tile_rows = min(power_of_2(rows), ROWS)
+    block = min(VALUES // tile_rows, max(power_of_2(triton.cdiv(columns, PROGRAMS)), COLUMNS))
+    warps = min(max(tile_rows * block // 512, 4), 16)
     launch = _column_sums[(triton.cdiv(columns, block), len(outs))]  # pyright: ignore[reportIndexIssue]
-    options = {"ROWS": each, "COLUMNS": block, "num_warps": warps, **pdl_options(device)}
+    options = {"ROWS": tile_rows, "COLUMNS": block, "num_warps": warps, **pdl_options(device)}
     launch(tuple(partials), tuple(outs), rows, columns, **options)
 
 

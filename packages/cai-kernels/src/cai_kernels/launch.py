@@ -26,11 +26,11 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def waves(device: torch.device, each: int = 1) -> int:
-    """Programs of a persistent launch: `each` on every multiprocessor of a GPU."""
+def waves(device: torch.device, per_multiprocessor: int = 1) -> int:
+    """Programs of a persistent launch: `per_multiprocessor` on every multiprocessor of a GPU."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return each * torch.cuda.get_device_properties(device).multi_processor_count
+    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def uses_pdl(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ def define(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     twice: Callable[..., Any] | None = None,
+    otherwise: str = "take backend='reference' for it",
 ) -> Callable[..., Any]:
     """Register `run` as the operator `cai_kernels::name` and return that.
 
@@ -38,13 +39,14 @@ def define(
             kernels.
         twice: as `backward`, of operators that can be differentiated; runs under `create_graph=True`. Without, what
             `backward` returns raises when it is differentiated.
+        otherwise: the advice of that error. An operator that the reference calls too says what is plain.
     """
     name = name or run.__name__.lstrip("_")
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=mutates))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cai_kernels::{name}", fake or (lambda *_, **__: None), lib=_LIBRARY)
     if backward is not None:
-        differentiate = _differentiable(name, backward, twice)
+        differentiate = _differentiable(name, backward, twice, otherwise)
         torch.library.register_autograd(
             f"cai_kernels::{name}", differentiate, setup_context=save, lib=_LIBRARY
         )
@@ -52,12 +54,12 @@ def define(
 
 
 def _differentiable(
-    name: str, backward: Callable[..., Any], twice: Callable[..., Any] | None
+    name: str, backward: Callable[..., Any], twice: Callable[..., Any] | None, otherwise: str
 ) -> Callable[..., Any]:
     """`backward`, whose results raise when they are differentiated, or `twice`, whose results need not."""
     error = (
-        f"the gradient of cai_kernels::{name} cannot be differentiated again: take backend='reference' for it, or swap "
-        "the model without its kind"
+        f"the gradient of cai_kernels::{name} cannot be differentiated again: {otherwise}, or swap the model without "
+        "its kind"
     )
 
     def differentiate(ctx, *gradients):
@@ -67,10 +69,10 @@ def _differentiable(
             return twice(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        there = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
-        raising = torch._C._functions.DelayedError(error.encode(), len(there))(*there) if there else ()  # type: ignore[attr-defined]
-        left = iter(raising if isinstance(raising, (tuple, list)) else (raising,))
-        return tuple(next(left) if isinstance(r, torch.Tensor) else r for r in results)
+        tensors = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
+        raising = torch._C._functions.DelayedError(error.encode(), len(tensors))(*tensors) if tensors else ()  # type: ignore[attr-defined]
+        raising_tensors = iter(raising if isinstance(raising, (tuple, list)) else (raising,))
+        return tuple(next(raising_tensors) if isinstance(r, torch.Tensor) else r for r in results)
 
     return differentiate
 
@@ -85,8 +87,8 @@ def gradients_of(
     with torch.enable_grad():
         # views, so that the gradient of one input has no part that goes through another
         inputs = [t if t is None else t.view_as(t) for t in inputs]
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-        given = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+        needed_inputs = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
+        gradients = iter(torch.autograd.grad(function(*inputs), needed_inputs, dy, create_graph=True))
     return tuple(
-        next(given) if need and t is not None else None for t, need in zip(inputs, needed, strict=True)
+        next(gradients) if need and t is not None else None for t, need in zip(inputs, needed, strict=True)
     )

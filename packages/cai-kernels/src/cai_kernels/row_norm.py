@@ -35,8 +35,8 @@ class Needed(NamedTuple):
 def _tile(rows: int, columns: int, values: int) -> tuple[int, int, int]:
     """(rows a program holds at once, columns rounded up, warps) for about `values` values a program."""
     block = power_of_2(columns)
-    each = min(max(values // block, 1), power_of_2(rows))
-    return each, block, min(max(each * block // 512, 1), 16)
+    tile_rows = min(max(values // block, 1), power_of_2(rows))
+    return tile_rows, block, min(max(tile_rows * block // 512, 1), 16)
 
 
 def forward(
@@ -65,18 +65,18 @@ def forward(
     elif row_pieces.takes_forward(x, extra):
         row_pieces.forward(inputs, outputs, eps, kind)
     else:
-        each, block, warps = _tile(rows, columns, 2048)
+        tile_rows, block, warps = _tile(rows, columns, 2048)
         # A layer norm sums a row twice. Of 8192 columns, programs of 8 warps, parameters fetched ahead, do that at 90 %
         # of a copy's bandwidth, of 16 at 70 % for want of registers, those of 16 without that at 86 %; of 4096 columns,
         # programs of 4 with it at 89 to 93 %, of 8 at 85 to 90 % with or without (H200, Triton 3.6).
         ahead = kind == "layer" and block in (NARROW // 4, NARROW // 2)
         ahead = ahead and weight is not None and bias is not None
-        even = ahead and block == columns and rows % each == 0
-        launch = kernels.forward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
+        even = ahead and block == columns and rows % tile_rows == 0
+        launch = kernels.forward[(triton.cdiv(rows, tile_rows),)]  # pyright: ignore[reportIndexIssue]
         shape = (rows, columns, x.stride(0), stride)
         launch(
             inputs, outputs, shape, eps,
-            KIND=kind, AHEAD=ahead, EVEN=even, ROWS=each, BLOCK=block,
+            KIND=kind, AHEAD=ahead, EVEN=even, ROWS=tile_rows, BLOCK=block,
             num_warps=max(block // 1024, 1) if ahead else warps,
         )  # fmt: skip
     return y, total, mean, rstd
@@ -106,9 +106,9 @@ def backward(
     by_parts = _backward_in_blocks if columns > NARROW or full else _backward_in_registers
     sums = by_parts(dy, x, weight, statistics, more, kind, dx, needed)
     both = [(partial, out) for partial, out in zip(sums, (dw, db), strict=True) if partial is not None]
-    for alike in (both,) if len({partial.shape for partial, _ in both}) < 2 else ([pair] for pair in both):
-        if alike:
-            column_sums_into(*zip(*alike, strict=True))
+    for pairs in (both,) if len({partial.shape for partial, _ in both}) < 2 else ([pair] for pair in both):
+        if pairs:
+            column_sums_into(*zip(*pairs, strict=True))
     return dx, dw, db
 
 
@@ -137,12 +137,12 @@ def _in_pieces(kind: str, block: int, even: bool) -> bool:
 
 def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, needed):
     rows, columns = x.shape
-    each, block, warps = _tile(rows, columns, 2048)
-    even = block == columns and rows % each == 0
+    tile_rows, block, warps = _tile(rows, columns, 2048)
+    even = block == columns and rows % tile_rows == 0
     inputs = (dy, x, weight, *statistics, dsum)
-    tile_bytes = each * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
+    tile_bytes = tile_rows * block * sum(t.element_size() for t in (dy, x, dsum) if t is not None)
     resident, registers, ahead = _residency(kind, even, block, warps, tile_bytes, shared_memory(x.device))
-    programs = min(triton.cdiv(rows, each), waves(x.device, resident))
+    programs = min(triton.cdiv(rows, tile_rows), waves(x.device, resident))
     need_weight, need_bias = needed.weight_dtype is not None, needed.bias_dtype is not None
     keep = [need_weight, need_bias]
     apart = block == NARROW and (kind == "layer" or not even)  # no registers left for sums over rows
@@ -150,9 +150,9 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, needed):
         # Widened by a conversion, not by bits, float16 leaves no registers for a second sum.
         together = [need_weight, need_bias and (x.dtype == torch.bfloat16 or block < NARROW)]
         sums = row_pieces.backward(dy, x, weight, statistics, dsum, kind, dx, together)
-        left = [k and not t for k, t in zip(keep, together, strict=True)]
-        others = _over_rows(dy, x, statistics, kind, left)
-        return [a if b is None else b for a, b in zip(sums, others, strict=True)]
+        separate = [k and not t for k, t in zip(keep, together, strict=True)]
+        separate_sums = _over_rows(dy, x, statistics, kind, separate)
+        return [a if b is None else b for a, b in zip(sums, separate_sums, strict=True)]
     partial = [x.new_empty(programs, columns, dtype=torch.float32) if k and not apart else None for k in keep]
     if needed.x or not apart:
         outputs = (dx if needed.x else None, *partial)
@@ -161,7 +161,7 @@ def _backward_in_registers(dy, x, weight, statistics, dsum, kind, dx, needed):
         sizes = {
             "STAGES": 1 + ahead,
             "PDL": uses_pdl(x.device),
-            "ROWS": each,
+            "ROWS": tile_rows,
             "BLOCK": block,
             "num_warps": warps,
             "maxnreg": registers,

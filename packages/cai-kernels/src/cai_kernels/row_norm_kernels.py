@@ -200,7 +200,7 @@ def backward_wide(inputs, dx_ptr, shape, KIND: tl.constexpr, BLOCK: tl.constexpr
             dy *= w + 1.0 if KIND == "gemma" else w
         along += dy * x
         total += dy
-    alike = tl.sum(along, 0) / columns
+    projection = tl.sum(along, 0) / columns
     shift = tl.sum(total, 0) / columns if KIND == "layer" else 0.0
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -209,7 +209,7 @@ def backward_wide(inputs, dx_ptr, shape, KIND: tl.constexpr, BLOCK: tl.constexpr
         if w_ptr is not None:
             w = tl.load(w_ptr + at, mask=at < columns, other=0.0).to(tl.float32)
             dy *= w + 1.0 if KIND == "gemma" else w
-        dx = (dy - shift - x * alike) * rstd
+        dx = (dy - shift - x * projection) * rstd
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + row * dsum_stride + at, mask=at < columns, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * columns + at, dx.to(dx_ptr.dtype.element_ty), mask=at < columns)

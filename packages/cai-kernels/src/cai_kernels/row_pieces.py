@@ -50,9 +50,13 @@ def _folded(value):
 
 
 @triton.jit
-def _weight(kept, w_ptr, first, columns, KIND: tl.constexpr, WHOLE: tl.constexpr, PIECE: tl.constexpr):
-    """The weight of a piece: from `kept`, else loaded with the row."""
-    w = to_float32(kept[0]) if len(kept) > 0 else _load(w_ptr, first, columns, WHOLE, PIECE).to(tl.float32)
+def _weight(weights, w_ptr, first, columns, KIND: tl.constexpr, WHOLE: tl.constexpr, PIECE: tl.constexpr):
+    """The weight of a piece: from `weights`, else loaded with the row."""
+    w = (
+        to_float32(weights[0])
+        if len(weights) > 0
+        else _load(w_ptr, first, columns, WHOLE, PIECE).to(tl.float32)
+    )
     return w + 1.0 if KIND == "gemma" else w
 
 
@@ -108,7 +112,7 @@ def _forward_pieces(
 
 @triton.jit
 def _row_sums(
-    x, dy, kept, w_ptr, moments, sums, columns, KIND: tl.constexpr, EVEN: tl.constexpr, PIECE: tl.constexpr
+    x, dy, weights, w_ptr, moments, sums, columns, KIND: tl.constexpr, EVEN: tl.constexpr, PIECE: tl.constexpr
 ):
     """Means over a row of weighted dy times normalized x and of weighted dy, and `sums` with the row added."""
     along = tl.zeros((PIECE // 8,), dtype=tl.float32)
@@ -124,20 +128,20 @@ def _row_sums(
         grown_b += (db[i] + weighted,)
         if w_ptr is not None:
             weighted *= _weight(
-                kept[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < len(x) - 1, PIECE
+                weights[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < len(x) - 1, PIECE
             )
         along += _folded(weighted * normalized)
         total += _folded(weighted)
     if KIND == "layer":
-        alike, shift = tl.reduce((along, total), 0, _both)
+        projection, shift = tl.reduce((along, total), 0, _both)
     else:
-        alike, shift = tl.sum(along, 0), 0.0
-    return alike / columns, shift / columns, grown_w, grown_b
+        projection, shift = tl.sum(along, 0), 0.0
+    return projection / columns, shift / columns, grown_w, grown_b
 
 
 @triton.jit
 def _backward_pieces(
-    inputs, outputs, shape, KIND: tl.constexpr, KEPT: tl.constexpr, EVEN: tl.constexpr,
+    inputs, outputs, shape, KIND: tl.constexpr, WEIGHTS: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dsum_ptr = inputs
@@ -145,12 +149,12 @@ def _backward_pieces(
     rows, columns, dy_stride, x_stride, dsum_stride = shape
     dw = ()
     db = ()
-    kept = ()
+    weights = ()
     for i in tl.static_range(PIECES):
         dw += (tl.zeros((PIECE,), dtype=tl.float32),)
         db += (tl.zeros((PIECE,), dtype=tl.float32),)
-        if i < KEPT and w_ptr is not None:
-            kept += (_load(w_ptr, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE),)
+        if i < WEIGHTS and w_ptr is not None:
+            weights += (_load(w_ptr, i * PIECE, columns, EVEN or i < PIECES - 1, PIECE),)
     program = tl.program_id(0).to(tl.int64)
     for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
         xs = ()
@@ -161,13 +165,17 @@ def _backward_pieces(
         rstd = tl.load(rstd_ptr + row)
         shifted = tl.load(mean_ptr + row) * rstd if KIND == "layer" else 0.0
         moments = (rstd, shifted)
-        alike, shift, dw, db = _row_sums(xs, dys, kept, w_ptr, moments, (dw, db), columns, KIND, EVEN, PIECE)
-        # dx = (weighted - shift - (x * rstd - shifted) * alike) * rstd, what is one for a row taken out
-        slope, offset = -alike * rstd * rstd, (shifted * alike - shift) * rstd
+        projection, shift, dw, db = _row_sums(
+            xs, dys, weights, w_ptr, moments, (dw, db), columns, KIND, EVEN, PIECE
+        )
+        # dx = (weighted - shift - (x * rstd - shifted) * projection) * rstd, what is one for a row taken out
+        slope, offset = -projection * rstd * rstd, (shifted * projection - shift) * rstd
         for i in tl.static_range(PIECES):
             dx = to_float32(dys[i]) * rstd
             if w_ptr is not None:
-                dx *= _weight(kept[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < PIECES - 1, PIECE)
+                dx *= _weight(
+                    weights[i : i + 1], w_ptr, i * PIECE, columns, KIND, EVEN or i < PIECES - 1, PIECE
+                )
             dx += to_float32(xs[i]) * slope + offset
             if dsum_ptr is not None:
                 dx += _load(
@@ -218,13 +226,13 @@ def forward(inputs, outputs, eps: float, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The way the backward kernel holds a row: `kept` pieces of the weight stay in registers, `stages - 1` rows are
-    loaded ahead, `resident` programs share a multiprocessor."""
+    """The way the backward kernel holds a row: `weight_pieces` pieces of the weight stay in registers, `stages - 1`
+    rows are loaded ahead, `resident` programs share a multiprocessor."""
 
     piece: int
     warps: int
     resident: int
-    kept: int
+    weight_pieces: int
     stages: int
 
 
@@ -244,13 +252,13 @@ def plan(x: torch.Tensor, tensors: int, sums: int) -> Plan:
     else:
         piece, warps, pieces = PIECE, WARPS, triton.cdiv(columns, PIECE)
         resident, stages = 2 if pieces == 2 else 1, 3
-    kept = 5 if pieces > 7 and sums > 1 else pieces
+    weight_pieces = 5 if pieces > 7 and sums > 1 else pieces
     if x.dtype == torch.float16:
-        kept = min(kept, 4)
-    held = 2 * piece * (tensors * pieces + 2 * (pieces - kept))
-    ahead = (shared_memory(x.device) // resident - 4096) // held
+        weight_pieces = min(weight_pieces, 4)
+    stage_bytes = 2 * piece * (tensors * pieces + 2 * (pieces - weight_pieces))
+    ahead = (shared_memory(x.device) // resident - 4096) // stage_bytes
     stages = min(stages, max(ahead, 1) + 1)
-    return Plan(piece, warps, resident, kept, stages)
+    return Plan(piece, warps, resident, weight_pieces, stages)
 
 
 def backward(
@@ -271,9 +279,9 @@ def backward(
     launch = _backward_pieces[(programs,)]  # pyright: ignore[reportIndexIssue]
     shape = (rows, columns, dy.stride(0), x.stride(0), 0 if dsum is None else dsum.stride(0))
     launch(
-        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, KEPT=chosen.kept, STAGES=chosen.stages,
-        EVEN=columns % chosen.piece == 0, PIECES=triton.cdiv(columns, chosen.piece), PIECE=chosen.piece,
-        num_warps=chosen.warps, PDL=uses_pdl(x.device),
+        (dy, x, weight, *statistics, dsum), (dx, *partial), shape, KIND=kind, WEIGHTS=chosen.weight_pieces,
+        STAGES=chosen.stages, EVEN=columns % chosen.piece == 0,
+        PIECES=triton.cdiv(columns, chosen.piece), PIECE=chosen.piece, num_warps=chosen.warps, PDL=uses_pdl(x.device),
         maxnreg=min(REGISTERS, 65536 // (32 * chosen.warps * chosen.resident)),
     )  # fmt: skip
     return partial

@@ -17,14 +17,14 @@ def results(fn: Fn, tensors: Sequence[torch.Tensor], upstream: Sequence[torch.Te
     leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
     out = fn(*leaves)
     outputs = [out] if isinstance(out, torch.Tensor) else list(out)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    grad_leaves = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = torch.autograd.grad(
         [o for o in outputs if o.requires_grad],
-        wanted,
+        grad_leaves,
         [g.to(o.dtype) for g, o in zip(upstream, outputs, strict=True) if o.requires_grad],
         allow_unused=True,
     )
-    filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
+    filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, grad_leaves, strict=True)]
     return [o.detach() for o in outputs] + filled
 
 

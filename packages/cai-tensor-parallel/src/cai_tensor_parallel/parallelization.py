@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,10 +11,10 @@ from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import refresh
+from cai_mesh.layout import layout_of, refresh
+from cai_mesh.storage import exchanged, follow_structure, guard_state, is_followed, show_gradients
 from cai_mesh.trial import SmallModel, Trial
 from cai_tensor_parallel.cut.between import mark_parts, refusal, watch
-from cai_tensor_parallel.cut.gradients import show_gradients
 from cai_tensor_parallel.cut.heads import (
     check_uneven,
     informed,
@@ -23,7 +23,7 @@ from cai_tensor_parallel.cut.heads import (
     uneven_attentions,
 )
 from cai_tensor_parallel.cut.loss import is_next_token_loss
-from cai_tensor_parallel.cut.saving import guard_saving
+from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.cut.transform import Cut
 from cai_tensor_parallel.cut.vocabulary import vocabulary_ends
 from cai_tensor_parallel.cut.wrapping import guard_wrapping
@@ -95,7 +95,7 @@ def parallelize(
     refresh(model)
     small = trial or _trial_of(model, roles, transform, mesh)
     transform(model, _proved(model, mesh, resolved, transform, small, plan), mesh, Cutter.along(mesh, "tp"))
-    _guard(model, mesh, mode)
+    _guard(model, mesh, transform)
     show_gradients(model, mesh)
     return model
 
@@ -116,13 +116,42 @@ def _trial_of(
     return trial_of(model, labelled=not transform.sharded or is_next_token_loss(model), uneven=uneven)
 
 
-def _guard(model: nn.Module, mesh: ParallelMesh, mode: str) -> None:
+def _guard(model: nn.Module, mesh: ParallelMesh, transform: Cut) -> None:
     """Let what would go wrong in silence be refused: parts between cuts, in files, taken for copies by wrappers."""
-    if mode == "1d":
+    if transform.mode == "1d":
         watch(model, _refuse(model))
         mark_parts(model)
-    guard_saving(model)
+    guard_state(model, CutState)
     guard_wrapping(model, mesh)
+    follow_structure(model, _Added(transform))
+
+
+@dataclass(frozen=True)
+class _Added:
+    """Judges parameters that a cut model was given later: among whole hidden states they are as they were."""
+
+    transform: Cut
+
+    def __call__(self, model: nn.Module, new: list[str]) -> None:
+        trained = [name for name in new if model.get_parameter(name).requires_grad]
+        around = [name for name in trained if _wraps_cut(model, name)]
+        if around or (trained and (self.transform.sequence or self.transform.mode != "1d")):
+            raise exchanged(model, (around or trained)[0])
+        if new and self.transform.mode == "1d":
+            watch(model, _refuse(model))  # they may lie between two cuts
+
+
+def _wraps_cut(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is of a module, or of one in it, that stands around a cut layer, as an adapter does."""
+    parts = name.split(".")[:-1]
+    while parts:
+        module = model.get_submodule(".".join(parts))
+        if is_followed(module):
+            return False
+        if any(layout_of(param).sharded_axes for param in module.parameters()):
+            return True
+        parts.pop()
+    return False
 
 
 def _proved(

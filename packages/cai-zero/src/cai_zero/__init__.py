@@ -2,7 +2,12 @@
 
 from cai_zero.average import Ema
 from cai_zero.entry import no_sync, shard_module, shard_optimizer, sharding_of
-from cai_zero.full_state import full_state_dict, load_full_state_dict
+from cai_zero.full_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from cai_zero.loss_scale import LossScale
 from cai_zero.precision import MixedPrecision
 from cai_zero.reduction.compression import Compression
@@ -23,7 +28,9 @@ __all__ = [
     "ModuleSharding",
     "SampleClip",
     "ShardedOptimizer",
+    "full_optimizer_state_dict",
     "full_state_dict",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "no_sync",
     "optimizer_state",

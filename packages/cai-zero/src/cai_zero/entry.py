@@ -17,7 +17,9 @@ from cai_mesh.storage import (
     check_alone,
     check_arguments,
     check_elementwise,
-    guard_saving,
+    exchanged,
+    follow_structure,
+    guard_state,
     reduces_itself,
 )
 from cai_zero.precision import MixedPrecision
@@ -197,6 +199,14 @@ def shard_module(
         compression or Compression(),
     )
     reduces_itself(model)
-    guard_saving(model)
     model.cai_sharding = ModuleSharding(refresh(model), mesh, options)  # type: ignore[assignment]
+    guard_state(model)
+    follow_structure(model, _check_added)
     return model
+
+
+def _check_added(model: nn.Module, new: list[str]) -> None:
+    """Raise `PlanError` for parameters that a model of stage 3 was given later, and that are trained."""
+    trained = [name for name in new if model.get_parameter(name).requires_grad]
+    if trained:
+        raise exchanged(model, trained[0])

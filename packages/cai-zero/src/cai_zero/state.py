@@ -9,7 +9,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import local_gradient, plain
-from cai_mesh.layout import BoxedTensor, canonical_name
+from cai_mesh.layout import SIGNATURE, BoxedTensor, canonical_name
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
@@ -74,7 +74,7 @@ def saved_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         {
             k: list(v) if isinstance(v, tuple) else v
             for k, v in group.items()
-            if isinstance(v, plain) or _numbers(v)
+            if k != SIGNATURE and (isinstance(v, plain) or _numbers(v))
         }
         for group in optimizer.param_groups
     ]

@@ -80,6 +80,13 @@ def commands() -> dict[str, dict[str, tuple[str, str]]]:
     return commands_by_name
 
 
+def run_of(path: Path) -> Path | None:
+    """The directory of the run that a path is, or whose checkpoint it is; None: it is neither."""
+    checkpoints = path.absolute().parent
+    directories = (path, *([checkpoints.parent] if checkpoints.name == "checkpoints" else []))
+    return next((directory for directory in directories if (directory / "config.toml").is_file()), None)
+
+
 def of_directory(directory: Path) -> str:
     """The name of the application whose run, or whose exported model, a directory is; `DEFAULT` where nobody says."""
     config = directory / "config.toml"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import cai_apps
 from cai_apps import applications
+from cai_apps.config.panics import is_panic
+from cai_apps.config.terminal import printable_output
 from cai_apps.run.exit_codes import FAILURE, USER_ERROR
 from cai_apps.run.health import user_errors
 from cai_apps.run.launch.agent import RankFailure
@@ -41,6 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    with printable_output():
+        return _exit_code(arguments, debug=debug)
+
+
+def _exit_code(arguments: list[str], *, debug: bool) -> int:
+    """Run a command; show what it raises, unless that is to be seen whole."""
     try:
         return _dispatch(arguments)
     except KeyboardInterrupt:
@@ -52,8 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RankFailure as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILURE
-    except Exception as error:
-        if debug:
+    except BaseException as error:
+        if debug or not (isinstance(error, Exception) or is_panic(error)):
             raise
         user_errors.show(error, machine="--json" in arguments)
         return USER_ERROR if user_errors.user_error(error) else FAILURE
@@ -70,18 +78,31 @@ def _dispatch(arguments: list[str]) -> int:
     modules = modules_of_commands()
     if command not in modules:
         raise ConfigError(f"no command {command!r}", fix=did_you_mean(command, modules))
-    return importlib.import_module(_choose(modules[command], rest)).run(rest)
+    return importlib.import_module(_choose(command, modules[command], rest)).run(rest)
 
 
-def _choose(modules: dict[str, str], arguments: list[str]) -> str:
-    """The module of the application that the command's directory is of, where several have the command."""
-    if len(modules) == 1:
-        return next(iter(modules.values()))
-    directory = next((argument for argument in arguments if not argument.startswith("-")), "")
-    application = (
-        applications.of_directory(Path(directory).expanduser()) if directory else applications.DEFAULT
-    )
-    return modules.get(application, modules[applications.DEFAULT])
+def _choose(command: str, modules: dict[str, str], arguments: list[str]) -> str:
+    """The module of the application whose run, or exported model, the command is given.
+
+    Raises:
+        ConfigError: a run of an application that does not have the command.
+    """
+    if command in COMMANDS:
+        return modules[""]
+    first = next((argument for argument in arguments if not argument.startswith("-")), "")
+    directory = Path(first).expanduser() if first and "\0" not in first else None
+    run = None if directory is None else applications.run_of(directory)
+    if run is not None and (application := applications.of_directory(run)) not in modules:
+        others = [name for name, by in applications.commands().items() if application in by]
+        raise ConfigError(
+            f"`cai {command}` is not for a run of {application}",
+            got=str(run),
+            expected=f"a run of {' or '.join(modules)}",
+            cause=f"what it has trained is in {run / 'export'}" if (run / "export").is_dir() else "",
+            fix=f"its commands are {', '.join(f'`cai {name}`' for name in [*others, 'report'])}",
+        )
+    application = applications.of_directory(run or directory) if directory else applications.DEFAULT
+    return modules.get(application) or next(iter(modules.values()))
 
 
 def modules_of_commands() -> dict[str, dict[str, str]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cai_apps import applications, recipes
 from cai_apps.cli.flags import changes_of
 from cai_apps.config import file as config_file
+from cai_apps.config.terminal import terminal
 from cai_apps.run.launch.shared_errors import said_by_first_rank
 from cai_mesh.errors import ConfigError
 
@@ -51,13 +53,14 @@ def _show_help(default: Any, *, command: str, description: str) -> NoReturn:
     """Prints every key with its type, its value in `default` and its text, and leaves."""
     import tyro
 
-    tyro.cli(
-        type(default),
-        default=default,
-        args=["--help"],
-        prog=f"cai {command} RECIPE|FILE.toml",
-        description=description,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    with contextlib.redirect_stdout(terminal()):  # help has colours
+        tyro.cli(
+            type(default),
+            default=default,
+            args=["--help"],
+            prog=f"cai {command} RECIPE|FILE.toml",
+            description=description,
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+        )
     raise AssertionError("help leaves")

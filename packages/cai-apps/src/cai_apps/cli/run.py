@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from cai_apps.cli import config_arguments
 from cai_apps.config import ranges
+from cai_apps.config.environment import check_address
 from cai_apps.run.launch.agent import run_launcher
 from cai_mesh.errors import ConfigError
 
@@ -67,6 +68,7 @@ def recorded(options: argparse.Namespace) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises CaiError for what ranks would only find when they are started."""
+    _check_meeting_place(options)
     count = options.nproc_per_node
     if count not in ("gpu", "cpu", "auto", "xpu") and not (
         count.isascii() and count.isdigit() and len(count) < 5 and int(count) > 0
@@ -87,6 +89,15 @@ def _check(options: argparse.Namespace) -> None:
             ranges.check(config_arguments.read(options.training_script_args or [""]))
     elif not options.module and not options.no_python and not script.is_file():
         _refuse(f"no script {options.training_script!r}")
+
+
+def _check_meeting_place(options: argparse.Namespace) -> None:
+    """Raise ConfigError where the machine at which ranks are to meet has no address."""
+    endpoint, colon, port = (options.rdzv_endpoint or "").rpartition(":")
+    host = endpoint.strip("[]") if port.isdigit() else "" if colon else port
+    for name, machine in {"--rdzv-endpoint": host, "--master-addr": options.master_addr}.items():
+        if machine and options.rdzv_backend in ("static", "c10d"):
+            check_address(name, machine)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -41,7 +41,7 @@ def read_model_config(name: str) -> dict[str, Any]:
             f"model.name is a directory without a config.json: {name}", expected="an HF model directory"
         )
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON", cause=str(error), fix="copy or download it again") from None
     if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
@@ -115,9 +115,29 @@ def pretrained_directory(name: str) -> Path:
         except (OSError, ValueError) as error:
             cause = str(error).splitlines()[0]
             raise ConfigError(f"the weights of {name!r} cannot be downloaded", cause=cause) from None
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(f"{directory} holds no safetensors", expected="the weights of an HF model")
+    check_safetensors(directory)
     return directory
+
+
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
+"""Names of files of weights that are not read: pickles can run code, and the others are of other programs."""
+
+
+def check_safetensors(directory: Path) -> None:
+    """Raises ConfigError for a directory without safetensors; it names weights of other formats that are there."""
+    if any(directory.glob("*.safetensors")):
+        return
+    others = sorted(path.name for pattern in OTHER_FORMATS for path in directory.glob(pattern))
+    raise ConfigError(
+        f"no weights at {directory} as .safetensors",
+        got=", ".join(others[:4]) or None,
+        expected="model.safetensors, or several with their index, as save_pretrained writes them",
+        cause="files of pickles, as .bin and .pt, run code when they are read" if others else "",
+        fix="convert them with the library that wrote them, if you trust them: from_pretrained(DIR), then "
+        "save_pretrained(DIR)"
+        if others
+        else "download the repository's .safetensors; one that has .bin files alone must be converted first",
+    )
 
 
 def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import tyro
 
 from cai_apps.config import ranges
+from cai_apps.config.terminal import terminal
 from cai_mesh.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def _errors_told(command: str) -> Iterator[None]:
     """Raises what tyro prints of arguments that it cannot read as a ConfigError."""
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(terminal()):  # help has colours
             yield
     except SystemExit as left:
         if left.code in (0, None):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
+import time
 from collections.abc import Mapping
 
 from cai_mesh.errors import ConfigError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER = "CAI_LAUNCHER"
-"""In a rank that `cai train` started: the process that started it."""
+"""The process that started a rank, where `cai train` did."""
 HANG = "CAI_HANG_SECONDS"
 """Seconds without a step after which a run is ended, in place of what is measured; 0: never."""
+RESOLVE_SECONDS = 30.0
+"""Seconds for which a machine's name may be without an address."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -48,6 +52,33 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     if "LOCAL_WORLD_SIZE" in environment:
         number_in(environment, "LOCAL_WORLD_SIZE", least=1, most=world)
     return True
+
+
+def check_address(name: str, host: str, seconds: float = RESOLVE_SECONDS) -> None:
+    """Wait until a machine's name means an address.
+
+    Args:
+        name: the variable or option that has it.
+        host: the machine's name, or its address.
+        seconds: how long to wait: a machine that starts with this one gets its name a little later.
+
+    Raises:
+        ConfigError: it does not in that time; torch would ask again for minutes.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    f"no machine has the name that {name} says",
+                    got=f"{name}={host}",
+                    cause=f"{getattr(error, 'strerror', None) or error}, for {seconds:.0f} seconds",
+                    fix="correct the name, or give the machine's address",
+                ) from None
+        time.sleep(min(1.0, max(0.0, until - time.monotonic())))
 
 
 def number_in(environment: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:

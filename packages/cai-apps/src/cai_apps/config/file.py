@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from cai_apps.config.places import check_regular
 from cai_mesh.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -28,10 +29,9 @@ def read(path: Path, kind: type[T]) -> T:
 
 def parse(path: Path) -> dict[str, Any]:
     """The tables of a TOML file, unchecked. Raises `ConfigError` where it is missing or not TOML."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file", expected="a regular file: no directory, no pipe")
+    check_regular(path, ConfigError)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             f"no config file {path}", fix="`cai recipes` lists the recipes that ship with cai"

@@ -91,6 +91,11 @@ def check_size(key: str, size: int | str | None) -> None:
         )
 
 
+def machine_bytes() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def check_machine(config: RunConfig, device: str) -> None:
     """Raises ConfigError for what the machine that trains must have.
 

@@ -58,7 +58,7 @@ class Optimizer:
     """Largest gradient norm of each sample by itself, before they are summed; None: samples are not clipped. With
     train.microbatch_size = 1."""
     ema_decay: Annotated[float | None, PART] = None
-    """Of a moving average of the weights, kept and saved beside them, usually 0.9999; None: there is none."""
+    """Decay of a moving average of the weights, kept and saved beside them, usually 0.9999; None: there is none."""
     groups: dict[str, OptimizerGroup] = field(default_factory=dict)
 
 

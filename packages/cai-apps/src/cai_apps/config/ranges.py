@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cai_apps.config.places import check_local
 from cai_mesh.errors import ConfigError
 
 
@@ -74,7 +75,7 @@ LONG = Range(least=-(2**63), most=2**63 - 1)
 
 
 def check(options: Any, *, flags: bool = False) -> None:
-    """Raises ConfigError for the first number out of its range, and for text that no file could hold.
+    """Raises ConfigError for the first number out of its range, for text that no file could hold, and for a URL.
 
     Args:
         options: a dataclass, or one of others, as a config is.
@@ -86,6 +87,8 @@ def check(options: Any, *, flags: bool = False) -> None:
             _check_text(name, str(value))
             if isinstance(mark, Filled) and not str(value).strip():
                 raise ConfigError(f"{name} is empty", got=repr(value), expected="a name")
+            if isinstance(mark, Filled) or isinstance(value, Path):
+                check_local(name, str(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(name, value, mark if isinstance(mark, Range) else ANY)
 

@@ -24,11 +24,11 @@ class Tensor:
     size: DEGREE = 1
     """Tensor-parallel degree."""
     depth: Annotated[int | None, COUNT] = None
-    """Of mode 2.5d: how many grids hold the same weights; None: 2."""
+    """Number of grids of mode 2.5d that hold the same weights; None: 2."""
     sequence: bool = False
     """Cut along the sequence what tensor-parallel ranks hold alike: norms, residuals, and what is kept of them."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """With `sequence`, multiply part of the tokens while others travel; auto: on the GPUs of one host, without
+    """Multiply part of the tokens while others travel, with `sequence`; auto: on the GPUs of one host, without
     recompute."""
 
 
@@ -50,7 +50,7 @@ class Pipeline:
     """Layers of each stage, in the order of the stages. Empty: as many as make ranks cost alike, counted in parameters
     of layers and head, of experts those that a token visits."""
     unshard: Literal["auto", "pass", "step"] = "auto"
-    """With ZeRO-3, how often a stage's parameters are gathered. pass: for every forward and backward of a layer. step:
+    """How often ZeRO-3 gathers a stage's parameters. pass: for every forward and backward of a layer. step:
     once, and its gradients are reduced once; both are whole on every rank meanwhile. auto: step where the schedule asks
     for it or the plan says that it fits."""
     wire: Literal["full", "fp8"] = "full"
@@ -183,7 +183,7 @@ class LoRA:
     targets: tuple[str, ...] = ()
     """Layers with an adapter, by their names or the ends of them; empty: the projections of attention."""
     dropout: Annotated[float, PART] = 0.0
-    """Of what an adapter is given."""
+    """Part of its inputs that an adapter drops in training."""
 
 
 class Logged(Protocol):

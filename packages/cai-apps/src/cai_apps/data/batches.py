@@ -7,6 +7,7 @@ stopped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,10 @@ from torch import Tensor
 from cai_apps.data.shuffle import permute
 
 Microbatches = list[dict[str, Tensor]]
+Blank = Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+"""(rows, bool [n]) -> the rows, of which those that are marked have no target."""
+PRESENT = "present"
+"""The name, in rows whose samples are counted one by one, of 1.0 for each that has a target and 0.0 for the others."""
 
 
 class Samples(Protocol):
@@ -48,16 +53,26 @@ class Batches:
     data_rank: int
     data_ranks: int
     seed: int | None
-    """Seed of the order; None: the samples keep their own."""
+    """Seed of the order; None: the samples keep their own, and are read once."""
+    blank: Blank | None = None
+    """Takes the targets of what fills the last batch where the samples are read once; None: they fill whole batches."""
 
     def at(self, position: int) -> Microbatches:
         """Return this data rank's microbatches of the global batch that starts at sample `position`."""
         share = self.global_batch // self.data_ranks
         first = position + self.data_rank * share
         positions = np.arange(first, first + share)
-        rows = self.samples.rows(self._order(positions), positions)
+        rows = self._rows(positions)
         pieces = {name: value.split(self.microbatch_size) for name, value in rows.items()}
         return [dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)]
+
+    def _rows(self, positions: np.ndarray) -> dict[str, Tensor]:
+        """Return the rows of some positions; those beyond samples that are read once have no target."""
+        missing = positions >= self.samples.size
+        if self.seed is not None or self.blank is None or not missing.any():
+            return self.samples.rows(self._order(positions), positions)
+        rows = self.samples.rows(np.where(missing, self.samples.size - 1, positions), positions)
+        return self.blank(rows, torch.from_numpy(missing))
 
     def _order(self, samples: np.ndarray) -> np.ndarray:
         epochs, within = np.divmod(samples, self.samples.size)
@@ -109,3 +124,13 @@ class Prefetch:
     def close(self) -> None:
         """Stop reading ahead."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def mark(rows: dict[str, Tensor], missing: Tensor) -> dict[str, Tensor]:
+    """Return rows of samples that are counted one by one, with those that are marked (bool [n]) as not present."""
+    return rows | {PRESENT: (~missing).double()}
+
+
+def count_present(rows: dict[str, Tensor], samples: int) -> int:
+    """Return how many of so many samples are present."""
+    return int(rows[PRESENT].sum()) if PRESENT in rows else samples

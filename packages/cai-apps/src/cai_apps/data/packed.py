@@ -66,6 +66,11 @@ def split(prepared: Prepared, sequence_length: int, validation_fraction: float) 
     )
 
 
+def blank(rows: dict[str, Tensor], missing: Tensor) -> dict[str, Tensor]:
+    """Return sequences, of which those that are marked (bool [n]) have no target."""
+    return rows | {"labels": rows["labels"].masked_fill(missing[:, None], IGNORED)}
+
+
 def count_targets(batch: dict[str, Tensor]) -> int:
     """Number of tokens with a loss: labels after each sequence's first that are not ignored."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cai_apps.config.places import check_regular
 from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import DataError
 
@@ -94,6 +95,7 @@ def _files_of(source: str) -> list[Path]:
             expected="a directory written by datasets.save_to_disk, a file, or a glob",
             fix=f"for its text files use the glob '{source.rstrip('/')}/**/*.txt'",
         )
+    check_regular(path)
     matches = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
     files = sorted(file for file in matches if file.is_file())
     if not files:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cai_mesh.errors import ConfigError, DataError
+from cai_apps.config.panics import is_panic
+from cai_mesh.errors import CaiError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -66,25 +68,38 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of an HF directory or hub id.
 
     Raises:
-        ConfigError: there is none, or it has no end-of-sequence token to join documents with.
+        ConfigError: there is none, its rules are broken, or it has no end-of-sequence token to join documents with.
     """
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            Path(name).expanduser() if Path(name).expanduser().exists() else name, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no tokenizer {str(name)!r}",
-            expected="'train', a directory with an HF tokenizer, or a hub id that can be downloaded",
-            cause=str(error).splitlines()[0],
-        ) from None
+    place = Path(name).expanduser()
+    with tokenizer_refusals(str(name)):
+        tokenizer = AutoTokenizer.from_pretrained(place if place.exists() else name, trust_remote_code=False)
+        affixes(tokenizer)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"the tokenizer {str(name)!r} has no end-of-sequence token", expected="an eos_token"
         )
     return tokenizer
+
+
+@contextmanager
+def tokenizer_refusals(name: str) -> Iterator[None]:
+    """Inside, what a tokenizer's code raises over its own files is raised as a ConfigError that names the tokenizer."""
+    try:
+        yield
+    except CaiError:
+        raise
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise ConfigError(
+            f"no tokenizer {name!r} that can be used",
+            got="rules that are broken" if is_panic(error) else None,
+            expected="'train', a directory with an HF tokenizer, or a hub id that can be downloaded",
+            cause=(str(error).splitlines() or [type(error).__name__])[0],
+            fix="copy or download its files again; tokenizer.json is where its rules are",
+        ) from None
 
 
 def document_ids(
@@ -117,8 +132,17 @@ def _text_ids(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], special_tokens: SpecialTokens
 ) -> list[list[int]]:
     options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    encoded = tokenizer(list(texts), split_special_tokens=special_tokens == "text", **options)
-    return [list(ids) for ids in encoded["input_ids"]]
+    with tokenizer_refusals(tokenizer.name_or_path):
+        encoded = tokenizer(list(texts), split_special_tokens=special_tokens == "text", **options)
+    documents = [list(ids) for ids in encoded["input_ids"]]
+    if not any(documents) and any(text.strip() for text in texts):
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path!r} makes nothing of text",
+            got=next(text for text in texts if text.strip())[:40],
+            expected="ids",
+            cause="its vocabulary has none of the text's letters, and nothing for what it does not know",
+        )
+    return documents
 
 
 def affixes(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cai_apps import applications
 from cai_apps.config import file as config_file
+from cai_apps.config.places import check_local
 from cai_mesh.errors import ConfigError, did_you_mean
 
 
@@ -36,6 +37,7 @@ def load(recipe: str, changes: Mapping[str, Any] | None = None) -> Any:
     if recipe in names():
         with resources.as_file(resources.files(__name__) / f"{recipe}.toml") as path:
             return config_file.change(read(path), changes or {})
+    check_local("the name of the recipe or file", recipe)
     if recipe.endswith(".toml") or os.sep in recipe:
         return config_file.change(read(Path(recipe).expanduser()), changes or {})
     raise ConfigError(

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cai_apps.config.memory import machine_bytes
 from cai_mesh.errors import CaiError
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def versions() -> Rows:
 def devices() -> Rows:
     import torch
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rows = [("cpu", f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB memory")]
+    rows = [("cpu", f"{len(os.sched_getaffinity(0))} cores, {machine_bytes() / 2**30:.0f} GiB memory")]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         kind = f"{device.name}, compute capability {device.major}.{device.minor}"

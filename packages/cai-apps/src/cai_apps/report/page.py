@@ -67,10 +67,12 @@ def write_report(run: RunDirectory, output: Path, page_parts: Page) -> Path:
     charts = [
         f"<h2>{html.escape(file.stem)}</h2>{picture(file.read_bytes(), 'svg')}"
         for file in sorted(run.plots.glob("*.svg"))
+        if file.is_file()
     ]
     charts += [
         f"<h2>{html.escape(file.stem)}</h2>{timeline_svg(Timeline.load(file))}"
         for file in sorted(run.plots.glob("*.timeline.json"))
+        if file.is_file()
     ]
     page = PAGE.substitute(
         policy=html.escape(POLICY),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from cai_apps.compose.workload import Workload
-from cai_apps.data.batches import Samples
+from cai_apps.data.batches import Blank, Samples
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
@@ -37,6 +37,8 @@ class Work:
         flops: FLOPs of forward and backward for one sample, without recompute, by the name of the share of the
             device's peak that metrics report; the first is also reported as TFLOP/s.
         after_step: a function of the session and a step's number, called after the step on every rank. Collective.
+        blank: (rows, bool [n]) -> the rows, of which those that are marked have no target: they fill the last batch of
+            validation, so that each target counts once.
     """
 
     workload: Workload
@@ -47,6 +49,7 @@ class Work:
     unit: Unit
     flops: Mapping[str, float] = field(default_factory=dict)
     after_step: Callable[[Session, int], None] | None = None
+    blank: Blank | None = None
 
 
 class Task(Protocol):

@@ -169,7 +169,9 @@ def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, B
     """Return what this rank's data coordinate reads for training and, where there is any, for validation."""
     rank, ranks = index(mesh, DATA_AXES), degree(mesh, DATA_AXES)
     sizes = (config.train.global_batch, config.train.microbatch_size, rank, ranks)
-    held_out = Batches(work.validation, *sizes, seed=None) if work.validation is not None else None
+    held_out = (
+        Batches(work.validation, *sizes, seed=None, blank=work.blank) if work.validation is not None else None
+    )
     return Batches(work.training, *sizes, seed=config.train.seed), held_out
 
 

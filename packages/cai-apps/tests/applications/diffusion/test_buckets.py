@@ -25,7 +25,7 @@ from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import materialize
-from cai_apps.data.batches import Batches
+from cai_apps.data.batches import PRESENT, Batches, count_present
 from cai_apps.run.train import train
 from cai_mesh.comm import all_reduce
 from cai_mesh.errors import ConfigError, DataError
@@ -57,6 +57,7 @@ def test_the_shapes_have_about_as_many_pixels_as_the_square():
         assert max(height, width) <= 2 * min(height, width)
     assert (640, 384) in found and (384, 640) in found and (576, 448) in found
     assert shapes_of(512, 1.0, 64) == [(512, 512)]
+    assert shapes_of(512, 1e9, 8) == shapes_of(512, 1e300, 8) == shapes_of(512, 64.0, 64), "a side has an end"
     assert len(shapes_of(512, 2.0, 8)) == len(found), "as coarse where sides may be finer"
     assert all(h % 24 == 0 and w % 24 == 0 for h, w in shapes_of(96, 3.0, 24))
 
@@ -102,6 +103,24 @@ def config_of(directory: Path, cache: Path, ranks: int = 1, recipe: str = "sd-v1
 def buckets_of(config: Any) -> Buckets:
     prepared = DIFFUSION.prepare(config)
     return Buckets(Images(prepared, 0, prepared.images, 0.0, 0), config.train.global_batch, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_images_that_are_read_once_each_count_once_and_batches_have_one_shape(directory, tmp_path, ranks):
+    prepared = DIFFUSION.prepare(config_of(directory, tmp_path))
+    samples = Buckets(Images(prepared, 0, prepared.images, 0.0, 0), 4, 0, once=True)
+    seen = []
+    for step in range(samples.size // 4):
+        parts = [Batches(samples, 4, 2, rank, ranks, None).at(4 * step) for rank in range(ranks)]
+        batches = [batch for part in parts for batch in part]
+        assert len({batch["pixels"].shape[1:] for batch in batches}) == 1
+        assert sum(len(batch["u"]) for batch in batches) == 4
+        for batch in batches:
+            seen += [
+                p.numpy().tobytes() for p, there in zip(batch["pixels"], batch[PRESENT], strict=True) if there
+            ]
+            assert count_present(batch, 2) == int(batch[PRESENT].sum())
+    assert len(seen) == len(set(seen)) == prepared.images
 
 
 def test_an_image_is_cut_to_the_shape_that_it_is_nearest_to(directory, tmp_path):

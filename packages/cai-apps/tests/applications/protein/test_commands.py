@@ -210,3 +210,18 @@ def test_known_structures_are_laid_upon_folded_ones():
     turn, _ = np.linalg.qr(draws.normal(size=(3, 3)))
     turn *= np.linalg.det(turn)
     np.testing.assert_allclose(laid_upon(points, points @ turn + 7.0, known), points @ turn + 7.0, atol=1e-9)
+
+
+def test_no_two_sequences_have_one_name_of_files():
+    from cai_apps.applications.protein.commands.fold import file_names
+
+    for names, files in {
+        ("a_3", "a", "a"): ["a_3", "a", "a_4"],
+        ("a", "a", "a_2"): ["a", "a_3", "a_2"],
+        ("a", "A", "a"): ["a", "A_2", "a_3"],
+        ("sp|P1 x", "sp/P1 y", ""): ["sp_P1", "sp_P1_2", "all"],
+        ("", "", "all"): ["all", "all_2", "all_3"],
+        ("n" * 70, "n" * 80): ["n" * 60, "n" * 60 + "_2"],
+    }.items():
+        assert file_names(names, "all") == files
+        assert len({name.casefold() for name in files}) == len(files)

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from cai_gemini.activations.arguments import check_values, copy_of, is_opaque, is_written, values_of
 from cai_gemini.activations.host_store import HostStore, OffloadedTensor, ResidentTensor, is_dense
 from cai_mesh.errors import PlanError
 from cai_mesh.storage import blocks
@@ -37,8 +38,9 @@ def offload_activations(
 
     Blocks are those of `cai_mesh.storage.blocks`. As the forward reaches a block its inputs start to the host on a
     stream of their own, and in backward those of the block before come back while one recomputes. Tensors anywhere in
-    positional and keyword arguments are inputs; what many blocks are given (a mask) is copied once, each way. Losses
-    and gradients are bit for bit those of recompute. Nothing happens without gradients or in `eval()`.
+    positional and keyword arguments are inputs; what many blocks are given (a mask) is copied once, each way. A block
+    may put what it computes into lists, dicts and objects that it is given (a cache of keys and values). Losses and
+    gradients are bit for bit those of recompute. Nothing happens without gradients or in `eval()`.
 
     Compose it with `offload`, with sharding, or with both, in any order: hooks on a block's `__call__` stay outside,
     and names stay what they are. Compile blocks before, not after. On a CPU the host copies are plain copies.
@@ -265,6 +267,7 @@ class BlockForward:
     def __init__(self, inner: Callable[..., Any], owner: ActivationOffload, stays: bool):
         functools.update_wrapper(self, inner)
         self._inner, self._owner, self._stays = inner, owner, stays
+        self._has_run = False
 
     def __deepcopy__(self, memo: dict) -> BlockForward:
         return BlockForward(copy.deepcopy(self._inner, memo), self._owner, self._stays)
@@ -276,15 +279,30 @@ class BlockForward:
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[i] for i in where]
         rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        objects = {at: copy_of(leaf) for at, leaf in enumerate(rest) if is_opaque(leaf)}
+        originals = [
+            (args, kwargs)
+        ]  # as they are, once: the caller's lists take what the block puts into them
         del leaves, args, kwargs
 
         def run(*tensors: torch.Tensor) -> Any:
-            filled = list(rest)
+            if originals:
+                args, kwargs = originals.pop()
+                return self._inner(*args, **kwargs)
+            filled = [copy_of(objects[at]) if at in objects else leaf for at, leaf in enumerate(rest)]
             for i, tensor in zip(where, tensors, strict=True):
                 filled[i] = tensor
             args, kwargs = tree_unflatten(filled, spec)
             return self._inner(*args, **kwargs)
 
         boundary = self._owner.boundary(tensors, self._stays)
+        values = None if self._has_run else values_of(tensors)
         with saved_tensors_hooks(boundary.pack, _unpack):
-            return checkpoint(run, *tensors, use_reentrant=False)
+            output = checkpoint(run, *tensors, use_reentrant=False)
+        if values is not None:  # once: it waits for the device
+            check_values(tensors, values)
+            self._has_run = True
+        for at, before in list(objects.items()):
+            if not is_written(rest[at], before):
+                del objects[at]
+        return output

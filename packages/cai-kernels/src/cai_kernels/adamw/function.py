@@ -83,10 +83,10 @@ def adamw_steps_(
     """
     halves = [None] * len(params) if lows is None else lows
     lists = (params, grads, exp_avgs, exp_avg_sqs, steps, halves)
-    if len({len(each) for each in lists}) > 1:
+    if len({len(sequence) for sequence in lists}) > 1:
         raise KernelError(
             "params, grads, exp_avgs, exp_avg_sqs, steps and lows differ in length",
-            got=[len(each) for each in lists],
+            got=[len(sequence) for sequence in lists],
         )
     forms = [choose(backend, param.device) for param in params]
     for i, (param, grad, exp_avg, exp_avg_sq, step, low) in enumerate(zip(*lists, strict=True)):

@@ -89,10 +89,10 @@ class FusedAdamW(torch.optim.AdamW):
         """
         if type(self) is not FusedAdamW or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return False
-        held = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        group_params = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         return all(
             self._fits(group, params, [p.grad for p in params], (), (), halves=True)
-            for group, params in zip(self.param_groups, held, strict=True)
+            for group, params in zip(self.param_groups, group_params, strict=True)
         )
 
     def _step_group(
@@ -157,8 +157,8 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
 
-def _count(steps: Sequence[torch.Tensor], taken: torch.Tensor) -> None:
-    """Add `taken`, 0 or 1 on a device, to steps that may lie on others."""
+def _count(steps: Sequence[torch.Tensor], increment: torch.Tensor) -> None:
+    """Add `increment`, 0 or 1 on a device, to steps that may lie on others."""
     for device in {step.device for step in steps}:
-        here = [step for step in steps if step.device == device]
-        torch._foreach_add_(here, [taken.to(device, non_blocking=True)] * len(here))
+        device_steps = [step for step in steps if step.device == device]
+        torch._foreach_add_(device_steps, [increment.to(device, non_blocking=True)] * len(device_steps))

@@ -220,8 +220,8 @@ def _corrections(
     tensors = [step for step in steps if isinstance(step, torch.Tensor)]
     step = (torch.stack(tensors).to(device) if tensors else torch.tensor(steps)).double()
     rate, variance = options.lr / (1 - options.beta1**step), 1 - options.beta2**step
-    found = torch.stack([rate, variance.rsqrt()], 1).float()
-    return found if tensors else _on(device, found)
+    corrections = torch.stack([rate, variance.rsqrt()], 1).float()
+    return corrections if tensors else _on(device, corrections)
 
 
 def run(

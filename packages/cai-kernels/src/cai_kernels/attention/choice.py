@@ -118,10 +118,10 @@ def torchs_choice(
     """The name of the operator torch takes among `backends`, or None when none takes the arguments."""
     try:
         with sdpa_kernel(backends, set_priority=True):
-            found = torch._fused_sdp_choice(
+            backend_number = torch._fused_sdp_choice(
                 q, k, v, mask, dropout, causal, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
             )
     except RuntimeError:  # torch raises where none of the backends takes the arguments
         return None
     names = {int(backend): name for name, backend in SDPA.items()}
-    return names.get(found)
+    return names.get(backend_number)

@@ -95,10 +95,10 @@ def explain_attention(
         return choice
     mask, causal = _folded(q, k, question)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    found = torchs_choice(
+    operator_name = torchs_choice(
         q, k, v, mask, causal=causal, scale=scale, dropout=dropout, backends=order(q.device)
     )
-    return AttentionChoice(found or "math", choice.reason)
+    return AttentionChoice(operator_name or "math", choice.reason)
 
 
 def varlen_attention(
@@ -145,10 +145,10 @@ def varlen_attention(
         return reference.varlen_attention(q, k, v, starts, scale=scale, causal=causal, window=window)
     longest = max(q.shape[0], k.shape[0]) if max_seqlen is None else max_seqlen
     if backend == "auto" and why_not_flash(q) is None and q.numel() and k.numel():
-        left = -1 if window is None else window - 1
+        window_left = -1 if window is None else window - 1
         return torch.ops.aten._flash_attention_forward(
             q, k, v, *starts, longest, longest, 0.0, causal, False,
-            scale=scale, window_size_left=left, window_size_right=0 if causal else left,
+            scale=scale, window_size_left=window_left, window_size_right=0 if causal else window_left,
         )[0]  # fmt: skip
     from cai_kernels.attention import triton
 
@@ -174,8 +174,8 @@ def _explicit(q: torch.Tensor, v: torch.Tensor, question: Question, backend: str
     elif backend == "reference":
         reason = None
     else:
-        known = ", ".join(("auto", *SDPA, "flash_window", "triton", "reference"))
-        raise KernelError("unknown backend", got=repr(backend), expected=known)
+        backend_names = ", ".join(("auto", *SDPA, "flash_window", "triton", "reference"))
+        raise KernelError("unknown backend", got=repr(backend), expected=backend_names)
     if reason is not None:
         raise KernelError(f'the "{backend}" attention cannot run here', got=reason, fix='use backend="auto"')
     return backend
@@ -193,8 +193,10 @@ def _torchs(
         )
     backends = order(q.device) if name == "sdpa" else [SDPA[name]]
     if name != "sdpa" and not torch.compiler.is_compiling():
-        found = torchs_choice(q, k, v, mask, causal=causal, scale=scale, dropout=dropout, backends=backends)
-        if found != name:
+        operator_name = torchs_choice(
+            q, k, v, mask, causal=causal, scale=scale, dropout=dropout, backends=backends
+        )
+        if operator_name != name:
             raise KernelError(
                 f'torch has no "{name}" attention for these arguments', got=_said(q, k, question)
             )
@@ -207,11 +209,11 @@ def _torchs(
 def _flash_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, question: Question, scale: float
 ) -> torch.Tensor:
-    left = (question.window or 1) - 1
+    window_left = (question.window or 1) - 1
     out = torch.ops.aten._flash_attention_forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2],
         question.dropout, question.causal, False,
-        scale=scale, window_size_left=left, window_size_right=0 if question.causal else left,
+        scale=scale, window_size_left=window_left, window_size_right=0 if question.causal else window_left,
     )[0]  # fmt: skip
     return out.transpose(1, 2)
 
@@ -221,10 +223,14 @@ def _folded(q: torch.Tensor, k: torch.Tensor, question: Question) -> tuple[torch
     mask, causal = question.mask, question.causal
     if not needs_mask(question):
         return mask, causal
-    seen = reference.visible(q.shape[2], k.shape[2], causal=causal, window=question.window, device=q.device)
-    if mask is None or seen is None:
-        return seen, False
-    return (mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)), False
+    visible_mask = reference.visible(
+        q.shape[2], k.shape[2], causal=causal, window=question.window, device=q.device
+    )
+    if mask is None or visible_mask is None:
+        return visible_mask, False
+    return (
+        mask & visible_mask if mask.dtype == torch.bool else mask.masked_fill(~visible_mask, -torch.inf)
+    ), False
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, question: Question) -> None:

@@ -29,22 +29,22 @@ def _merge(ptrs, strides, sizes, rows, width, ROWS: tl.constexpr, WIDTH: tl.cons
     """
     out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr = ptrs
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    known = row < rows
-    lse_a = tl.load(lse_a_ptr + _place(row, sizes, strides[1]), mask=known, other=0.0).to(tl.float32)
-    lse_b = tl.load(lse_b_ptr + _place(row, sizes, strides[3]), mask=known, other=0.0).to(tl.float32)
+    valid = row < rows
+    lse_a = tl.load(lse_a_ptr + _place(row, sizes, strides[1]), mask=valid, other=0.0).to(tl.float32)
+    lse_b = tl.load(lse_b_ptr + _place(row, sizes, strides[3]), mask=valid, other=0.0).to(tl.float32)
     top = tl.maximum(lse_a, lse_b)
     top = tl.where(top == -float("inf"), 0.0, top)
     a, b = tl.exp(lse_a - top), tl.exp(lse_b - top)
     total = a + b
     some = tl.where(total == 0.0, 1.0, total)
     at = tl.arange(0, WIDTH)[None, :]
-    mask = known[:, None] & (at < width)
+    mask = valid[:, None] & (at < width)
     out_a = tl.load(out_a_ptr + _place(row, sizes, strides[0])[:, None] + at, mask=mask, other=0.0)
     out_b = tl.load(out_b_ptr + _place(row, sizes, strides[2])[:, None] + at, mask=mask, other=0.0)
     out = out_a.to(tl.float32) * (a / some)[:, None] + out_b.to(tl.float32) * (b / some)[:, None]
     place = _place(row, sizes, strides[4])[:, None] + at
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + row, tl.where(total == 0.0, -float("inf"), top + tl.log(some)), mask=known)
+    tl.store(lse_ptr + row, tl.where(total == 0.0, -float("inf"), top + tl.log(some)), mask=valid)
 
 
 def _merge_attention(

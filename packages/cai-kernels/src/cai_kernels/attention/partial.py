@@ -235,9 +235,9 @@ def _reference_backward(
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = (_expand(t.to(wide), heads) for t in (q, k, v))
     scores = q @ k.transpose(-1, -2) * scale
-    seen = reference.visible(q.shape[2], k.shape[2], causal=causal, window=None, device=q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+    visible_mask = reference.visible(q.shape[2], k.shape[2], causal=causal, window=None, device=q.device)
+    if visible_mask is not None:
+        scores = scores.masked_fill(~visible_mask, -torch.inf)
     p = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
     dout = dout.to(wide)
     ds = p * (dout @ v.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True)) * scale

@@ -34,10 +34,10 @@ def visible(
         return None
     row = torch.arange(queries, device=device)[:, None] + (keys - queries)
     column = torch.arange(keys, device=device)[None, :]
-    seen = column <= row if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
+    visible_mask = column <= row if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
     if window is not None:
-        seen = seen & (column > row - window) & (column < row + window)
-    return seen
+        visible_mask = visible_mask & (column > row - window) & (column < row + window)
+    return visible_mask
 
 
 def attention(
@@ -64,9 +64,9 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
-    seen = visible(q.shape[-2], k.shape[-2], causal=causal, window=window, device=q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+    visible_mask = visible(q.shape[-2], k.shape[-2], causal=causal, window=window, device=q.device)
+    if visible_mask is not None:
+        scores = scores.masked_fill(~visible_mask, -torch.inf)
     weights, lse = softmax_lse(scores)
     weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     return (weights @ v).to(q.dtype), lse

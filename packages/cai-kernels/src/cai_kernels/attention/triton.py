@@ -114,8 +114,8 @@ def blocks(head: int, dtype: torch.dtype, kind: str, busy: bool = False) -> tupl
     return Blocks(32, 32, wide, head), 4, 1
 
 
-def _busy(given: Operands, options: Options) -> bool:
-    return given.bias is not None or options.softcap != 0.0
+def _busy(operands: Operands, options: Options) -> bool:
+    return operands.bias is not None or options.softcap != 0.0
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, int, int]:
@@ -157,14 +157,14 @@ def _operands(
     )
 
 
-def _sizes(given: Operands, options: Options) -> tuple[Sizes, int]:
+def _sizes(operands: Operands, options: Options) -> tuple[Sizes, int]:
     """The kernels' sizes, and how many sequences there are."""
-    q, k = given.q, given.k
+    q, k = operands.q, operands.k
     heads, group = q.shape[-3], q.shape[-3] // k.shape[-3]
-    if given.query_starts is not None:
+    if operands.query_starts is not None:
         sizes = Sizes(options.longest_query, options.longest_key, heads, group, 1, 0, q.shape[1])
-        return sizes, given.query_starts.shape[0] - 1
-    rows = 1 if given.bias is None else q.shape[0] // given.bias.shape[0]
+        return sizes, operands.query_starts.shape[0] - 1
+    rows = 1 if operands.bias is None else q.shape[0] // operands.bias.shape[0]
     queries = q.shape[2]
     return Sizes(queries, k.shape[2], heads, group, rows, heads * queries, queries), q.shape[0]
 
@@ -188,16 +188,16 @@ def _attention_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, lse [Z, N, Sq] or [N, T] in float32); see `kernels.Operands` and `Options`."""
     options = Options(scale, causal, window, softcap, longest_query, longest_key)
-    given = _operands(q, k, v, bias, mask, gate, query_starts, key_starts)
+    operands = _operands(q, k, v, bias, mask, gate, query_starts, key_starts)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    sizes, batch = _sizes(given, options)
+    sizes, batch = _sizes(operands, options)
     if out.numel() == 0 or batch == 0:
         return out, lse
-    tiles, warps, stages = blocks(q.shape[-1], q.dtype, "forward", _busy(given, options))
+    tiles, warps, stages = blocks(q.shape[-1], q.dtype, "forward", _busy(operands, options))
     launch = forward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
-    strides = Strides(*(_strides(t) for t in (given.q, given.k, given.v, given.gate, out)))
+    strides = Strides(*(_strides(t) for t in (operands.q, operands.k, operands.v, operands.gate, out)))
     launch(
-        given, out, lse, sizes, strides, options.scale,
+        operands, out, lse, sizes, strides, options.scale,
         FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
@@ -232,32 +232,32 @@ def _attention_triton_backward(
     """Gradients of q, k, v, bias and gate; those that are not needed come empty."""
     options = Options(scale, causal, window, softcap, longest_query, longest_key)
     needed = Needed(need_q, need_k, need_v, need_bias, need_gate)
-    given = _operands(q, k, v, bias, mask, gate, query_starts, key_starts)
+    operands = _operands(q, k, v, bias, mask, gate, query_starts, key_starts)
     results = _new_gradients(dout, q, k, v, bias, needed)
-    sizes, batch = _sizes(given, options)
-    if out.numel() == 0 or batch == 0 or given.k.numel() == 0:
+    sizes, batch = _sizes(operands, options)
+    if out.numel() == 0 or batch == 0 or operands.k.numel() == 0:
         for gradient in results:
             gradient.zero_()
         gate_gradient = torch.zeros_like(out) if needed.gate else results.gate
         return results.q, results.k, results.v, results.bias, gate_gradient
-    dattention = torch.empty_like(out) if given.gate is not None else dout
-    dgate = torch.empty_like(out) if given.gate is not None else results.gate
+    dattention = torch.empty_like(out) if operands.gate is not None else dout
+    dgate = torch.empty_like(out) if operands.gate is not None else results.gate
     delta = torch.empty_like(lse)
     prepared = gradients.Prepared(out, dout, dlse, delta, dattention, dgate)
-    strides = Strides(*(_strides(t) for t in (given.q, given.k, given.v, given.gate, out)))
+    strides = Strides(*(_strides(t) for t in (operands.q, operands.k, operands.v, operands.gate, out)))
     upstream = gradients.Upstream(dattention, lse, delta)
     fused = needed.q and _fuses(out)
     if not fused:
         tiles, warps, _ = blocks(out.shape[-1], out.dtype, "queries")
         launch = gradients.prepare[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
-        launch(given, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
+        launch(operands, prepared, sizes, strides, _strides(dout), BLOCKS=tiles, num_warps=warps)
     elsewhere = strides._replace(out=_strides(dattention))
     if needed.q:
         _launch_queries(
-            given, prepared, upstream, results.q, sizes, batch,
+            operands, prepared, upstream, results.q, sizes, batch,
             strides if fused else elsewhere, _strides(dout), options, fused=fused,
         )  # fmt: skip
-    _launch_others(given, upstream, results, sizes, batch, elsewhere, options, needed)
+    _launch_others(operands, upstream, results, sizes, batch, elsewhere, options, needed)
     return results.q, results.k, results.v, results.bias, dgate if needed.gate else results.gate
 
 
@@ -267,7 +267,7 @@ def _fuses(out: torch.Tensor) -> bool:
 
 
 def _launch_queries(
-    given: Operands,
+    operands: Operands,
     prepared: gradients.Prepared,
     upstream: gradients.Upstream,
     dq: torch.Tensor,
@@ -282,14 +282,14 @@ def _launch_queries(
     tiles, warps, stages = blocks(dq.shape[-1], dq.dtype, "queries")
     launch = gradients.queries_backward[(triton.cdiv(sizes.queries, tiles.queries), batch * sizes.heads)]  # pyright: ignore[reportIndexIssue]
     launch(
-        given, prepared, upstream, dq, sizes, strides, dout_strides, _strides(dq), options.scale,
+        operands, prepared, upstream, dq, sizes, strides, dout_strides, _strides(dq), options.scale,
         FLAGS=options.flags(), BLOCKS=tiles, PRECISION=dot_precision(dq.dtype), FUSED=fused,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
 def _launch_others(
-    given: Operands,
+    operands: Operands,
     upstream: gradients.Upstream,
     results: Gradients,
     sizes: Sizes,
@@ -303,11 +303,11 @@ def _launch_others(
     fixed = {"FLAGS": options.flags(), "PRECISION": dot_precision(dtype)}
     dk, dv, dbias = results.k, results.v, results.bias
     if needed.k or needed.v:
-        tiles, warps, stages = blocks(head, dtype, "keys", _busy(given, options))
+        tiles, warps, stages = blocks(head, dtype, "keys", _busy(operands, options))
         heads = sizes.heads // sizes.group
         launch = gradients.keys_backward[(triton.cdiv(sizes.keys, tiles.keys), batch * heads)]  # pyright: ignore[reportIndexIssue]
         launch(
-            given, upstream, (dk, dv), sizes, strides, (_strides(dk), _strides(dv)), options.scale,
+            operands, upstream, (dk, dv), sizes, strides, (_strides(dk), _strides(dv)), options.scale,
             BLOCKS=tiles, num_warps=warps, num_stages=stages, **fixed,
         )  # fmt: skip
     if needed.bias:
@@ -320,7 +320,7 @@ def _launch_others(
         partial = dbias if parts == 1 else dbias.new_empty(parts, dbias.numel(), dtype=torch.float32)
         launch = gradients.bias_backward[(across, sizes.heads, entries * parts)]  # pyright: ignore[reportIndexIssue]
         launch(
-            given, upstream, partial, sizes, strides, options.scale, parts,
+            operands, upstream, partial, sizes, strides, options.scale, parts,
             BLOCKS=tiles, num_warps=warps, num_stages=stages, **fixed,
         )  # fmt: skip
         if parts > 1:
@@ -390,8 +390,8 @@ def _differentiate(ctx, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else _last_contiguous(dout)
     dlse = None if dlse is None else dlse.contiguous()
     needed = Needed(need_q, need_k, need_v, need_bias, need_gate)
-    found = attention_backward(dout, dlse, out, lse, *inputs, **ctx.options, **needed.arguments())
-    dq, dk, dv, dbias, dgate = (g if need else None for g, need in zip(found, needed, strict=True))
+    all_gradients = attention_backward(dout, dlse, out, lse, *inputs, **ctx.options, **needed.arguments())
+    dq, dk, dv, dbias, dgate = (g if need else None for g, need in zip(all_gradients, needed, strict=True))
     return dq, dk, dv, dbias, None, dgate, None, None
 
 

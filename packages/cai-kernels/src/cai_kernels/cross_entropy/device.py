@@ -131,22 +131,24 @@ def scan_row(
         AXIS: tl.constexpr = 0
         at = tl.arange(0, EACH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     state = start_scan(LANES)
-    whole = columns // BLOCK * BLOCK
-    inside = whole + at < columns
-    rest = tl.load(x_ptr + whole + at, mask=inside, other=-float("inf"))  # waited for after the whole tiles
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+    tiled_columns = columns // BLOCK * BLOCK
+    inside = tiled_columns + at < columns
+    tail = tl.load(
+        x_ptr + tiled_columns + at, mask=inside, other=-float("inf")
+    )  # waited for after the whole tiles
+    for start in tl.range(0, tiled_columns, BLOCK, num_stages=STAGES):
         x = tl.load(x_ptr + start + at).to(tl.float32)
         state = merge_tile(state, x, None, softcap, AXIS, AUX, CAP)
-    if whole < columns:
-        state = merge_tile(state, rest.to(tl.float32), inside, softcap, AXIS, AUX, CAP)
+    if tiled_columns < columns:
+        state = merge_tile(state, tail.to(tl.float32), inside, softcap, AXIS, AUX, CAP)
     return end_scan(state, softcap, AUX, CAP)
 
 
 @triton.jit
 def load_target(x_ptr, target, columns):
     """The logit of `target` as it lies in memory, 0 where it is not among these columns."""
-    here = (target >= 0) & (target < columns)
-    return tl.load(x_ptr + tl.where(here, target, 0), mask=here, other=0.0)
+    is_local = (target >= 0) & (target < columns)
+    return tl.load(x_ptr + tl.where(is_local, target, 0), mask=is_local, other=0.0)
 
 
 @triton.jit

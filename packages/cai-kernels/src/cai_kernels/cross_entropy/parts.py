@@ -57,10 +57,10 @@ def cross_entropy_parts(
     logits = logits.detach()
     if form == "reference":
         rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
-        found = reference.parts(rows, flat, vocab_start, ignore_index, softcap)
+        row_statistics = reference.parts(rows, flat, vocab_start, ignore_index, softcap)
         if not logit_sum:
-            maximum, sum_exp, target_logit, sums = found
-            found = (maximum, sum_exp, target_logit, torch.zeros_like(sums))
+            maximum, sum_exp, target_logit, sums = row_statistics
+            row_statistics = (maximum, sum_exp, target_logit, torch.zeros_like(sums))
     else:
         from cai_kernels.cross_entropy import triton
 
@@ -72,8 +72,8 @@ def cross_entropy_parts(
             softcap=softcap or 0.0,
             statistic=LOGIT_SUM if logit_sum else PLAIN,
         )
-        found = stats.unbind(0)
-    return CrossEntropyParts(*(part.view(target.shape) for part in found))
+        row_statistics = stats.unbind(0)
+    return CrossEntropyParts(*(part.view(target.shape) for part in row_statistics))
 
 
 def cross_entropy_from_parts(

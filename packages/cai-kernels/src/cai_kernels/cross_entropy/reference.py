@@ -50,10 +50,15 @@ def parts(
     wide = widen(logits, softcap)
     local = target - vocab_start
     counted = target != ignore_index
-    here = (local >= 0) & (local < wide.shape[-1]) & counted
-    aimed = wide.gather(-1, torch.where(here, local, 0)[:, None]).squeeze(-1)
+    is_local = (local >= 0) & (local < wide.shape[-1]) & counted
+    aimed = wide.gather(-1, torch.where(is_local, local, 0)[:, None]).squeeze(-1)
     maximum = wide.amax(-1)
-    values = (maximum, (wide - maximum[:, None]).exp().sum(-1), torch.where(here, aimed, 0.0), wide.sum(-1))
+    values = (
+        maximum,
+        (wide - maximum[:, None]).exp().sum(-1),
+        torch.where(is_local, aimed, 0.0),
+        wide.sum(-1),
+    )
     lowest = torch.finfo(wide.dtype).min
     return tuple(torch.where(counted, v, e) for v, e in zip(values, (lowest, 0.0, 0.0, 0.0), strict=True))
 

@@ -352,17 +352,19 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, dloss, _z, _stats, _scale):
-    others = (None,) * 7
+    no_gradients = (None,) * 7
     if dloss is None:
-        return None, *others
+        return None, *no_gradients
     logits, target, stats, scale = ctx.saved_tensors
     dloss = dloss.contiguous()
     if not ctx.inplace:
-        return cross_entropy_backward(dloss, logits, target, stats, scale, **ctx.loss.arguments()), *others
+        return cross_entropy_backward(
+            dloss, logits, target, stats, scale, **ctx.loss.arguments()
+        ), *no_gradients
     out = logits.detach()
     write_gradient(Upstream(dloss, scale), out, target, stats, out, ctx.loss)
     torch.autograd.graph.increment_version(logits)  # a second backward is then torch's own error
-    return out, *others
+    return out, *no_gradients
 
 
 cross_entropy_backward = define(_cross_entropy_backward, _empty_gradient)

@@ -7,10 +7,10 @@ import torch
 from cai_kernels.ops import define
 
 
-def dropout_add(x: torch.Tensor, residual: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor:
-    """residual + x / (1 - p) where `kept` is true, else residual; float32 inside (float64 stays), x's dtype."""
+def dropout_add(x: torch.Tensor, residual: torch.Tensor, keep_mask: torch.Tensor, p: float) -> torch.Tensor:
+    """residual + x / (1 - p) where `keep_mask` is true, else residual; float32 inside (float64 stays), x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    dropped = wide * kept * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    dropped = wide * keep_mask * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return (residual.to(wide.dtype) + dropped).to(x.dtype)
 
 

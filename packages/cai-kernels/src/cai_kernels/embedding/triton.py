@@ -28,9 +28,9 @@ def _chunks(inputs, outputs, shape, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     first = chunk * CHUNK
     last = tl.minimum(first + CHUNK, count)
     previous = tl.load(id_ptr + first - 1, mask=first > 0, other=-1)
-    own = tl.load(id_ptr + first)
+    current_id = tl.load(id_ptr + first)
     following = tl.load(id_ptr + first + 1, mask=first + 1 < count, other=-1)
-    entered = previous == own  # this id began in a chunk before
+    entered = previous == current_id  # this id began in a chunk before
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     # a row is on its way, and its place in dy known, before the one ahead of it is added
     row = tl.load(position_ptr + first)
@@ -44,19 +44,21 @@ def _chunks(inputs, outputs, shape, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.load(position_ptr + place + 2, mask=place + 2 < last, other=0)
         after = tl.load(id_ptr + place + 2, mask=place + 2 < count, other=-1)
         total += value.to(tl.float32)
-        ends = following != own
+        ends = following != current_id
         if ends | (place + 1 == last):
             if entered:
                 tl.store(head_ptr + chunk * columns + at, total, mask=inside)
             elif ends:
-                kept = tl.where(own == padding, 0.0, total)
-                tl.store(dw_ptr + own * columns + at, kept.to(dw_ptr.dtype.element_ty), mask=inside)
+                row_total = tl.where(current_id == padding, 0.0, total)
+                tl.store(
+                    dw_ptr + current_id * columns + at, row_total.to(dw_ptr.dtype.element_ty), mask=inside
+                )
             else:
                 tl.store(tail_ptr + chunk * columns + at, total, mask=inside)
         if ends:
             total = tl.zeros((BLOCK,), dtype=tl.float32)
-            entered = own != own
-        own, following = following, after
+            entered = current_id != current_id
+        current_id, following = following, after
 
 
 @triton.jit
@@ -68,22 +70,24 @@ def _spans(id_ptr, outputs, shape, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, B
     last = (chunk + 1) * CHUNK
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if last < count:
-        own = tl.load(id_ptr + last - 1)
+        current_id = tl.load(id_ptr + last - 1)
         before = tl.load(id_ptr + chunk * CHUNK - 1, mask=chunk > 0, other=-1)
-        begins = (before != own) | (tl.load(id_ptr + chunk * CHUNK) != own)
-        if begins & (tl.load(id_ptr + last) == own):
+        begins = (before != current_id) | (tl.load(id_ptr + chunk * CHUNK) != current_id)
+        if begins & (tl.load(id_ptr + last) == current_id):
             total = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
             next_chunk = chunk + 1
-            while tl.load(id_ptr + next_chunk * CHUNK, mask=next_chunk * CHUNK < count, other=-1) == own:
+            while (
+                tl.load(id_ptr + next_chunk * CHUNK, mask=next_chunk * CHUNK < count, other=-1) == current_id
+            ):
                 some = next_chunk + tl.arange(0, AT_ONCE)
-                there = some * CHUNK < count
-                same = tl.load(id_ptr + some * CHUNK, mask=there, other=-1) == own
-                read = (there & same)[:, None] & (at < columns)[None, :]
+                valid = some * CHUNK < count
+                same = tl.load(id_ptr + some * CHUNK, mask=valid, other=-1) == current_id
+                read = (valid & same)[:, None] & (at < columns)[None, :]
                 total += tl.load(head_ptr + some[:, None] * columns + at[None, :], mask=read, other=0.0)
                 next_chunk += AT_ONCE
             start = tl.load(tail_ptr + chunk * columns + at, mask=at < columns, other=0.0)
-            value = tl.where(own == padding, 0.0, start + tl.sum(total, 0))
-            tl.store(dw_ptr + own * columns + at, value.to(dw_ptr.dtype.element_ty), mask=at < columns)
+            value = tl.where(current_id == padding, 0.0, start + tl.sum(total, 0))
+            tl.store(dw_ptr + current_id * columns + at, value.to(dw_ptr.dtype.element_ty), mask=at < columns)
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:

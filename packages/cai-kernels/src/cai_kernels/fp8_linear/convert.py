@@ -103,19 +103,19 @@ def _convertible(model: nn.Module, skip: Skip | None) -> dict[nn.Linear, str]:
 
 def _check_unchanged(name: str, layer: nn.Linear) -> None:
     """Raise `KernelError` for a layer that has more than an `nn.Linear` has, which a new layer would lose."""
-    found = None
+    change = None
     if "forward" in layer.__dict__:
-        found = "its forward was replaced"
+        change = "its forward was replaced"
     elif any(getattr(layer, hooks) for hooks in HOOKS):
-        found = "it has hooks"
+        change = "it has hooks"
     elif getattr(layer, "_compiled_call_impl", None) is not None:
-        found = "it is compiled"
+        change = "it is compiled"
     elif set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
-        found = "it has parameters, buffers or modules of its own besides weight and bias"
-    if found is not None:
+        change = "it has parameters, buffers or modules of its own besides weight and bias"
+    if change is not None:
         raise KernelError(
             f"linear layer {name!r} was changed by another transform",
-            got=found,
+            got=change,
             fix="convert before other transforms, or leave it out with skip",
         )
 

@@ -124,9 +124,9 @@ class Fp8Products:
     def write_weight_grad(self, operands: Tensors, out: torch.Tensor, *, fresh: bool) -> None:
         """Write the weight's gradient to `out` [out, in], or add it."""
         if fresh and self._writes(operands, out):
-            left, left_scale, right, right_scale = operands
+            lhs, lhs_scale, rhs, rhs_scale = operands
             torch._scaled_mm(
-                left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=out.dtype,
+                lhs, rhs.t(), scale_a=lhs_scale, scale_b=rhs_scale.t(), out_dtype=out.dtype,
                 use_fast_accum=self.fast_accumulate, out=out,
             )  # fmt: skip
             return

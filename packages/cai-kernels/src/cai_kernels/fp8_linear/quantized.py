@@ -190,4 +190,10 @@ def _empty_matmul(
 fp8_cast = define(_fp8_cast, _empty_cast)
 fp8_matmul = define(_fp8_matmul, _empty_matmul)
 fp8_linear_backward = define(_fp8_linear_backward, _empty_backward)
-fp8_linear = define(_fp8_linear, _empty_linear, save=_save, backward=_differentiate)
+fp8_linear = define(
+    _fp8_linear,
+    _empty_linear,
+    save=_save,
+    backward=_differentiate,
+    otherwise="take torch.nn.functional.linear for it",
+)

@@ -44,12 +44,12 @@ def _cast(t: torch.Tensor, scaling: int, dtype: torch.dtype) -> tuple[torch.Tens
     tiles, dims = _tiles(wide, scaling)
     largest = tiles.abs().amax(dims, keepdim=True)
     limit = torch.full_like(largest, torch.finfo(dtype).max)  # a number would be multiplied by a reciprocal
-    known = torch.where(largest == 0, limit, largest)
-    q, scale = tiles * (limit / known), known / limit
+    divisor = torch.where(largest == 0, limit, largest)
+    q, scale = tiles * (limit / divisor), divisor / limit
     if scaling in (TENSOR, ROW):
         return q.to(dtype), scale
-    whole = q.flatten(2).flatten(0, 1)[: t.shape[0], : t.shape[1]]
-    return whole.contiguous().to(dtype), scale.squeeze(3).squeeze(1)
+    codes = q.flatten(2).flatten(0, 1)[: t.shape[0], : t.shape[1]]
+    return codes.contiguous().to(dtype), scale.squeeze(3).squeeze(1)
 
 
 def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) -> Cast:

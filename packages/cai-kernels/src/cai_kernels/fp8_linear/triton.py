@@ -42,8 +42,10 @@ def _largest(
 @triton.jit
 def _factors(largest, limit):
     """(the factor of the numbers, the scale that undoes it); `limit` is the largest number of the FP8 type."""
-    known = tl.where(largest == 0.0, limit, largest)
-    return tl.div_rn(limit + tl.zeros_like(known), known), tl.div_rn(known, limit + tl.zeros_like(known))
+    divisor = tl.where(largest == 0.0, limit, largest)
+    return tl.div_rn(limit + tl.zeros_like(divisor), divisor), tl.div_rn(
+        divisor, limit + tl.zeros_like(divisor)
+    )
 
 
 @triton.jit
@@ -208,9 +210,9 @@ def _matmul(
     b_scale_at = b_scale_ptr + (column // _SIDE if SQUARE_B else column) * steps
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for step in range(steps):
-        left = k - step * _SIDE
-        a = tl.load(a_at, mask=(row[:, None] < m) & (depth[None, :] < left), other=0.0)
-        b = tl.load(b_at, mask=(column[None, :] < n) & (depth[:, None] < left), other=0.0)
+        remaining_depth = k - step * _SIDE
+        a = tl.load(a_at, mask=(row[:, None] < m) & (depth[None, :] < remaining_depth), other=0.0)
+        b = tl.load(b_at, mask=(column[None, :] < n) & (depth[:, None] < remaining_depth), other=0.0)
         a_scale = tl.load(a_scale_at + step, mask=row < m, other=0.0)
         b_scale = tl.load(b_scale_at + step, mask=column < n, other=0.0)
         total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
@@ -228,9 +230,9 @@ def cast(t: torch.Tensor, scaling: int, dtype: torch.dtype, transposed: bool) ->
         return Cast(q, scale, turned, turned_scale)
     largest = scale, scale
     if scaling in (TENSOR, ROW):
-        wanted = rows + columns if scaling == ROW else 1
-        found = torch.zeros(wanted, dtype=torch.int32, device=t.device)
-        largest = found, found[rows:] if scaling == ROW else found
+        maxima_count = rows + columns if scaling == ROW else 1
+        maxima = torch.zeros(maxima_count, dtype=torch.int32, device=t.device)
+        largest = maxima, maxima[rows:] if scaling == ROW else maxima
         size = 64
         launch = _largest[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)]  # pyright: ignore[reportIndexIssue]
         launch(t, *largest, (rows, columns), SCALING=scaling, TURNED=transposed, SIZE=size, num_warps=4)

@@ -52,8 +52,8 @@ class WeightCache:
     def get(self, weight: torch.Tensor, scaling: int, triton: bool) -> Cast:
         """The cast of weight [out, in], and transposed."""
         _count_optimizer_steps()
-        here = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device)
-        key = (_OptimizerSteps.count, *here, scaling, triton)
+        weight_key = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, weight.device)
+        key = (_OptimizerSteps.count, *weight_key, scaling, triton)
         if self._cast is None or key != self._key:
             self._cast = cast_weight(weight, scaling, triton)
             self._key = key

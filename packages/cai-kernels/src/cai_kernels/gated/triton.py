@@ -49,11 +49,11 @@ def _backward(inputs, outputs, shape, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 def _launch(tensors: list[torch.Tensor | None], most: int) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """(programs, (blocks of a row, columns, row strides of what is there), sizes); one long row if all is dense."""
-    there = [t for t in tensors if t is not None]
-    rows, columns = there[0].shape
-    strides = [t.stride(0) for t in there]
+    present_tensors = [t for t in tensors if t is not None]
+    rows, columns = present_tensors[0].shape
+    strides = [t.stride(0) for t in present_tensors]
     if rows == 1 or all(stride == columns for stride in strides):
-        rows, columns, strides = 1, rows * columns, [0] * len(there)
+        rows, columns, strides = 1, rows * columns, [0] * len(present_tensors)
     block = min(power_of_2(columns), most)
     blocks = triton.cdiv(columns, block)
     return (

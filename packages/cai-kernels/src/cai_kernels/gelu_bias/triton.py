@@ -64,11 +64,20 @@ def _gelu_bias(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
     if y.numel():
         x = as_rows(x)
         rows, columns = x.shape
-        each, block = _tile(rows, columns)
+        tile_rows, block = _tile(rows, columns)
         blocks = triton.cdiv(columns, block)
-        launch = _forward[(blocks * triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
+        launch = _forward[(blocks * triton.cdiv(rows, tile_rows),)]  # pyright: ignore[reportIndexIssue]
         shape = (blocks, rows, columns, x.stride(0))
-        launch(x, bias, y, shape, KIND=kind, ROWS=each, BLOCK=block, num_warps=max(each * block // 512, 1))
+        launch(
+            x,
+            bias,
+            y,
+            shape,
+            KIND=kind,
+            ROWS=tile_rows,
+            BLOCK=block,
+            num_warps=max(tile_rows * block // 512, 1),
+        )
     return y
 
 
@@ -81,14 +90,14 @@ def _gelu_bias_backward(
         return dx, dbias.zero_()
     dy, x = as_rows(dy), as_rows(x)
     rows, columns = x.shape
-    each, block = _tile(rows, columns)
+    tile_rows, block = _tile(rows, columns)
     blocks = triton.cdiv(columns, block)
-    parts = min(triton.cdiv(rows, each), max(waves(x.device, 2) // blocks, 1))
+    parts = min(triton.cdiv(rows, tile_rows), max(waves(x.device, 2) // blocks, 1))
     partial = x.new_empty(parts, columns, dtype=torch.float32) if need_bias else None
     launch = _backward[(blocks, parts)]  # pyright: ignore[reportIndexIssue]
     shape, outputs = (rows, columns, dy.stride(0), x.stride(0)), (dx if need_x else None, partial)
-    sizes = {"STAGES": 3 if x.element_size() == 2 else 2, "ROWS": each, "BLOCK": block}
-    launch((dy, x, bias), outputs, shape, KIND=kind, **sizes, num_warps=max(each * block // 512, 1))
+    sizes = {"STAGES": 3 if x.element_size() == 2 else 2, "ROWS": tile_rows, "BLOCK": block}
+    launch((dy, x, bias), outputs, shape, KIND=kind, **sizes, num_warps=max(tile_rows * block // 512, 1))
     return dx, dbias if partial is None else column_sums(partial, bias.dtype)
 
 

@@ -35,15 +35,15 @@ def _powers(
     count, blocks, halvings = shape
     total = tl.zeros((BLOCK // 8,), dtype=tl.float32)
     wrong = tl.zeros((BLOCK // 8,), dtype=tl.int32)
-    each = tl.cdiv(blocks, tl.num_programs(0))
-    first = tl.program_id(0) * each
+    program_blocks = tl.cdiv(blocks, tl.num_programs(0))
+    first = tl.program_id(0) * program_blocks
     low, high = first * 0, first * 0 + count - 1
     for _ in range(halvings):
         middle = (low + high + 1) // 2
         reached = tl.load(table_ptr + 2 * count + middle) <= first
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle - 1)
-    for block in range(first, tl.minimum(first + each, blocks)):
+    for block in range(first, tl.minimum(first + program_blocks, blocks)):
         # a tensor has at least one block, so the next block is at most one tensor on
         following = tl.load(table_ptr + 2 * count + low + 1, mask=low + 1 < count, other=blocks)
         low += (following <= block).to(tl.int32)

@@ -61,25 +61,25 @@ def whole(
     inputs, outputs, shape, eps,
     SILU: tl.constexpr, LAST: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """A program normalizes a group, [each, positions] of a sample."""
+    """A program normalizes a group, [group_channels, positions] of a sample."""
     x_ptr, w_ptr, b_ptr = inputs
     y_ptr, mean_ptr, rstd_ptr = outputs
-    channels, positions, groups, each = shape
+    channels, positions, groups, group_channels = shape
     group = tl.program_id(0)
-    channel = (group % groups) * each
+    channel = (group % groups) * group_channels
     start = _first(group // groups, channel, 0, channels, positions, LAST)
     at = start + _offsets(channels, positions, LAST, CHANNELS, POSITIONS)
-    real = tl.arange(0, CHANNELS) < each
+    real = tl.arange(0, CHANNELS) < group_channels
     inside = real[:, None] & (tl.arange(0, POSITIONS) < positions)[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    count = each * positions
+    count = group_channels * positions
     mean = tl.sum(tl.sum(x, 1), 0) / count
     x = tl.where(inside, x - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(tl.sum(x * x, 1), 0) / count + eps)
     tl.store(mean_ptr + group, mean)
     tl.store(rstd_ptr + group, rstd)
-    own = channel + tl.arange(0, CHANNELS)
-    w, b = _vector(w_ptr, own, real, 1.0), _vector(b_ptr, own, real, 0.0)
+    channel_index = channel + tl.arange(0, CHANNELS)
+    w, b = _vector(w_ptr, channel_index, real, 1.0), _vector(b_ptr, channel_index, real, 0.0)
     y = _result(x * rstd, w, b, SILU, x_ptr.dtype.element_ty != tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -92,31 +92,31 @@ def whole_backward(
     """Gradients of a group, and a sample's sums [N, C] of those of weight and bias."""
     dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr = inputs
     dx_ptr, dw_ptr, db_ptr = outputs
-    channels, positions, groups, each = shape
+    channels, positions, groups, group_channels = shape
     group = tl.program_id(0)
-    channel = (group % groups) * each
+    channel = (group % groups) * group_channels
     start = _first(group // groups, channel, 0, channels, positions, LAST)
     at = start + _offsets(channels, positions, LAST, CHANNELS, POSITIONS)
-    real = tl.arange(0, CHANNELS) < each
+    real = tl.arange(0, CHANNELS) < group_channels
     inside = real[:, None] & (tl.arange(0, POSITIONS) < positions)[None, :]
-    own = channel + tl.arange(0, CHANNELS)
-    w, b = _vector(w_ptr, own, real, 1.0), _vector(b_ptr, own, real, 0.0)
+    channel_index = channel + tl.arange(0, CHANNELS)
+    w, b = _vector(w_ptr, channel_index, real, 1.0), _vector(b_ptr, channel_index, real, 0.0)
     rstd = tl.load(rstd_ptr + group)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.where(inside, (x - tl.load(mean_ptr + group)) * rstd, 0.0)
     dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
     dy = _before_silu(dy, x, w, b, SILU, x_ptr.dtype.element_ty != tl.float32)
     along, total = tl.sum(dy * x, 1), tl.sum(dy, 1)
-    to = (group // groups).to(tl.int64) * channels + own
+    to = (group // groups).to(tl.int64) * channels + channel_index
     if dw_ptr is not None:
         tl.store(dw_ptr + to, along, mask=real)
     if db_ptr is not None:
         tl.store(db_ptr + to, total, mask=real)
     if dx_ptr is not None:
-        count = each * positions
-        alike = tl.sum(along[:, None] * w, 0) / count
+        count = group_channels * positions
+        projection = tl.sum(along[:, None] * w, 0) / count
         shift = tl.sum(total[:, None] * w, 0) / count
-        dx = (dy * w - shift[None, :] - x * alike[None, :]) * rstd
+        dx = (dy * w - shift[None, :] - x * projection[None, :]) * rstd
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -141,8 +141,8 @@ def statistics(
     sample, part, channel, low = _place(channels, span, parts, CHANNELS)
     high = min(low + span, positions)
     at = _offsets(channels, positions, LAST, CHANNELS, POSITIONS)
-    own = channel + tl.arange(0, CHANNELS)
-    real, position = own < channels, tl.arange(0, POSITIONS)
+    channel_index = channel + tl.arange(0, CHANNELS)
+    real, position = channel_index < channels, tl.arange(0, POSITIONS)
     x_ptr += _first(sample, channel, low, channels, positions, LAST)
     inside = real[:, None] & (low + position < high)[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -157,7 +157,7 @@ def statistics(
         total += x
         squares += x * x
     count, moved = high - low, tl.sum(total, 1)
-    to = part.to(tl.int64) * channels + own
+    to = part.to(tl.int64) * channels + channel_index
     tl.store(mean_ptr + to, tl.sum(near, 1) + moved / count, mask=real)
     tl.store(squares_ptr + to, tl.sum(squares, 1) - moved * moved / count, mask=real)
 
@@ -165,12 +165,12 @@ def statistics(
 @triton.jit
 def _parts_of(group, first, shape, BLOCK: tl.constexpr):
     """(offsets in [N, parts, C], channels, positions counted, which are there) of a group's partial sums."""
-    channels, positions, span, parts, groups, each = shape
+    channels, positions, span, parts, groups, group_channels = shape
     k = first + tl.arange(0, BLOCK)
-    there = k < parts * each
-    part, channel = k // each, (group % groups) * each + k % each
-    count = tl.where(there, tl.minimum(positions - part * span, span), 0)
-    return ((group // groups).to(tl.int64) * parts + part) * channels + channel, channel, count, there
+    valid = k < parts * group_channels
+    part, channel = k // group_channels, (group % groups) * group_channels + k % group_channels
+    count = tl.where(valid, tl.minimum(positions - part * span, span), 0)
+    return ((group // groups).to(tl.int64) * parts + part) * channels + channel, channel, count, valid
 
 
 @triton.jit
@@ -178,21 +178,21 @@ def join(inputs, outputs, shape, eps, BLOCK: tl.constexpr):
     """Mean and reciprocal deviation of a group, of those of its channels in all parts (Chan et al., 1983)."""
     means_ptr, squares_ptr = inputs
     mean_ptr, rstd_ptr = outputs
-    positions, parts, each = shape[1], shape[3], shape[5]
+    positions, parts, group_channels = shape[1], shape[3], shape[5]
     group = tl.program_id(0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, parts * each, BLOCK):
-        at, _, count, there = _parts_of(group, first, shape, BLOCK)
-        total += tl.load(means_ptr + at, mask=there, other=0.0) * count
-    mean = tl.sum(total, 0) / (each * positions)
+    for first in range(0, parts * group_channels, BLOCK):
+        at, _, count, valid = _parts_of(group, first, shape, BLOCK)
+        total += tl.load(means_ptr + at, mask=valid, other=0.0) * count
+    mean = tl.sum(total, 0) / (group_channels * positions)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, parts * each, BLOCK):
-        at, _, count, there = _parts_of(group, first, shape, BLOCK)
-        apart = tl.load(means_ptr + at, mask=there, other=0.0) - mean
-        own = tl.load(squares_ptr + at, mask=there, other=0.0)
-        squares += tl.maximum(own, 0.0) + apart * apart * count
+    for first in range(0, parts * group_channels, BLOCK):
+        at, _, count, valid = _parts_of(group, first, shape, BLOCK)
+        apart = tl.load(means_ptr + at, mask=valid, other=0.0) - mean
+        part_squares = tl.load(squares_ptr + at, mask=valid, other=0.0)
+        squares += tl.maximum(part_squares, 0.0) + apart * apart * count
     tl.store(mean_ptr + group, mean)
-    tl.store(rstd_ptr + group, 1.0 / tl.sqrt(tl.sum(squares, 0) / (each * positions) + eps))
+    tl.store(rstd_ptr + group, 1.0 / tl.sqrt(tl.sum(squares, 0) / (group_channels * positions) + eps))
 
 
 @triton.jit
@@ -208,16 +208,16 @@ def apply(
     inputs, y_ptr, shape, SILU: tl.constexpr, LAST: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr
 ):  # fmt: skip
     x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr = inputs
-    channels, positions, groups, each, tiles = shape
+    channels, positions, groups, group_channels, tiles = shape
     sample, channel, tile = _tile_of(tiles, channels, CHANNELS)
     position = tile * POSITIONS + tl.arange(0, POSITIONS)
-    own = channel + tl.arange(0, CHANNELS)
-    real = own < channels
+    channel_index = channel + tl.arange(0, CHANNELS)
+    real = channel_index < channels
     inside = real[:, None] & (position < positions)[None, :]
     start = _first(sample, channel, tile * POSITIONS, channels, positions, LAST)
     at = start + _offsets(channels, positions, LAST, CHANNELS, POSITIONS)
-    group = sample * groups + own // each
-    w, b = _vector(w_ptr, own, real, 1.0), _vector(b_ptr, own, real, 0.0)
+    group = sample * groups + channel_index // group_channels
+    w, b = _vector(w_ptr, channel_index, real, 1.0), _vector(b_ptr, channel_index, real, 0.0)
     mean, rstd = _vector(mean_ptr, group, real, 0.0), _vector(rstd_ptr, group, real, 0.0)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     y = _result((x - mean) * rstd, w, b, SILU, x_ptr.dtype.element_ty != tl.float32)
@@ -231,15 +231,15 @@ def sums(
     """Sums of dy * normalized and of dy (before SiLU) of every channel over a part of the positions, [N, parts, C]."""
     dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr = inputs
     along_ptr, total_ptr = outputs
-    channels, positions, span, parts, groups, each = shape
+    channels, positions, span, parts, groups, group_channels = shape
     sample, part, channel, low = _place(channels, span, parts, CHANNELS)
     high = min(low + span, positions)
     at = _offsets(channels, positions, LAST, CHANNELS, POSITIONS)
     at += _first(sample, channel, low, channels, positions, LAST)
-    own = channel + tl.arange(0, CHANNELS)
-    real, position = own < channels, tl.arange(0, POSITIONS)
-    group = sample * groups + own // each
-    w, b = _vector(w_ptr, own, real, 1.0), _vector(b_ptr, own, real, 0.0)
+    channel_index = channel + tl.arange(0, CHANNELS)
+    real, position = channel_index < channels, tl.arange(0, POSITIONS)
+    group = sample * groups + channel_index // group_channels
+    w, b = _vector(w_ptr, channel_index, real, 1.0), _vector(b_ptr, channel_index, real, 0.0)
     mean, rstd = _vector(mean_ptr, group, real, 0.0), _vector(rstd_ptr, group, real, 0.0)
     along = tl.zeros((CHANNELS, POSITIONS), dtype=tl.float32)
     total = tl.zeros((CHANNELS, POSITIONS), dtype=tl.float32)
@@ -252,7 +252,7 @@ def sums(
         dy = _before_silu(dy, x, w, b, SILU, x_ptr.dtype.element_ty != tl.float32)
         along += dy * x
         total += dy
-    to = part.to(tl.int64) * channels + own
+    to = part.to(tl.int64) * channels + channel_index
     tl.store(along_ptr + to, tl.sum(along, 1), mask=real)
     tl.store(total_ptr + to, tl.sum(total, 1), mask=real)
 
@@ -261,39 +261,39 @@ def sums(
 def join_sums(inputs, outputs, shape, BLOCK: tl.constexpr):
     """The terms taken off dx in a group: the means of w * dy * normalized and of w * dy."""
     along_ptr, total_ptr, w_ptr = inputs
-    alike_ptr, shift_ptr = outputs
-    positions, parts, each = shape[1], shape[3], shape[5]
+    projection_ptr, shift_ptr = outputs
+    positions, parts, group_channels = shape[1], shape[3], shape[5]
     group = tl.program_id(0)
-    alike = tl.zeros((BLOCK,), dtype=tl.float32)
+    projection = tl.zeros((BLOCK,), dtype=tl.float32)
     shift = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, parts * each, BLOCK):
-        at, channel, _, there = _parts_of(group, first, shape, BLOCK)
-        w = tl.sum(_vector(w_ptr, channel, there, 1.0), 1)
-        alike += tl.load(along_ptr + at, mask=there, other=0.0) * w
-        shift += tl.load(total_ptr + at, mask=there, other=0.0) * w
-    tl.store(alike_ptr + group, tl.sum(alike, 0) / (each * positions))
-    tl.store(shift_ptr + group, tl.sum(shift, 0) / (each * positions))
+    for first in range(0, parts * group_channels, BLOCK):
+        at, channel, _, valid = _parts_of(group, first, shape, BLOCK)
+        w = tl.sum(_vector(w_ptr, channel, valid, 1.0), 1)
+        projection += tl.load(along_ptr + at, mask=valid, other=0.0) * w
+        shift += tl.load(total_ptr + at, mask=valid, other=0.0) * w
+    tl.store(projection_ptr + group, tl.sum(projection, 0) / (group_channels * positions))
+    tl.store(shift_ptr + group, tl.sum(shift, 0) / (group_channels * positions))
 
 
 @triton.jit
 def apply_backward(
     inputs, dx_ptr, shape, SILU: tl.constexpr, LAST: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr
 ):  # fmt: skip
-    dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, alike_ptr, shift_ptr = inputs
-    channels, positions, groups, each, tiles = shape
+    dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, projection_ptr, shift_ptr = inputs
+    channels, positions, groups, group_channels, tiles = shape
     sample, channel, tile = _tile_of(tiles, channels, CHANNELS)
     position = tile * POSITIONS + tl.arange(0, POSITIONS)
-    own = channel + tl.arange(0, CHANNELS)
-    real = own < channels
+    channel_index = channel + tl.arange(0, CHANNELS)
+    real = channel_index < channels
     inside = real[:, None] & (position < positions)[None, :]
     start = _first(sample, channel, tile * POSITIONS, channels, positions, LAST)
     at = start + _offsets(channels, positions, LAST, CHANNELS, POSITIONS)
-    group = sample * groups + own // each
-    w, b = _vector(w_ptr, own, real, 1.0), _vector(b_ptr, own, real, 0.0)
+    group = sample * groups + channel_index // group_channels
+    w, b = _vector(w_ptr, channel_index, real, 1.0), _vector(b_ptr, channel_index, real, 0.0)
     mean, rstd = _vector(mean_ptr, group, real, 0.0), _vector(rstd_ptr, group, real, 0.0)
-    alike, shift = _vector(alike_ptr, group, real, 0.0), _vector(shift_ptr, group, real, 0.0)
+    projection, shift = _vector(projection_ptr, group, real, 0.0), _vector(shift_ptr, group, real, 0.0)
     x = (tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
     dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
     dy = _before_silu(dy, x, w, b, SILU, x_ptr.dtype.element_ty != tl.float32)
-    dx = (dy * w - shift - x * alike) * rstd
+    dx = (dy * w - shift - x * projection) * rstd
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)

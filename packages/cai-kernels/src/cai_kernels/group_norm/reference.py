@@ -17,12 +17,12 @@ def group_norm(
     """x [N, C, ...], weight and bias [C] or None -> x's shape, dtype and strides; in float32 (float64 stays)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     samples, channels = x.shape[:2]
-    each = channels // groups
-    grouped = wide.reshape(samples, groups, each * x[:1, :1].numel() if samples else 0)
+    group_channels = channels // groups
+    grouped = wide.reshape(samples, groups, group_channels * x[:1, :1].numel() if samples else 0)
     mean = grouped.mean(-1)
     rstd = torch.rsqrt((grouped - mean[..., None]).square().mean(-1) + eps)
     ones = (1,) * (x.dim() - 2)
-    mean, rstd = (t.repeat_interleave(each, 1).view(samples, channels, *ones) for t in (mean, rstd))
+    mean, rstd = (t.repeat_interleave(group_channels, 1).view(samples, channels, *ones) for t in (mean, rstd))
     y = (wide - mean) * rstd
     if weight is not None:
         y = y * weight.to(wide.dtype).view(channels, *ones)

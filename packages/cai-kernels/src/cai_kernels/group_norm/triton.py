@@ -42,13 +42,13 @@ class _Sizes:
     def __init__(self, x: torch.Tensor, groups: int, last: bool):
         self.samples, self.channels = x.shape[:2]
         self.positions = x.numel() // max(self.samples * self.channels, 1)
-        self.groups, self.each = groups, self.channels // groups
-        block = power_of_2(self.each) * power_of_2(self.positions)
+        self.groups, self.group_channels = groups, self.channels // groups
+        block = power_of_2(self.group_channels) * power_of_2(self.positions)
         self.whole = block <= (WHOLE // 2 if last else WHOLE)
-        shape = (self.channels, self.positions, groups, self.each)
+        shape = (self.channels, self.positions, groups, self.group_channels)
         if self.whole:
             self.shape = shape
-            self.tile = {"CHANNELS": power_of_2(self.each), "POSITIONS": power_of_2(self.positions)}
+            self.tile = {"CHANNELS": power_of_2(self.group_channels), "POSITIONS": power_of_2(self.positions)}
             self.tile |= {"LAST": last, "num_warps": min(max(block // 512, 1), 16)}
             self.programs = self.samples * groups
             return
@@ -58,13 +58,13 @@ class _Sizes:
         self.tile = {"CHANNELS": channels, "POSITIONS": positions, "LAST": last, "num_warps": 4}
         blocks = self.samples * triton.cdiv(self.channels, channels)
         tiles = triton.cdiv(self.positions, positions)
-        wanted = min(max(waves(x.device, PARTS) // max(blocks, 1), 1), tiles)
-        self.span = triton.cdiv(tiles, wanted) * positions
+        part_count = min(max(waves(x.device, PARTS) // max(blocks, 1), 1), tiles)
+        self.span = triton.cdiv(tiles, part_count) * positions
         self.parts = triton.cdiv(self.positions, self.span)
         self.walks, self.programs = blocks * self.parts, blocks * tiles
         self.shape = (*shape, tiles)
-        self.joined = (self.channels, self.positions, self.span, self.parts, groups, self.each)
-        self.block = min(power_of_2(self.parts * self.each), JOINED)
+        self.joined = (self.channels, self.positions, self.span, self.parts, groups, self.group_channels)
+        self.block = min(power_of_2(self.parts * self.group_channels), JOINED)
 
 
 def _group_norm(
@@ -123,9 +123,9 @@ def _group_norm_backward(
     by_size = _backward_whole if sizes.whole else _backward_in_parts
     needed = (weight_dtype is not None, bias_dtype is not None)
     partial = by_size(inputs, dx if need_x else None, sizes, silu, needed)
-    kept = [(p, out) for p, out, need in zip(partial, (dw, db), needed, strict=True) if need]
-    if kept:
-        column_sums_into(*zip(*kept, strict=True))
+    sum_pairs = [(p, out) for p, out, need in zip(partial, (dw, db), needed, strict=True) if need]
+    if sum_pairs:
+        column_sums_into(*zip(*sum_pairs, strict=True))
     return gradients
 
 

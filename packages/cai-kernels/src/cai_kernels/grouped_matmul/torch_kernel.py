@@ -66,16 +66,16 @@ def _grouped_matmul_torch_weight(
     dweight = torch.empty_like(weight)
     x, dout = _aligned(x), _aligned(dout)
     if dweight.stride(2) == 1:
-        found = torch._grouped_mm(x.t(), dout, offs=offsets[1:])
+        gradient = torch._grouped_mm(x.t(), dout, offs=offsets[1:])
     else:
-        found = torch._grouped_mm(dout.t(), x, offs=offsets[1:]).transpose(1, 2)
-    if found.device.type == "cuda":
+        gradient = torch._grouped_mm(dout.t(), x, offs=offsets[1:]).transpose(1, 2)
+    if gradient.device.type == "cuda":
         from cai_kernels.grouped_matmul import triton
 
-        triton.clear_empty(found if found.is_contiguous() else found.transpose(1, 2), offsets)
+        triton.clear_empty(gradient if gradient.is_contiguous() else gradient.transpose(1, 2), offsets)
     else:
-        found[offsets.diff() == 0] = 0
-    return found if found.stride() == dweight.stride() else dweight.copy_(found)
+        gradient[offsets.diff() == 0] = 0
+    return gradient if gradient.stride() == dweight.stride() else dweight.copy_(gradient)
 
 
 grouped_matmul = differentiable(_grouped_matmul_torch, _grouped_matmul_torch_weight)

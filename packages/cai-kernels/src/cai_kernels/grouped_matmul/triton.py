@@ -16,16 +16,16 @@ GROUP = 8  # row tiles that share the columns in L2 before the next columns
 
 
 class Tensors(NamedTuple):
-    """The tensors that the kernels read and write: left [T, inner], right, out, offsets [E + 1]."""
+    """The tensors that the kernels read and write: lhs [T, inner], rhs, out, offsets [E + 1]."""
 
-    left: object
-    right: object
+    lhs: object
+    rhs: object
     out: object
     offsets: object
 
 
 class Sizes(NamedTuple):
-    """T, the two other sizes of the product, E, the stride of left's rows and those of [E, D, F].
+    """T, the two other sizes of the product, E, the stride of lhs's rows and those of [E, D, F].
 
     Flat: in a tuple of a tuple, after a branch or in a loop, Triton 3.6 takes a one for None if the outer has one too.
     """
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     inner: int
     columns: int
     experts: int
-    left_row: int
+    lhs_row: int
     expert: int
     deep: int
     across: int
@@ -72,7 +72,7 @@ def _multiply(
     EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of out [T, columns] = left [T, inner] @ right [E, inner, columns]; the tail is zeros."""
+    """One tile of out [T, columns] = lhs [T, inner] @ rhs [E, inner, columns]; the tail is zeros."""
     ROWS: tl.constexpr = BLOCKS.rows
     COLUMNS: tl.constexpr = BLOCKS.columns
     INNER: tl.constexpr = BLOCKS.inner
@@ -87,26 +87,26 @@ def _multiply(
         row = first + tl.arange(0, ROWS)
         inside = (row < end)[:, None]
         step = tl.arange(0, INNER)
-        left = tensors.left + row.to(tl.int64)[:, None] * sizes.left_row + step[None, :]
-        right = tensors.right + expert.to(tl.int64) * sizes.expert
-        right += step[:, None] * sizes.deep + column[None, :] * sizes.across
+        lhs = tensors.lhs + row.to(tl.int64)[:, None] * sizes.lhs_row + step[None, :]
+        rhs = tensors.rhs + expert.to(tl.int64) * sizes.expert
+        rhs += step[:, None] * sizes.deep + column[None, :] * sizes.across
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         depth = tl.where(expert < sizes.experts, sizes.inner, 0)
         for at in range(0, depth, INNER):
-            a = tl.load(left, mask=inside & (at + step < sizes.inner)[None, :], other=0.0)
+            a = tl.load(lhs, mask=inside & (at + step < sizes.inner)[None, :], other=0.0)
             b = tl.load(
-                right, mask=(at + step < sizes.inner)[:, None] & (column < sizes.columns)[None, :], other=0.0
+                rhs, mask=(at + step < sizes.inner)[:, None] & (column < sizes.columns)[None, :], other=0.0
             )
             total = dot(a, b, total, PRECISION)
-            left += INNER
-            right += INNER * sizes.deep
+            lhs += INNER
+            rhs += INNER * sizes.deep
         out = tensors.out + row.to(tl.int64)[:, None] * sizes.columns + column[None, :]
         tl.store(out, total.to(out.dtype.element_ty), mask=inside & (column < sizes.columns)[None, :])
 
 
 @triton.jit
 def _multiply_transposed(tensors, sizes, BLOCKS: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile of out [E, inner, columns] = left[rows of e].T @ right[rows of e]; right is [T, columns]."""
+    """One tile of out [E, inner, columns] = lhs[rows of e].T @ rhs[rows of e]; rhs is [T, columns]."""
     ROWS: tl.constexpr = BLOCKS.rows
     COLUMNS: tl.constexpr = BLOCKS.columns
     INNER: tl.constexpr = BLOCKS.inner
@@ -118,15 +118,15 @@ def _multiply_transposed(tensors, sizes, BLOCKS: tl.constexpr, PRECISION: tl.con
     end = tl.load(tensors.offsets + expert + 1)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     step = first + tl.arange(0, INNER)
-    left = tensors.left + step.to(tl.int64)[:, None] * sizes.left_row + across[None, :]
-    right = tensors.right + step.to(tl.int64)[:, None] * sizes.columns + column[None, :]
+    lhs = tensors.lhs + step.to(tl.int64)[:, None] * sizes.lhs_row + across[None, :]
+    rhs = tensors.rhs + step.to(tl.int64)[:, None] * sizes.columns + column[None, :]
     for at in range(first, end, INNER):
         inside = (at + tl.arange(0, INNER) < end)[:, None]
-        a = tl.load(left, mask=inside & (across < sizes.inner)[None, :], other=0.0)
-        b = tl.load(right, mask=inside & (column < sizes.columns)[None, :], other=0.0)
+        a = tl.load(lhs, mask=inside & (across < sizes.inner)[None, :], other=0.0)
+        b = tl.load(rhs, mask=inside & (column < sizes.columns)[None, :], other=0.0)
         total = dot(tl.trans(a), b, total, PRECISION)
-        left += INNER * sizes.left_row
-        right += INNER * sizes.columns
+        lhs += INNER * sizes.lhs_row
+        rhs += INNER * sizes.columns
     out = tensors.out + expert.to(tl.int64) * sizes.expert
     out += across.to(tl.int64)[:, None] * sizes.deep + column.to(tl.int64)[None, :] * sizes.across
     mask = (across < sizes.inner)[:, None] & (column < sizes.columns)[None, :]
@@ -136,8 +136,8 @@ def _multiply_transposed(tensors, sizes, BLOCKS: tl.constexpr, PRECISION: tl.con
 @triton.jit
 def _clear_tail(out_ptr, offsets_ptr, rows, columns, experts, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    kept = tl.load(offsets_ptr + experts).to(tl.int64)
-    for row in range(kept + tl.program_id(0), rows, tl.num_programs(0)):
+    routed_rows = tl.load(offsets_ptr + experts).to(tl.int64)
+    for row in range(routed_rows + tl.program_id(0), rows, tl.num_programs(0)):
         for first in range(0, columns, BLOCK):
             zeros = tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * columns + first + at, zeros, mask=first + at < columns)

@@ -86,7 +86,14 @@ def _differentiate_scan(ctx, dloss, _z, dentropy, _stats):
     )
 
 
+PLAIN = "compute the logits with torch.nn.functional.linear, and a plain loss of them"
 linear_loss_fused = define(
-    chunked._linear_loss_fused, chunked._empty_fused, save=_save_fused, backward=_differentiate_fused
+    chunked._linear_loss_fused,
+    chunked._empty_fused,
+    save=_save_fused,
+    backward=_differentiate_fused,
+    otherwise=PLAIN,
 )
-linear_scan = define(chunked._linear_scan, chunked._empty_scan, save=_save_scan, backward=_differentiate_scan)
+linear_scan = define(
+    chunked._linear_scan, chunked._empty_scan, save=_save_scan, backward=_differentiate_scan, otherwise=PLAIN
+)

@@ -37,13 +37,13 @@ def _chunks(
     tokens = x.shape[0]
     buffer = x.new_empty(min(chunk_rows, tokens), weight.shape[0])
     for start in range(0, tokens, chunk_rows):
-        here = slice(start, start + chunk_rows)
-        out = buffer[: x[here].shape[0]]
+        chunk = slice(start, start + chunk_rows)
+        out = buffer[: x[chunk].shape[0]]
         if bias is None:
-            torch.mm(x[here], weight.t(), out=out)
+            torch.mm(x[chunk], weight.t(), out=out)
         else:
-            torch.addmm(bias, x[here], weight.t(), out=out)
-        yield here, out
+            torch.addmm(bias, x[chunk], weight.t(), out=out)
+        yield chunk, out
 
 
 def _new_gradients(
@@ -65,17 +65,17 @@ def _add_gradients(
     logits: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    here: slice,
+    chunk: slice,
     needed: Needed,
     gradients: Gradients,
 ) -> None:
     """Add to the gradients of x, weight and bias from the gradient of a chunk's logits."""
     dx, dw, db = gradients
-    first = here.start == 0
+    first = chunk.start == 0
     if needed.x:
-        torch.mm(logits, weight, out=dx[here])
+        torch.mm(logits, weight, out=dx[chunk])
     if needed.weight:
-        accumulate(dw, logits.t(), x[here], overwrite=first)
+        accumulate(dw, logits.t(), x[chunk], overwrite=first)
     if needed.bias:
         total = logits.sum(0, dtype=db.dtype)
         db.copy_(total) if first else db.add_(total)
@@ -123,9 +123,9 @@ def _linear_loss_fused(
         sliced.loss_and_gradients(x, weight, bias, target, now, out, loss, needed, gradients)
     else:
         form = logits_module(triton)
-        for here, logits in _chunks(x, weight, bias, chunk_rows):
-            form.loss_and_gradient(logits, target[here], now, out[:, here], loss)
-            _add_gradients(logits, x, weight, here, needed, gradients)
+        for chunk, logits in _chunks(x, weight, bias, chunk_rows):
+            form.loss_and_gradient(logits, target[chunk], now, out[:, chunk], loss)
+            _add_gradients(logits, x, weight, chunk, needed, gradients)
     total, z = (out.sum(1) * scale).unbind(0)
     return total.clone(), z.clone(), *gradients, later
 
@@ -167,8 +167,8 @@ def _linear_scan(
     """x [T, D], weight [V, D], target [T] -> (losses, z-losses, entropies, each [T], and stats [4, T])."""
     loss, form = LossOptions(ignore_index, label_smoothing, z_loss, softcap), logits_module(triton)
     stats = torch.empty(4, target.numel(), dtype=float32_or_wider(x.dtype), device=x.device)
-    for here, logits in _chunks(x, weight, bias, chunk_rows):
-        stats[:, here] = form.scan(logits, target[here], ignore_index, softcap, statistic)
+    for chunk, logits in _chunks(x, weight, bias, chunk_rows):
+        stats[:, chunk] = form.scan(logits, target[chunk], ignore_index, softcap, statistic)
     return *rows.losses(stats, target, weight.shape[0], loss), stats
 
 
@@ -206,9 +206,9 @@ def _linear_scan_backward(
     gradients = _new_gradients(x, weight, needed, sum_dtype)
     if not target.numel():
         _zero(gradients)
-    for here, logits in _chunks(x, weight, bias, chunk_rows):
-        form.write_gradient(logits, target[here], stats[:, here], upstream[:, here], loss, statistic)
-        _add_gradients(logits, x, weight, here, needed, gradients)
+    for chunk, logits in _chunks(x, weight, bias, chunk_rows):
+        form.write_gradient(logits, target[chunk], stats[:, chunk], upstream[:, chunk], loss, statistic)
+        _add_gradients(logits, x, weight, chunk, needed, gradients)
     return gradients
 
 
@@ -260,9 +260,9 @@ def _linear_add_weight_grad(
 ) -> None:
     """Add the gradient of the weight to out [V, D]."""
     loss, form = LossOptions(ignore_index, label_smoothing, z_loss, softcap), logits_module(triton)
-    for here, logits in _chunks(x, weight, bias, chunk_rows):
-        form.write_gradient(logits, target[here], stats[:, here], upstream[:, here], loss, statistic)
-        accumulate(out, logits.t(), x[here], overwrite=False)
+    for chunk, logits in _chunks(x, weight, bias, chunk_rows):
+        form.write_gradient(logits, target[chunk], stats[:, chunk], upstream[:, chunk], loss, statistic)
+        accumulate(out, logits.t(), x[chunk], overwrite=False)
 
 
 linear_scan_backward = define(_linear_scan_backward, _empty_scan_backward)

@@ -36,12 +36,14 @@ class _ComputeOptions:
     backend: Backend = "auto"
 
     def form_of_backward(self, reduction: str) -> str:
-        for name, value, known in (
+        for name, value, choices in (
             ("backward", self.backward, ("auto", "fused", "split")),
             ("accumulate", self.accumulate, ("float32", "weight")),
         ):
-            if value not in known:
-                raise KernelError(f"unknown {name}", got=repr(value), expected=" or ".join(map(repr, known)))
+            if value not in choices:
+                raise KernelError(
+                    f"unknown {name}", got=repr(value), expected=" or ".join(map(repr, choices))
+                )
         if self.backward == "fused" and reduction == "none":
             raise KernelError(
                 'backward="fused" computes gradients before it knows those of the rows',

@@ -80,7 +80,9 @@ class LossProducts:
         else:
             dx, dw, db, factor = saved
             factor, triton = factor * dy, choose(self.backend, weight.device) == "triton"
-            dx, db = (chunked.scaled_gradient(each, factor, each.dtype, triton) for each in (dx, db))
+            dx, db = (
+                chunked.scaled_gradient(gradient, factor, gradient.dtype, triton) for gradient in (dx, db)
+            )
         return (
             dx.view(*self.target.shape, weight.shape[1]) if needs_input else None,
             (dw, factor) if needs_weight else (),

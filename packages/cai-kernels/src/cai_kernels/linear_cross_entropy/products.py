@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, overwrite: bool) -> None:
-    """Add left @ right to `total`, or overwrite it. A float32 total of narrower factors is exact to float32."""
-    if total.dtype == right.dtype:
-        torch.mm(left, right, out=total) if overwrite else total.addmm_(left, right)
+def accumulate(total: torch.Tensor, lhs: torch.Tensor, rhs: torch.Tensor, *, overwrite: bool) -> None:
+    """Add lhs @ rhs to `total`, or overwrite it. A float32 total of narrower factors is exact to float32."""
+    if total.dtype == rhs.dtype:
+        torch.mm(lhs, rhs, out=total) if overwrite else total.addmm_(lhs, rhs)
     elif total.is_cuda and total.dtype == torch.float32:
         if overwrite:
-            torch.mm(left, right, out_dtype=torch.float32, out=total)
+            torch.mm(lhs, rhs, out_dtype=torch.float32, out=total)
         else:
-            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+            torch.addmm(total, lhs, rhs, out_dtype=torch.float32, out=total)
     else:
-        left, right = left.to(total.dtype), right.to(total.dtype)
-        torch.mm(left, right, out=total) if overwrite else total.addmm_(left, right)
+        lhs, rhs = lhs.to(total.dtype), rhs.to(total.dtype)
+        torch.mm(lhs, rhs, out=total) if overwrite else total.addmm_(lhs, rhs)

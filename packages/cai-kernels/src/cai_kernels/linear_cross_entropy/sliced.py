@@ -68,9 +68,10 @@ def _slices(
     tokens, vocabulary = x.shape[0], weight.shape[0]
     split = plan.slices * plan.columns
     buffer = x.new_empty(tokens, vocabulary - split)
-    held = dw.view(-1)[plan.first :].view(plan.slices, tokens, plan.columns)
+    slice_logits = dw.view(-1)[plan.first :].view(plan.slices, tokens, plan.columns)
     slices = [
-        _Slice(logits, i * plan.columns, (i + 1) * plan.columns) for i, logits in enumerate(held.unbind())
+        _Slice(logits, i * plan.columns, (i + 1) * plan.columns)
+        for i, logits in enumerate(slice_logits.unbind())
     ]
     if split < vocabulary:
         slices.append(_Slice(buffer, split, vocabulary))
@@ -81,8 +82,8 @@ def _input_gradient(slices: list[_Slice], weight: torch.Tensor, dx: torch.Tensor
     rows = slice_plan.ROWS
     total = dx.new_empty(min(rows, dx.shape[0]), dx.shape[1], dtype=torch.float32)
     for first in range(0, dx.shape[0], rows):
-        here = slice(first, first + rows)
-        part_total = total[: dx[here].shape[0]]
+        chunk = slice(first, first + rows)
+        part_total = total[: dx[chunk].shape[0]]
         for i, part in enumerate(slices):
-            accumulate(part_total, part.logits[here], weight[part.start : part.end], overwrite=i == 0)
-        dx[here] = part_total
+            accumulate(part_total, part.logits[chunk], weight[part.start : part.end], overwrite=i == 0)
+        dx[chunk] = part_total

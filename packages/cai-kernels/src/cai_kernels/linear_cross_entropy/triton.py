@@ -113,14 +113,14 @@ def _loss_and_gradient_sliced(
             aimed_ptr, tl.minimum(place, 0), 1, softcap, CAP
         )  # before the scan ends in a barrier
         state = start_scan(BLOCK // EACH)
-        whole = reads // BLOCK * BLOCK
-        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        tiled_columns = reads // BLOCK * BLOCK
+        for start in tl.range(0, tiled_columns, BLOCK, num_stages=STAGES):
             x = tl.load(base_ptr + _offset(row, start, places, SLICE) + lane).to(tl.float32)
             state = merge_tile(state, x, None, softcap, 1, AUX, CAP)
-        if whole < reads:
-            inside = whole + lane < reads
+        if tiled_columns < reads:
+            inside = tiled_columns + lane < reads
             x = tl.load(
-                base_ptr + _offset(row, whole, places, SLICE) + lane, mask=inside, other=-float("inf")
+                base_ptr + _offset(row, tiled_columns, places, SLICE) + lane, mask=inside, other=-float("inf")
             )
             state = merge_tile(state, x.to(tl.float32), inside, softcap, 1, AUX, CAP)
         top, total, extra = end_scan(state, softcap, AUX, CAP)
@@ -204,7 +204,7 @@ def loss_and_gradient(
 
 
 def loss_and_gradient_sliced(
-    held: torch.Tensor,
+    slice_logits: torch.Tensor,
     buffer: torch.Tensor,
     plan: SlicePlan,
     target: torch.Tensor,
@@ -212,15 +212,15 @@ def loss_and_gradient_sliced(
     out: torch.Tensor,
     loss: LossOptions,
 ) -> None:
-    """`loss_and_gradient` of all tokens: slices of logits in `held`, the last columns in buffer [T, columns]."""
+    """`loss_and_gradient` of all tokens: logits in `slice_logits`, the last columns in buffer [T, columns]."""
     rows = buffer.shape[0]
     split = plan.slices * plan.columns
     columns = split + buffer.shape[1]
-    gap = (buffer.data_ptr() - held.data_ptr()) // held.element_size()
+    gap = (buffer.data_ptr() - slice_logits.data_ptr()) // slice_logits.element_size()
     block = min(plan.columns, 8192)
     launch = _loss_and_gradient_sliced[(min(rows, waves(buffer.device)),)]  # pyright: ignore[reportIndexIssue]
     launch(
-        held,
+        slice_logits,
         (target, scale, out),
         (rows, columns, out.stride(0)),
         (plan.first, rows * plan.columns, split, gap, buffer.shape[1]),

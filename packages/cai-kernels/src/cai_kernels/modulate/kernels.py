@@ -29,9 +29,9 @@ def modulate(inputs, outputs, shape, eps, ROWS: tl.constexpr, BLOCK: tl.constexp
     inside = real[:, None] & live[None, :]
     to = row[:, None] * columns + at[None, :]
     x = tl.load(x_ptr + to, mask=inside, other=0.0).to(tl.float32)
-    own = sample.to(tl.int64)
-    scale = tl.load(scale_ptr + own * scale_stride + at, mask=live, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + own * shift_stride + at, mask=live, other=0.0).to(tl.float32)
+    sample_index = sample.to(tl.int64)
+    scale = tl.load(scale_ptr + sample_index * scale_stride + at, mask=live, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + sample_index * shift_stride + at, mask=live, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / columns
     x = tl.where(inside, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / columns + eps)
@@ -52,7 +52,7 @@ def modulate_backward(
     at = tl.arange(0, BLOCK)
     live = at < columns
     part, of = tl.program_id(0) % parts, tl.program_id(0) // parts
-    own = scale_ptr + of.to(tl.int64) * scale_stride
+    sample_scale_ptr = scale_ptr + of.to(tl.int64) * scale_stride
     dscale = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     dshift = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for block in tl.range(part, tl.cdiv(tokens, ROWS), parts, num_stages=STAGES):
@@ -69,7 +69,7 @@ def modulate_backward(
             dshift += dy
         if dx_ptr is not None:
             # again for every row: kept, it would take the registers of the sums
-            scale = tl.load(own + at, mask=live, other=0.0).to(tl.float32)
+            scale = tl.load(sample_scale_ptr + at, mask=live, other=0.0).to(tl.float32)
             dy *= (1.0 + scale)[None, :]
             dx = dy - x * (tl.sum(dy * x, 1) / columns)[:, None] - (tl.sum(dy, 1) / columns)[:, None]
             tl.store(dx_ptr + to, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)

@@ -94,14 +94,14 @@ def paged_attention(
     _check_query(q, k_cache, block_tables, lengths)
     _check_caches(k_cache, v_cache)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    sequence, seen = _rows(q, lengths, cu_seqlens)
+    sequence, key_counts = _rows(q, lengths, cu_seqlens)
     if form == "reference":
-        return reference.attention(q, (k_cache, v_cache), block_tables, sequence, seen, scale)
+        return reference.attention(q, (k_cache, v_cache), block_tables, sequence, key_counts, scale)
     from cai_kernels.paged_attention import triton
 
     if q.shape[2] > MAX_HEAD:
         raise KernelError("head dim is too large for Triton", got=q.shape[2], expected=f"up to {MAX_HEAD}")
-    return triton.paged_attention(q, k_cache, v_cache, block_tables, sequence, seen, scale)
+    return triton.paged_attention(q, k_cache, v_cache, block_tables, sequence, key_counts, scale)
 
 
 def _check_query(

@@ -9,8 +9,8 @@ from cai_kernels.attention.reference import softmax_lse
 
 def append(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write rows [T, N, H] into cache [blocks, block_size, N, H] at slots [T]; negative slots are left out."""
-    kept = slots >= 0
-    cache.view(-1, *cache.shape[2:])[slots[kept].long()] = rows[kept].to(cache.dtype)
+    slot_mask = slots >= 0
+    cache.view(-1, *cache.shape[2:])[slots[slot_mask].long()] = rows[slot_mask].to(cache.dtype)
 
 
 def attention(
@@ -25,11 +25,11 @@ def attention(
     size, key_heads = caches[0].shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     at = torch.arange(block_tables.shape[1] * size, device=q.device)
-    seen = at[None, :] < lengths[:, None]
+    visible_mask = at[None, :] < lengths[:, None]
     blocks = block_tables[sequence.long()][:, at // size].long()
-    slots = torch.where(seen, blocks * size + at % size, 0)
+    slots = torch.where(visible_mask, blocks * size + at % size, 0)
     rows = (cache.view(-1, *cache.shape[2:])[slots].to(wide) for cache in caches)
-    k, v = (torch.where(seen[..., None, None], row, 0.0).transpose(1, 2) for row in rows)
+    k, v = (torch.where(visible_mask[..., None, None], row, 0.0).transpose(1, 2) for row in rows)
     grouped = q.to(wide).unflatten(1, (key_heads, -1))
-    scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~seen[:, None, None], -torch.inf)
+    scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~visible_mask[:, None, None], -torch.inf)
     return (softmax_lse(scores)[0] @ v).flatten(1, 2).to(q.dtype)

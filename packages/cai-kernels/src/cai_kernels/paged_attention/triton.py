@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     block: int
     most: int
     splits: int
-    each: int
+    split_keys: int
 
 
 @triton.jit
@@ -69,17 +69,17 @@ def _part(
     largest = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), dtype=tl.float32)
     out = tl.zeros((GROUP, WIDE), dtype=tl.float32)
-    for first in range(split * sizes.each, tl.minimum(length, (split + 1) * sizes.each), KEYS):
+    for first in range(split * sizes.split_keys, tl.minimum(length, (split + 1) * sizes.split_keys), KEYS):
         key = first + tl.arange(0, KEYS)
-        seen = key < length
-        block = tl.load(table + key // sizes.block, mask=seen, other=0).to(tl.int64)
+        valid = key < length
+        block = tl.load(table + key // sizes.block, mask=valid, other=0).to(tl.int64)
         slot = (block * sizes.block + key % sizes.block) * sizes.key_heads + key_head
         where = slot[:, None] * HEAD + at[None, :]
-        mask = seen[:, None] & (at < HEAD)[None, :]
+        mask = valid[:, None] & (at < HEAD)[None, :]
         k = tl.load(paged.k_cache + where, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(paged.v_cache + where, mask=mask, other=0.0).to(q.dtype)
         score = dot(q, tl.trans(k), tl.zeros((GROUP, KEYS), dtype=tl.float32), PRECISION) * (scale * LOG2E)
-        score = tl.where(seen[None, :], score, float("-inf"))
+        score = tl.where(valid[None, :], score, float("-inf"))
         grown = tl.maximum(largest, tl.max(score, 1))
         p = tl.exp2(score - grown[:, None])
         shrink = tl.exp2(largest - grown)
@@ -124,10 +124,10 @@ def _paged_append(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) 
 
 def splits_of(rows: int, key_heads: int, most: int, device: torch.device) -> tuple[int, int]:
     """(splits, keys of each): enough programs for two on every multiprocessor, at least 256 keys a program."""
-    wanted = triton.cdiv(waves(device, 2), max(rows * key_heads, 1))
-    splits = max(1, min(wanted, most // 256, MAX_SPLITS))
-    each = triton.cdiv(triton.cdiv(most, splits), KEYS) * KEYS
-    return max(1, triton.cdiv(most, max(each, 1))), max(each, KEYS)
+    target_splits = triton.cdiv(waves(device, 2), max(rows * key_heads, 1))
+    splits = max(1, min(target_splits, most // 256, MAX_SPLITS))
+    split_keys = triton.cdiv(triton.cdiv(most, splits), KEYS) * KEYS
+    return max(1, triton.cdiv(most, max(split_keys, 1))), max(split_keys, KEYS)
 
 
 def _paged_attention(
@@ -145,7 +145,7 @@ def _paged_attention(
     if out.numel() == 0:
         return out
     (rows, heads, head), (_, block, key_heads, _) = q.shape, k_cache.shape
-    splits, each = splits_of(rows, key_heads, tables.shape[1] * block, q.device)
+    splits, split_keys = splits_of(rows, key_heads, tables.shape[1] * block, q.device)
     parts = q.new_empty(rows, heads, splits, head, dtype=torch.float32)
     lses = q.new_empty(rows, heads, splits, dtype=torch.float32)
     wide = max(power_of_2(head), 16)
@@ -154,7 +154,7 @@ def _paged_attention(
     launch = _part[(rows, key_heads, splits)]  # pyright: ignore[reportIndexIssue]
     launch(
         Paged(q, k_cache, v_cache, tables.contiguous(), sequence, lengths.contiguous(), parts, lses),
-        Sizes(heads, key_heads, block, tables.shape[1], splits, each), scale,
+        Sizes(heads, key_heads, block, tables.shape[1], splits, split_keys), scale,
         GROUP=max(power_of_2(heads // key_heads), 16), KEYS=keys, HEAD=head, WIDE=wide,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -65,8 +65,8 @@ def _turn(x_ptr, y_ptr, angles, sizes, HEADS: tl.constexpr, TAIL: tl.constexpr, 
             head = first + tl.arange(0, HEADS)[:, None]
             at = tl.arange(0, TAIL)[None, :]
             inside = (head < heads) & (at < tail)
-            kept = tl.load(x_ptr + head * x_stride + 2 * half + at, mask=inside, other=0.0)
-            tl.store(y_ptr + head * y_stride + 2 * half + at, kept, mask=inside)
+            tail_values = tl.load(x_ptr + head * x_stride + 2 * half + at, mask=inside, other=0.0)
+            tl.store(y_ptr + head * y_stride + 2 * half + at, tail_values, mask=inside)
 
 
 @triton.jit
@@ -138,15 +138,15 @@ def _rotate(
 
 def _group(q_heads: int, k_heads: int, size: int) -> int:
     """Heads of a program where both divide by them: a power of two, GROUP_VALUES at most and half of that at least."""
-    each = math.gcd(q_heads, k_heads)
-    each = min(each & -each, max(GROUP_VALUES // size, 1))
-    return each if GROUP_VALUES <= 2 * each * size <= 2 * GROUP_VALUES else 0
+    group_heads = math.gcd(q_heads, k_heads)
+    group_heads = min(group_heads & -group_heads, max(GROUP_VALUES // size, 1))
+    return group_heads if GROUP_VALUES <= 2 * group_heads * size <= 2 * GROUP_VALUES else 0
 
 
 def _at_once(heads: int, size: int) -> int:
     """Heads in a tile: the power of two with few left over and few tiles, at most 4096 values."""
-    choices = [each for each in (32, 16, 8, 4, 2, 1) if each * size <= 4096 and each <= power_of_2(heads)]
-    return min(choices or [1], key=lambda each: triton.cdiv(max(heads, 1), each) * (each + 4))
+    choices = [tile for tile in (32, 16, 8, 4, 2, 1) if tile * size <= 4096 and tile <= power_of_2(heads)]
+    return min(choices or [1], key=lambda tile: triton.cdiv(max(heads, 1), tile) * (tile + 4))
 
 
 def _table(table: torch.Tensor, interleaved: bool, rotary_dim: int) -> tuple[int, int, int]:
@@ -174,8 +174,8 @@ def _rope(
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     of_position = (0, 0)
     if position_ids is not None:
-        whole = position_ids.expand(batch, length)
-        of_position = (whole.stride(0), whole.stride(1))
+        full_positions = position_ids.expand(batch, length)
+        of_position = (full_positions.stride(0), full_positions.stride(1))
     tensors = (q, k, q_out, k_out, cos, sin, position_ids)
     tables = [_table(table, interleaved, rotary_dim) for table in (cos, sin)]
     strides = (*(t.stride()[:3] for t in tensors[:4]), *tables, of_position)
@@ -229,18 +229,18 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, dq, dk):
     cos, sin, position_ids = ctx.saved_tensors
     rotary_dim, interleaved, inverse = ctx.form
-    given = [d if need else None for d, need in zip((dq, dk), ctx.needs_input_grad, strict=False)]
-    there = next((d for d in given if d is not None), None)
-    if there is None:
+    gradients = [d if need else None for d, need in zip((dq, dk), ctx.needs_input_grad, strict=False)]
+    present_gradient = next((d for d in gradients if d is not None), None)
+    if present_gradient is None:
         return (None,) * 8
     # What has no gradient is of no heads: nothing is done for it.
-    batch, _, length, size = there.shape
+    batch, _, length, size = present_gradient.shape
     dq, dk = (
-        there.new_empty(batch, 0, length, size, dtype=dtype) if d is None else d
-        for d, dtype in zip(given, ctx.dtypes, strict=True)
+        present_gradient.new_empty(batch, 0, length, size, dtype=dtype) if d is None else d
+        for d, dtype in zip(gradients, ctx.dtypes, strict=True)
     )
     turned = rope(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, not inverse)
-    return *(t if d is not None else None for t, d in zip(turned, given, strict=True)), *(None,) * 6
+    return *(t if d is not None else None for t, d in zip(turned, gradients, strict=True)), *(None,) * 6
 
 
 rope = define(_rope, _empty, save=_save, backward=_differentiate, twice=_differentiate)

@@ -79,7 +79,7 @@ def sample(
 
 def _sample_in_triton(
     logits: torch.Tensor,
-    seen: torch.Tensor | None,
+    seen_mask: torch.Tensor | None,
     seed: torch.Tensor,
     limits: list[float | torch.Tensor],
 ) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _sample_in_triton(
         f"{name}_value": 0.0 if isinstance(value, torch.Tensor) else float(value)
         for name, value in zip(_RANGES, limits, strict=True)
     }
-    return triton.sample(logits, seen, seed, *tensors, **values)
+    return triton.sample(logits, seen_mask, seed, *tensors, **values)
 
 
 def _check_logits(logits: torch.Tensor, form: str) -> None:
@@ -122,16 +122,18 @@ def _limit(name: str, value: float | torch.Tensor, logits: torch.Tensor) -> floa
     return value
 
 
-def _check_seen(seen: torch.Tensor | None, logits: torch.Tensor) -> None:
-    if seen is None:
+def _check_seen(seen_mask: torch.Tensor | None, logits: torch.Tensor) -> None:
+    if seen_mask is None:
         raise KernelError(
             "a repetition penalty needs the tokens seen",
             got="seen=None",
             expected=f"seen {tuple(logits.shape)} bool",
         )
-    require("seen", seen, dtypes=(torch.bool,), like=logits)
-    if seen.shape != logits.shape:
-        raise KernelError("seen does not fit logits", got=tuple(seen.shape), expected=tuple(logits.shape))
+    require("seen", seen_mask, dtypes=(torch.bool,), like=logits)
+    if seen_mask.shape != logits.shape:
+        raise KernelError(
+            "seen does not fit logits", got=tuple(seen_mask.shape), expected=tuple(logits.shape)
+        )
 
 
 def _seed(

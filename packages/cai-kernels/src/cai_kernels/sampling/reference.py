@@ -15,9 +15,9 @@ def philox(seed: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tor
     zero = torch.zeros_like(first + second + seed)
     a, b, c, d = first + zero, second + zero, zero, zero
     for _ in range(10):
-        left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # 64 bits, of which the sign is one
-        a, c = ((right >> 32) & _LOW) ^ b ^ key[0], ((left >> 32) & _LOW) ^ d ^ key[1]
-        b, d = right & _LOW, left & _LOW
+        product_a, product_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # 64 bits, of which the sign is one
+        a, c = ((product_c >> 32) & _LOW) ^ b ^ key[0], ((product_a >> 32) & _LOW) ^ d ^ key[1]
+        b, d = product_c & _LOW, product_a & _LOW
         key = [(k + step) & _LOW for k, step in zip(key, _STEPS, strict=True)]
     return torch.stack((a, b, c, d), -1)
 
@@ -50,7 +50,7 @@ def kept(
 
 def sample(
     logits: torch.Tensor,
-    seen: torch.Tensor | None,
+    seen_mask: torch.Tensor | None,
     seed: torch.Tensor,
     temperature: float | torch.Tensor,
     top_k: float | torch.Tensor,
@@ -64,8 +64,8 @@ def sample(
     def column(value: float | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(value, device=z.device, dtype=z.dtype).reshape(-1, 1)
 
-    if seen is not None:
-        z = torch.where(seen, torch.where(z > 0, z / column(penalty), z * column(penalty)), z)
+    if seen_mask is not None:
+        z = torch.where(seen_mask, torch.where(z > 0, z / column(penalty), z * column(penalty)), z)
     stays = kept(z, column(temperature), column(top_k), column(top_p), column(min_p))
     noisy = z + column(temperature) * gumbel(seed, *z.shape).to(z.dtype)
     return noisy.masked_fill(~stays, -torch.inf).argmax(1)

@@ -24,8 +24,8 @@ def _logits(row, penalty, at, columns):
     logits_ptr, seen_ptr = row
     z = tl.load(logits_ptr + at, mask=at < columns, other=float("-inf")).to(tl.float32)
     if seen_ptr is not None:
-        seen = tl.load(seen_ptr + at, mask=at < columns, other=0) != 0
-        z = tl.where(seen, tl.where(z > 0.0, z / penalty, z * penalty), z)
+        is_seen = tl.load(seen_ptr + at, mask=at < columns, other=0) != 0
+        z = tl.where(is_seen, tl.where(z > 0.0, z / penalty, z * penalty), z)
     return z
 
 
@@ -72,14 +72,14 @@ def _least(
             above_c += tl.where(z >= c, weight, 0.0)
         sum_a, sum_b, sum_c = tl.sum(above_a, 0), tl.sum(above_b, 0), tl.sum(above_c, 0)
         if sum_c >= target:
-            low, held = third, sum_c
+            low, weight_above = third, sum_c
         elif sum_b >= target:
-            low, high, held = second, third - 1, sum_b
+            low, high, weight_above = second, third - 1, sum_b
         elif sum_a >= target:
-            low, high, held = first, second - 1, sum_a
+            low, high, weight_above = first, second - 1, sum_a
         else:
-            high, held = first - 1, sum_a
-        if held == target:  # nothing between low and the place sought
+            high, weight_above = first - 1, sum_a
+        if weight_above == target:  # nothing between low and the place sought
             high = low
     return low
 

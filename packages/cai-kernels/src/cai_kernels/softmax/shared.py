@@ -65,20 +65,20 @@ def forward_shared(
     tensors, y_ptr, strides, steps, shape, scale,
     STAGES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of scale * x + held + other by strides, `held` the same for all members of a place; whole tiles only.
+    """Softmax of scale * x + shared + other by strides, `shared` the same for all members of a place; whole tiles only.
 
     steps: between neighbouring members of a run, of x, other and y; shape: (groups of places, parts of a run, members
     of a run, sizes of places, sizes of runs). What a member adds to a place is one product: with divisions for its
     dims there a program waited for them before every member.
     """
-    x_ptr, held_ptr, other_ptr = tensors
-    of_x, of_held, of_other, of_y = strides
+    x_ptr, shared_ptr, other_ptr = tensors
+    of_x, of_shared, of_other, of_y = strides
     groups, parts, members, of_places, of_runs = shape
     program = tl.program_id(0)
     place = place_of((program % groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], of_places)
     run = place_of(program // groups // parts, of_runs)
     at = tl.arange(0, PIECE)[None, :]
-    biases = _pieces(held_ptr, 0, offset(place, at, of_held), of_held[4], PIECES, PIECE)
+    biases = _pieces(shared_ptr, 0, offset(place, at, of_shared), of_shared[4], PIECES, PIECE)
     along_x = offset(run, 0, of_x) + offset(place, at, of_x)
     along_other = offset(run, 0, of_other) + offset(place, at, of_other)
     along_y = offset(run, 0, of_y) + offset(place, at, of_y)
@@ -86,13 +86,13 @@ def forward_shared(
         member = (tl.full((), 0, tl.int64) + index).to(tl.int64)
         xs = _pieces(x_ptr, member * steps[0], along_x, of_x[4], PIECES, PIECE)
         if other_ptr is not None:
-            others = _pieces(other_ptr, member * steps[1], along_other, of_other[4], PIECES, PIECE)
+            other_pieces = _pieces(other_ptr, member * steps[1], along_other, of_other[4], PIECES, PIECE)
         zs = ()
         top = tl.full((ROWS, PIECE), float("-inf"), tl.float32)
         for i in tl.static_range(PIECES):
             bias = biases[i].to(tl.float32)
             if other_ptr is not None:
-                bias += others[i].to(tl.float32)
+                bias += other_pieces[i].to(tl.float32)
             z = xs[i].to(tl.float32) * scale + bias
             zs += (z,)
             top = tl.maximum(top, z)
@@ -104,8 +104,8 @@ def forward_shared(
             e = exp(zs[i] - highest)
             es += (e,)
             total += e
-        whole = tl.sum(total, 1)[:, None]
-        inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+        row_sum = tl.sum(total, 1)[:, None]
+        inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
         for i in tl.static_range(PIECES):
             piece = y_ptr + member * steps[2] + (along_y + i * PIECE)
             tl.store(piece, (es[i] * inverse).to(y_ptr.dtype.element_ty))
@@ -129,20 +129,20 @@ def backward_shared(
         sums += (tl.zeros((ROWS, PIECE), dtype=tl.float32),)
     part = tl.program_id(1).to(tl.int64)
     for member in tl.range(part, members, tl.num_programs(1), num_stages=STAGES):
-        beside = offset(place_of(member, of_members), 0, strides)
+        member_offset = offset(place_of(member, of_members), 0, strides)
         ys = ()
         dys = ()
         along = tl.zeros((ROWS, PIECE), dtype=tl.float32)
         for i in tl.static_range(PIECES):
             inside = real & (i * PIECE + at < columns)
-            y = _read(y_ptr + beside * columns + start * columns + i * PIECE + at, inside, EVEN)
-            dy = _read(dy_ptr + beside * columns + start * columns + i * PIECE + at, inside, EVEN)
+            y = _read(y_ptr + member_offset * columns + start * columns + i * PIECE + at, inside, EVEN)
+            dy = _read(dy_ptr + member_offset * columns + start * columns + i * PIECE + at, inside, EVEN)
             along += y.to(tl.float32) * dy.to(tl.float32)
             ys += (y,)
             dys += (dy,)
         dot = tl.sum(along, 1)[:, None]
         if dot_ptr is not None:
-            tl.store(dot_ptr + beside + start, dot, mask=real)
+            tl.store(dot_ptr + member_offset + start, dot, mask=real)
         grown = ()
         for i in tl.static_range(PIECES):
             inside = real & (i * PIECE + at < columns)
@@ -150,7 +150,10 @@ def backward_shared(
             grown += (sums[i] + slope,)
             if dx_ptr is not None:
                 _write(
-                    dx_ptr + beside * columns + start * columns + i * PIECE + at, slope * scale, inside, EVEN
+                    dx_ptr + member_offset * columns + start * columns + i * PIECE + at,
+                    slope * scale,
+                    inside,
+                    EVEN,
                 )
         sums = grown
     for i in tl.static_range(PIECES):

@@ -77,8 +77,8 @@ def _forward_wide(tensors, y_ptr, strides, shape, scale, CAUSAL: tl.constexpr, B
         highest = higher
     top = tl.max(highest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    whole = tl.sum(total * exp(highest - top), 0)
-    inverse = 1.0 / tl.where(whole == 0.0, 1.0, whole)
+    row_sum = tl.sum(total * exp(highest - top), 0)
+    inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         z = _logits(tensors, strides, row, at, at < columns, shape, scale, CAUSAL)
@@ -147,8 +147,8 @@ def _bias_gradient(tensors, partial_ptr, shape, ROWS: tl.constexpr, BLOCK: tl.co
 def _tile(rows: int, columns: int) -> tuple[int, int, int]:
     """(rows a program holds at once, columns rounded up, warps)."""
     block = power_of_2(columns)
-    each = min(max(2048 // block, 1), power_of_2(rows))
-    return each, block, min(max(each * block // 512, 1), 16)
+    tile_rows = min(max(2048 // block, 1), power_of_2(rows))
+    return tile_rows, block, min(max(tile_rows * block // 512, 1), 16)
 
 
 def _in_pieces(places: int, columns: int) -> bool:
@@ -185,16 +185,16 @@ def _softmax(
     tensors = (x, first, second, mask)
     strides = tuple(_strides(t, x.shape) for t in tensors)
     shape = (columns, _sizes(x.shape)[1:])
-    held = None if causal or mask is not None else _held_forward(x, first, second)
-    if held is not None:
-        _forward_beside(x, held, second if held is first else first, y, scale)
+    shared_bias = None if causal or mask is not None else _held_forward(x, first, second)
+    if shared_bias is not None:
+        _forward_beside(x, shared_bias, second if shared_bias is first else first, y, scale)
     elif columns > NARROW:
         launch = _forward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
         launch(tensors, y, strides, shape, scale, CAUSAL=causal, BLOCK=WIDE_BLOCK, num_warps=8)
     else:
-        each, block, warps = _tile(rows, columns)
-        launch = _forward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
-        sizes = {"ROWS": each, "BLOCK": block, "num_warps": warps}
+        tile_rows, block, warps = _tile(rows, columns)
+        launch = _forward[(triton.cdiv(rows, tile_rows),)]  # pyright: ignore[reportIndexIssue]
+        sizes = {"ROWS": tile_rows, "BLOCK": block, "num_warps": warps}
         launch(tensors, y, strides, rows, shape, scale, CAUSAL=causal, **sizes)
     return y
 
@@ -212,39 +212,39 @@ def _held_forward(
 
 
 def _forward_beside(
-    x: torch.Tensor, held: torch.Tensor, other: torch.Tensor | None, y: torch.Tensor, scale: float
+    x: torch.Tensor, shared_bias: torch.Tensor, other: torch.Tensor | None, y: torch.Tensor, scale: float
 ) -> None:
     columns = x.shape[-1]
-    places, _, of_places, _, _ = _sharing(list(held.shape), x)
-    of_x, _, of_other, of_y = strides = tuple(_strides(t, x.shape) for t in (x, held, other, y))
-    members, steps, of_runs = _runs(held, x, (of_x, of_other, of_y))
+    places, _, of_places, _, _ = _sharing(list(shared_bias.shape), x)
+    of_x, _, of_other, of_y = strides = tuple(_strides(t, x.shape) for t in (x, shared_bias, other, y))
+    members, steps, of_runs = _runs(shared_bias, x, (of_x, of_other, of_y))
     groups, runs = places // ROWS, torch.Size(of_runs).numel()
     parts = max(triton.cdiv(members, EACH), triton.cdiv(waves(x.device, 16), groups * runs))
     parts = min(parts, members)
     launch = forward_shared[(groups * parts * runs,)]  # pyright: ignore[reportIndexIssue]
     launch(
-        (x, held, other), y, strides, steps, (groups, parts, members, of_places, of_runs[1:]), scale,
+        (x, shared_bias, other), y, strides, steps, (groups, parts, members, of_places, of_runs[1:]), scale,
         STAGES=STAGES, ROWS=ROWS, PIECES=columns // PIECE, PIECE=PIECE, num_warps=WARPS,
     )  # fmt: skip
 
 
 def _runs(
-    held: torch.Tensor, x: torch.Tensor, strides: tuple[tuple[int, ...], ...]
+    shared_bias: torch.Tensor, x: torch.Tensor, strides: tuple[tuple[int, ...], ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The rows that share a place of `held` as runs of rows whose neighbours lie evenly apart in every tensor.
+    """The rows that share a place of `shared_bias` as runs of rows whose neighbours lie evenly apart in every tensor.
 
     (rows in a run, strides between them, how many runs there are in each dim)
     """
-    lengths, kept = _sizes(x.shape), _sizes((*(1,) * (x.dim() - held.dim()), *held.shape))
-    apart = [length // own for length, own in zip(lengths, kept, strict=True)]
+    lengths, bias_sizes = _sizes(x.shape), _sizes((*(1,) * (x.dim() - shared_bias.dim()), *shared_bias.shape))
+    apart = [length // bias_size for length, bias_size in zip(lengths, bias_sizes, strict=True)]
     members, steps = 1, None
     for dim in (3, 2, 1, 0):
-        here = tuple(s[dim] for s in strides)
+        dim_strides = tuple(s[dim] for s in strides)
         if apart[dim] == 1:
             continue
-        if steps is not None and here != tuple(members * step for step in steps):
+        if steps is not None and dim_strides != tuple(members * step for step in steps):
             break
-        steps = here if steps is None else steps
+        steps = dim_strides if steps is None else steps
         members *= apart[dim]
         apart[dim] = 1
     return members, steps or (0,) * len(strides), tuple(apart)
@@ -265,9 +265,9 @@ def _softmax_backward(
     if y.numel() == 0:
         return dx, dfirst.zero_(), dsecond.zero_()
     dy, columns = dy.contiguous(), y.shape[-1]
-    rows, wanted = y.numel() // columns, [shape for shape in (first, second) if shape is not None]
-    shared = max((s for s in wanted if _held(s, y)), key=lambda s: torch.Size(s).numel(), default=None)
-    dot = y.new_empty(rows, dtype=torch.float32) if len(wanted) > (shared is not None) else None
+    rows, bias_shapes = y.numel() // columns, [shape for shape in (first, second) if shape is not None]
+    shared = max((s for s in bias_shapes if _held(s, y)), key=lambda s: torch.Size(s).numel(), default=None)
+    dot = y.new_empty(rows, dtype=torch.float32) if len(bias_shapes) > (shared is not None) else None
     outputs = (None if x_dtype is None else dx, dot)
     if shared is not None:
         of_shared = _backward_and_sum(shared, y, dy, outputs, scale)
@@ -275,11 +275,11 @@ def _softmax_backward(
         launch = _backward_wide[(rows,)]  # pyright: ignore[reportIndexIssue]
         launch((y, dy), outputs, columns, scale, BLOCK=WIDE_BLOCK, num_warps=8)
     else:
-        each, block, warps = _tile(rows, columns)
-        launch = _backward[(triton.cdiv(rows, each),)]  # pyright: ignore[reportIndexIssue]
+        tile_rows, block, warps = _tile(rows, columns)
+        launch = _backward[(triton.cdiv(rows, tile_rows),)]  # pyright: ignore[reportIndexIssue]
         # two programs a multiprocessor hold a row of 16384 in 16 bits each, so that one stores while the other loads
         narrow = block == NARROW and y.element_size() == 2 and dy.element_size() == 2
-        sizes = {"ROWS": each, "BLOCK": block, "num_warps": warps, "maxnreg": 64 if narrow else None}
+        sizes = {"ROWS": tile_rows, "BLOCK": block, "num_warps": warps, "maxnreg": 64 if narrow else None}
         launch((y, dy), outputs, rows, columns, scale, **sizes)
     if first is not None:
         ours = first is shared
@@ -303,10 +303,10 @@ def _sharing(
 ) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """(places of a bias, rows that share one, sizes of both in n1, n2 and n3, rows between neighbours in each dim)."""
     lengths = _sizes(y.shape)
-    kept = _sizes((*(1,) * (y.dim() - len(shape)), *shape))
-    apart = tuple(length // own for length, own in zip(lengths, kept, strict=True))
+    bias_sizes = _sizes((*(1,) * (y.dim() - len(shape)), *shape))
+    apart = tuple(length // bias_size for length, bias_size in zip(lengths, bias_sizes, strict=True))
     strides = tuple(torch.Size(lengths[i + 1 :]).numel() for i in range(4))
-    return torch.Size(kept).numel(), torch.Size(apart).numel(), kept[1:], apart[1:], (*strides, 0)
+    return torch.Size(bias_sizes).numel(), torch.Size(apart).numel(), bias_sizes[1:], apart[1:], (*strides, 0)
 
 
 def _held(shape: list[int], y: torch.Tensor) -> bool:
@@ -314,8 +314,8 @@ def _held(shape: list[int], y: torch.Tensor) -> bool:
     columns = y.shape[-1]
     if not shape or shape[-1] != columns or columns > min(SHARED, NARROW):
         return False
-    each, block, _ = _tile(_sharing(shape, y)[0], columns)
-    return each * block >= ACROSS
+    tile_rows, block, _ = _tile(_sharing(shape, y)[0], columns)
+    return tile_rows * block >= ACROSS
 
 
 def _backward_and_sum(
@@ -329,15 +329,15 @@ def _backward_and_sum(
     columns = y.shape[-1]
     places, members, *rest = _sharing(shape, y)
     pieces = _in_pieces(places, columns)
-    each, block, warps = (ROWS, PIECE, WARPS) if pieces else _tile(places, columns)
-    groups = triton.cdiv(places, each)
+    tile_rows, block, warps = (ROWS, PIECE, WARPS) if pieces else _tile(places, columns)
+    groups = triton.cdiv(places, tile_rows)
     parts = triton.cdiv(waves(y.device, 4), groups) if pieces else max(waves(y.device, 8) // groups, 1)
     parts = min(parts, members)
     partial = y.new_empty(parts, places * columns, dtype=torch.float32)
     launch = backward_shared[(groups, parts)]  # pyright: ignore[reportIndexIssue]
     launch(
         (y, dy), (*outputs, partial), (columns, places, members, *rest), scale,
-        EVEN=pieces, STAGES=2 if pieces else 3, ROWS=each, PIECES=triton.cdiv(columns, block), PIECE=block,
+        EVEN=pieces, STAGES=2 if pieces else 3, ROWS=tile_rows, PIECES=triton.cdiv(columns, block), PIECE=block,
         num_warps=warps,
     )  # fmt: skip
     return partial
@@ -348,13 +348,15 @@ def _sum_for(shape, dtype, y, dy, dot) -> torch.Tensor:
     columns = y.shape[-1]
     places, members, *rest = _sharing(shape, y)
     block = min(power_of_2(columns), ACROSS)
-    each = min(ACROSS // block, power_of_2(places))
-    grid = [triton.cdiv(places, each), triton.cdiv(columns, block)]
+    tile_rows = min(ACROSS // block, power_of_2(places))
+    grid = [triton.cdiv(places, tile_rows), triton.cdiv(columns, block)]
     parts = max(min(waves(y.device, 4) // (grid[0] * grid[1]), members), 1)
     partial = y.new_empty(parts, places * columns, dtype=torch.float32)
     launch = _bias_gradient[(*grid, parts)]  # pyright: ignore[reportIndexIssue]
     sizes = (columns, places, members, *rest)
-    launch((y, dy, dot), partial, sizes, ROWS=each, BLOCK=block, num_warps=max(each * block // 256, 1))
+    launch(
+        (y, dy, dot), partial, sizes, ROWS=tile_rows, BLOCK=block, num_warps=max(tile_rows * block // 256, 1)
+    )
     if shape and shape[-1] == columns:
         return column_sums(partial, dtype).view(shape)
     return column_sums(partial, torch.float32).view(places, columns).sum(1).to(dtype).view(shape)

@@ -86,10 +86,10 @@ def _first_result(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         for module, was in training.items():
             module.training = was
     values = result.values() if isinstance(result, Mapping) else result
-    found = (
+    first_tensor = (
         values if isinstance(values, torch.Tensor) else next(v for v in values if isinstance(v, torch.Tensor))
     )
-    return found.double()
+    return first_tensor.double()
 
 
 def _compare(record: Swapped, before: torch.Tensor, after: torch.Tensor, tolerance: float) -> None:

@@ -62,7 +62,7 @@ class _Shallow(torch.fx.Tracer):
 def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> None:
     """Rewrite the forward of every module that multiplies a child's activation with another tensor."""
     for name, module in list(model.named_modules()):
-        gates = {n: seen for n, child in module.named_children() if (seen := _activation(child)) is not None}
+        gates = {n: gate for n, child in module.named_children() if (gate := _activation(child)) is not None}
         if not gates:
             continue
         code = read(type(module).forward, module)
@@ -74,10 +74,10 @@ def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> Non
         for training in (True, False) if reason is None else ():
             graph, untraced = _trace(module, training)
             reason = reason or untraced
-            kinds = _rewrite(graph, {n: seen.kind for n, seen in gates.items()}, backend)
+            kinds = _rewrite(graph, {n: gate.kind for n, gate in gates.items()}, backend)
             traced[training] = type(torch.fx.GraphModule(module, graph)).forward
         if kinds:
-            of_gates = (seen.trouble for seen in gates.values() if seen.trouble)
+            of_gates = (gate.trouble for gate in gates.values() if gate.trouble)
             reason = reason or _blind(code.words) or next(of_gates, None)
         if reason is not None:
             record.leave(name, "activation", reason)
@@ -113,8 +113,12 @@ def _branches(module: nn.Module) -> str | None:
 
 
 def _blind(words: set[str]) -> str | None:
-    asked = sorted(words & BLIND)
-    return f"its forward uses {', '.join(asked)}, which a trace answers for itself" if asked else None
+    blind_words = sorted(words & BLIND)
+    return (
+        f"its forward uses {', '.join(blind_words)}, which a trace answers for itself"
+        if blind_words
+        else None
+    )
 
 
 def _trace(module: nn.Module, training: bool) -> tuple[torch.fx.Graph, str | None]:

@@ -41,12 +41,12 @@ def swap_attention(model: nn.Module, record: Swapped, backend: Backend) -> None:
     for name, module in model.named_modules():
         if not calls_attention(module):
             continue
-        own = record.forward_of(module)
-        reason = None if own is not None else taken(module)
+        swapped_forward = record.forward_of(module)
+        reason = None if swapped_forward is not None else taken(module)
         if reason is not None:
             record.leave(name, "attention", reason)
             continue
-        inner = own if own is not None else type(module).forward
+        inner = swapped_forward if swapped_forward is not None else type(module).forward
         if inner not in around:
             around[inner] = _ordered(inner)
         record.put(name, module, around[inner], "attention", KERNEL)
@@ -61,17 +61,17 @@ def _ordered(inner: Callable) -> Callable:
     @functools.wraps(inner)
     def forward(self, *args, **kwargs):
         first = _first_tensor(args, kwargs) if self.training else None
-        wanted = None if first is None else wanted_order(first.device)
-        if wanted is None or not _untouched():
+        backend_order = None if first is None else wanted_order(first.device)
+        if backend_order is None or not _untouched():
             return inner(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if not _all_allowed():
                 return inner(self, *args, **kwargs)
-            with sdpa_kernel(wanted, set_priority=True):
+            with sdpa_kernel(backend_order, set_priority=True):
                 return inner(self, *args, **kwargs)
         # as `sdpa_kernel(set_priority=True)`, at a fiftieth of its cost and with no operator switched on or off
         before = torch._C._get_sdp_priority_order()
-        ours = [int(b) for b in wanted]
+        ours = [int(b) for b in backend_order]
         torch._C._set_sdp_priority_order(ours + [b for b in before if b not in ours])
         try:
             return inner(self, *args, **kwargs)
@@ -111,30 +111,30 @@ def _first_tensor(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 def calls_attention(module: nn.Module) -> bool:
     """Whether the code of a module's forward, or of functions up to `DEPTH` calls away, names torch's attention."""
-    seen: set[int] = set()
+    visited_ids: set[int] = set()
     level: list[tuple[Callable, bool]] = [(type(module).forward, True)]
     for _ in range(DEPTH + 1):
-        found: list[tuple[Callable, bool]] = []
+        next_level: list[tuple[Callable, bool]] = []
         for function, is_method in level:
             if function is F.scaled_dot_product_attention:
                 return True
             source = inspect.unwrap(function)
-            if isinstance(source, types.FunctionType) and id(source) not in seen:
-                seen.add(id(source))
-                found += _named(source, module, is_method)
-        level = found
+            if isinstance(source, types.FunctionType) and id(source) not in visited_ids:
+                visited_ids.add(id(source))
+                next_level += _named(source, module, is_method)
+        level = next_level
     return any(function is F.scaled_dot_product_attention for function, _ in level)
 
 
 def _named(source: types.FunctionType, module: nn.Module, is_method: bool) -> Iterator[tuple[Callable, bool]]:
     """Functions that the code of `source` names, and whether they are methods of `module`."""
     names = set(_names(source.__code__))
-    known = [source.__globals__[n] for n in names if n in source.__globals__]
-    known += [cell.cell_contents for cell in source.__closure__ or () if _is_full(cell)]
-    for value in known:  # grows: `torch` leads to `torch.nn`, and that to `torch.nn.functional`
+    named_values = [source.__globals__[n] for n in names if n in source.__globals__]
+    named_values += [cell.cell_contents for cell in source.__closure__ or () if _is_full(cell)]
+    for value in named_values:  # grows: `torch` leads to `torch.nn`, and that to `torch.nn.functional`
         if isinstance(value, types.ModuleType):
             inside = (vars(value)[n] for n in names if n in vars(value))
-            known += [v for v in inside if not any(v is k for k in known)]
+            named_values += [v for v in inside if not any(v is k for k in named_values)]
         elif isinstance(value, Mapping):
             yield from ((f, False) for f in _chosen(value, module, names))
         elif _is_function(value):

@@ -48,6 +48,6 @@ def _fits(module: nn.GroupNorm, x: Any) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         return False  # torch's result is float32 there
-    held = [p for p in (module.weight, module.bias) if p is not None]
-    alike = all(type(p) in (torch.Tensor, nn.Parameter) and p.dtype == x.dtype for p in held)
-    return alike and x.shape[1] == module.num_channels and x.numel() > 0
+    parameters = [p for p in (module.weight, module.bias) if p is not None]
+    plain_parameters = all(type(p) in (torch.Tensor, nn.Parameter) and p.dtype == x.dtype for p in parameters)
+    return plain_parameters and x.shape[1] == module.num_channels and x.numel() > 0

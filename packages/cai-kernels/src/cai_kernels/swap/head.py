@@ -71,8 +71,8 @@ def _may_wait(head: nn.Module, hidden: Any, backend: Backend) -> bool:
     fits = autocast or weight.dtype == hidden.dtype
     # a tensor without values stands for a plain one: memory is planned with those
     plain = type(weight) in (torch.Tensor, nn.Parameter, FakeTensor) or _calls_again(head)
-    known = DTYPES if choose(backend, hidden.device) == "triton" else (*DTYPES, torch.float64)
-    return plain and fits and hidden.dtype in known and weight.dtype in known
+    dtypes = DTYPES if choose(backend, hidden.device) == "triton" else (*DTYPES, torch.float64)
+    return plain and fits and hidden.dtype in dtypes and weight.dtype in dtypes
 
 
 def _calls_again(head: nn.Module) -> bool:
@@ -86,13 +86,13 @@ def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend) -> Logits:
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     tensors = ((weight, weight._version), (bias, 0 if bias is None else bias._version))  # type: ignore[union-attr]
     source = Source(head, () if _calls_again(head) else tensors, autocast, STEPS[0], backend)  # type: ignore[arg-type]
-    wanted = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)  # type: ignore[union-attr]
+    needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)  # type: ignore[union-attr]
     logits = Logits(
         source,
         hidden,
         columns=head.out_features if not source.tensors else weight.shape[0],  # type: ignore[arg-type, index]
         dtype=autocast[1] if autocast[0] and hidden.dtype != torch.float64 else hidden.dtype,
-        requires_grad=torch.is_grad_enabled() and bool(wanted),
+        requires_grad=torch.is_grad_enabled() and bool(needs_gradient),
         note=note,
     )
     if source.tensors:
@@ -115,10 +115,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     STEPS[0] += 1
-    held = [logits for logits in _WAITING.values() if logits.pending()]
+    pending_logits = [logits for logits in _WAITING.values() if logits.pending()]
     _WAITING.clear()
-    changing = {id(p) for group in optimizer.param_groups for p in group["params"]} if held else set()
-    for logits in held:
+    changing = (
+        {id(p) for group in optimizer.param_groups for p in group["params"]} if pending_logits else set()
+    )
+    for logits in pending_logits:
         if not any(id(t) in changing for t in _tensors(logits)):
             _WAITING[id(logits)] = logits
         elif logits.numel() * logits.element_size() <= SMALL:

@@ -56,7 +56,7 @@ class Logits(torch.Tensor):
     source: Source
     hidden: torch.Tensor
     version: int
-    wanted: bool
+    grad_enabled: bool
     shaping: Shaping
     sketch: torch.Tensor
     formed: torch.Tensor | None
@@ -82,7 +82,7 @@ class Logits(torch.Tensor):
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
         self.source, self.hidden, self.shaping, self.note = source, hidden, shaping, note
-        self.version, self.wanted = hidden._version, requires_grad
+        self.version, self.grad_enabled = hidden._version, requires_grad
         self.sketch = torch.empty(shape, dtype=dtype, device="meta")
         self.formed = self.base = self.view_of = None
         self.hooks = OrderedDict()
@@ -98,7 +98,7 @@ class Logits(torch.Tensor):
     def form(self) -> torch.Tensor:
         """The logits as a tensor, computed once."""
         if self.formed is None:
-            with torch.set_grad_enabled(self.wanted):
+            with torch.set_grad_enabled(self.grad_enabled):
                 if self.base is not None and self.view_of is not None:
                     self.formed = self.view_of(self.base.form())
                 else:
@@ -123,8 +123,8 @@ class Logits(torch.Tensor):
         self.check()
         options = {"dtype": self.dtype, "note": self.note, "shaping": self.shaping} | changes
         hidden = self.hidden if hidden is None else hidden
-        wanted = self.requires_grad and torch.is_grad_enabled()
-        other = Logits(self.source, hidden, columns=self.shape[-1], requires_grad=wanted, **options)
+        grad_enabled = self.requires_grad and torch.is_grad_enabled()
+        other = Logits(self.source, hidden, columns=self.shape[-1], requires_grad=grad_enabled, **options)
         other.hooks = self.hooks
         return other
 

@@ -83,27 +83,27 @@ class Norm:
 
 def swap_norms(model: nn.Module, record: Swapped, backend: Backend) -> None:
     """Replace the forward of every norm of `model`."""
-    known: dict[tuple, Norm | str | None] = {}
+    norm_cache: dict[tuple, Norm | str | None] = {}
     for name, module in model.named_modules():
         if not _may_be_norm(module):
             continue
         key = _key(module)
-        if key not in known:
-            known[key] = _recognize(module)
-        found = known[key]
-        if found is None:
+        if key not in norm_cache:
+            norm_cache[key] = _recognize(module)
+        norm = norm_cache[key]
+        if norm is None:
             continue
-        reason = taken(module) or (found if isinstance(found, str) else None)
-        if reason is not None or isinstance(found, str):
+        reason = taken(module) or (norm if isinstance(norm, str) else None)
+        if reason is not None or isinstance(norm, str):
             record.leave(name, "norm", str(reason))
             continue
-        record.put(name, module, _forward(found, backend), "norm", str(found))
+        record.put(name, module, _forward(norm, backend), "norm", str(norm))
 
 
 def _forward(norm: Norm, backend: Backend) -> Callable:
     def forward(self, *args, **kwargs):
-        whole = len(args) + len(kwargs) == 1
-        x = (args[0] if args else kwargs.get(norm.argument)) if whole else None
+        single_argument = len(args) + len(kwargs) == 1
+        x = (args[0] if args else kwargs.get(norm.argument)) if single_argument else None
         if x is None or not norm.fits(self, x):
             return type(self).forward(self, *args, **kwargs)
         epsilon = getattr(self, norm.epsilon)
@@ -134,12 +134,14 @@ def _epsilons(module: nn.Module) -> list[tuple[str, float]]:
 def _key(module: nn.Module) -> tuple:
     """Modules with the same key compute the same."""
     shapes = sorted((n, p.shape) for n, p in module.named_parameters())
-    kept = {n: v for n, v in vars(module).items() if n != "training" and not isinstance(v, (dict, set, list))}
+    attributes = {
+        n: v for n, v in vars(module).items() if n != "training" and not isinstance(v, (dict, set, list))
+    }
     # what is not plain (a function, a config) is known by its identity
-    held = sorted(
-        (n, repr(v) if is_plain(v) else str(id(getattr(v, "__func__", v)))) for n, v in kept.items()
+    attribute_texts = sorted(
+        (n, repr(v) if is_plain(v) else str(id(getattr(v, "__func__", v)))) for n, v in attributes.items()
     )
-    return (type(module), *shapes, *held)
+    return (type(module), *shapes, *attribute_texts)
 
 
 # -- what it computes --------------------------------------------------------------------------------------------------
@@ -238,8 +240,8 @@ def _alike(
 
 def _gradients(y: torch.Tensor, x: torch.Tensor, params: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     dy = torch.randn(y.shape, generator=_random())
-    given = torch.autograd.grad(y, (x, *params.values()), dy, allow_unused=True)
-    return (torch.zeros(()) if g is None else g for g in given)
+    gradients = torch.autograd.grad(y, (x, *params.values()), dy, allow_unused=True)
+    return (torch.zeros(()) if g is None else g for g in gradients)
 
 
 def _norm(

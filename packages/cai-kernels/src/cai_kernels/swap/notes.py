@@ -34,11 +34,11 @@ def _cast(logits: Logits, dtype: torch.dtype) -> Logits | None:
 
 
 def _to(logits: Logits, *args: Any, **kwargs: Any) -> Logits | None:
-    asked = [*args, *kwargs.values()]
-    if len(asked) == 1 and isinstance(asked[0], torch.dtype):
-        return _cast(logits, asked[0])
-    same = len(asked) == 1 and isinstance(asked[0], torch.device | str)
-    return logits if same and torch.device(asked[0]) == logits.device else None
+    arguments = [*args, *kwargs.values()]
+    if len(arguments) == 1 and isinstance(arguments[0], torch.dtype):
+        return _cast(logits, arguments[0])
+    same = len(arguments) == 1 and isinstance(arguments[0], torch.device | str)
+    return logits if same and torch.device(arguments[0]) == logits.device else None
 
 
 def _contiguous(logits: Logits) -> Logits:
@@ -80,19 +80,23 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits | 
 
 
 def _slice(logits: Logits, index: Any) -> Logits | None:
-    given = index if isinstance(index, tuple) else (index,)
-    if not all(i is Ellipsis or isinstance(i, slice) or type(i) is int for i in given):
+    indices = index if isinstance(index, tuple) else (index,)
+    if not all(i is Ellipsis or isinstance(i, slice) or type(i) is int for i in indices):
         return None
-    whole = given
-    places = [at for at, i in enumerate(whole) if i is Ellipsis]
+    full_index = indices
+    places = [at for at, i in enumerate(full_index) if i is Ellipsis]
     if len(places) == 1:
         at = places[0]
-        whole = (*whole[:at], *[slice(None)] * (logits.dim() - len(whole) + 1), *whole[at + 1 :])
-    if len(whole) == logits.dim() and whole[-1] == slice(None):
-        whole = whole[:-1]
-    if len(places) > 1 or len(whole) >= logits.dim() or not all(_of_numbers(i) for i in whole):
+        full_index = (
+            *full_index[:at],
+            *[slice(None)] * (logits.dim() - len(full_index) + 1),
+            *full_index[at + 1 :],
+        )
+    if len(full_index) == logits.dim() and full_index[-1] == slice(None):
+        full_index = full_index[:-1]
+    if len(places) > 1 or len(full_index) >= logits.dim() or not all(_of_numbers(i) for i in full_index):
         return None
-    return logits.seen_as(logits.hidden[whole], lambda t: t[given])
+    return logits.seen_as(logits.hidden[full_index], lambda t: t[indices])
 
 
 def _of_numbers(index: Any) -> bool:

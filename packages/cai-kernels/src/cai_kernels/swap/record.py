@@ -62,8 +62,8 @@ class Swapped:
 
     def forward_of(self, module: nn.Module) -> Callable | None:
         """The `forward(self, ...)` that this record has put on `module`, if it still runs."""
-        for _, known, bound in self._undo:
-            if known is module and module.__dict__.get("forward") is bound:
+        for _, swapped_module, bound in self._undo:
+            if swapped_module is module and module.__dict__.get("forward") is bound:
                 return bound.__func__
         return None
 

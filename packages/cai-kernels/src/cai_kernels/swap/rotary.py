@@ -65,46 +65,46 @@ class Rotation:
         batch, _, length, size = q.shape
         width = cos.shape[-1]
         wide = width == size or (self.partial and width % 2 == 0 and width < size)
-        alike = (k.shape[0], k.shape[2], k.shape[3]) == (batch, length, size)
-        return wide and alike and cos.shape[1] == length and cos.shape[0] in (1, batch)
+        shapes_match = (k.shape[0], k.shape[2], k.shape[3]) == (batch, length, size)
+        return wide and shapes_match and cos.shape[1] == length and cos.shape[0] in (1, batch)
 
 
 def swap_rotary(model: nn.Module, record: Swapped, backend: Backend) -> None:
     """Replace the forward of every module that rotates queries and keys with a function of its file."""
-    known: dict[int, dict[str, Rotation | str]] = {}
+    rotation_cache: dict[int, dict[str, Rotation | str]] = {}
     for name, module in model.named_modules():
         source = inspect.unwrap(type(module).forward)
         if not isinstance(source, types.FunctionType):
             continue
-        if id(source) not in known:
-            known[id(source)] = _rotations(source)
-        found = {n: r for n, r in known[id(source)].items() if isinstance(r, Rotation)}
-        if not known[id(source)]:
+        if id(source) not in rotation_cache:
+            rotation_cache[id(source)] = _rotations(source)
+        rotations = {n: r for n, r in rotation_cache[id(source)].items() if isinstance(r, Rotation)}
+        if not rotation_cache[id(source)]:
             continue
         reason = taken(module)
-        if reason is None and not found:
-            reason = next(str(r) for r in known[id(source)].values())
+        if reason is None and not rotations:
+            reason = next(str(r) for r in rotation_cache[id(source)].values())
         if reason is not None:
             record.leave(name, "rope", reason)
             continue
-        forward = _decorated(type(module).forward, source, _with_kernels(source, found, backend))
+        forward = _decorated(type(module).forward, source, _with_kernels(source, rotations, backend))
         if forward is None:
             record.leave(name, "rope", "a decorator of its forward keeps it in another place than a variable")
             continue
-        described = " and ".join(sorted({f"rope(interleaved={r.interleaved})" for r in found.values()}))
+        described = " and ".join(sorted({f"rope(interleaved={r.interleaved})" for r in rotations.values()}))
         record.put(name, module, forward, "rope", described)
 
 
 def _rotations(source: types.FunctionType) -> dict[str, Rotation | str]:
     """Names of the functions that `source` calls and that rotate; what they do, or why they are left."""
-    found = {}
+    rotations = {}
     for name in source.__code__.co_names:
         function = source.__globals__.get(name)
         if isinstance(function, types.FunctionType) and _takes_queries_and_keys(function):
             rotation = _recognize(function)
             if rotation is not None:
-                found[name] = rotation
-    return found
+                rotations[name] = rotation
+    return rotations
 
 
 def _takes_queries_and_keys(function: Callable) -> bool:
@@ -164,15 +164,15 @@ def _inputs(length: int, table: str, scale: float = 1.0, width: int = HEAD) -> l
     q = torch.randn(2, 4, length, HEAD, generator=random) * scale
     k = torch.randn(2, 2, length, HEAD, generator=random) * scale
     angle = torch.randn(2, length, width // 2, generator=random)
-    whole = torch.cat((angle, angle), -1) if table == "halves" else angle.repeat_interleave(2, -1)
-    return [q, k, whole.cos() * 1.1, whole.sin() * 1.1]  # some models scale their tables
+    angles = torch.cat((angle, angle), -1) if table == "halves" else angle.repeat_interleave(2, -1)
+    return [q, k, angles.cos() * 1.1, angles.sin() * 1.1]  # some models scale their tables
 
 
 def _alike(function: Callable, rotation: Rotation, inputs: list[torch.Tensor]) -> bool:
     """Whether `function` gives what a rotation gives, and its gradients, and leaves its inputs as they are."""
     q, k, *tables = inputs
     results = []
-    for run in (function, lambda *given: _kernel(rotation, given, "reference")):
+    for run in (function, lambda *tensors: _kernel(rotation, tensors, "reference")):
         q, k = (t.detach().clone().requires_grad_() for t in (q, k))
         before = [t._version for t in (q, k, *tables)]
         try:
@@ -194,11 +194,11 @@ def _alike(function: Callable, rotation: Rotation, inputs: list[torch.Tensor]) -
 # -- what runs instead -------------------------------------------------------------------------------------------------
 
 
-def _with_kernels(source: types.FunctionType, found: dict[str, Rotation], backend: Backend) -> Callable:
-    """`source` with the functions in `found` replaced by kernels."""
+def _with_kernels(source: types.FunctionType, rotations: dict[str, Rotation], backend: Backend) -> Callable:
+    """`source` with the functions in `rotations` replaced by kernels."""
     # without a name of a module, so that torch.compile looks names up here and not in the module
     scope = {n: v for n, v in source.__globals__.items() if n != "__name__"}
-    scope |= {name: _rotate(scope[name], rotation, backend) for name, rotation in found.items()}
+    scope |= {name: _rotate(scope[name], rotation, backend) for name, rotation in rotations.items()}
     inner = types.FunctionType(
         source.__code__, scope, source.__name__, source.__defaults__, source.__closure__
     )
@@ -227,12 +227,12 @@ def _decorated(outer: Callable, source: Callable, inner: Callable) -> Callable |
     if outer is source:
         return inner
     wrapped = getattr(outer, "__wrapped__", None)
-    held = [_content(cell) is wrapped for cell in getattr(outer, "__closure__", None) or ()]
-    around = _decorated(wrapped, source, inner) if wrapped is not None and sum(held) == 1 else None
+    holds_wrapped = [_content(cell) is wrapped for cell in getattr(outer, "__closure__", None) or ()]
+    around = _decorated(wrapped, source, inner) if wrapped is not None and sum(holds_wrapped) == 1 else None
     if around is None or not isinstance(outer, types.FunctionType):
         return None
-    cells = zip(outer.__closure__ or (), held, strict=True)
-    closure = tuple(types.CellType(around) if here else cell for cell, here in cells)
+    cells = zip(outer.__closure__ or (), holds_wrapped, strict=True)
+    closure = tuple(types.CellType(around) if is_holder else cell for cell, is_holder in cells)
     copy = types.FunctionType(outer.__code__, outer.__globals__, "forward", outer.__defaults__, closure)
     copy.__kwdefaults__ = outer.__kwdefaults__
     return copy
@@ -254,36 +254,36 @@ def _rotate(function: Callable, rotation: Rotation, backend: Backend) -> Callabl
         options = OPTIONAL | dict(zip(optional, args, strict=False)) | kwargs
         heads_first, plain = options["unsqueeze_dim"] == 1, options["position_ids"] is None
         last = options["unsqueeze_dim"] == 2
-        given = (q, k, cos, sin)
+        inputs = (q, k, cos, sin)
         if last and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == k.dim() == 4:
-            given = (q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        known = plain and (heads_first or last) and options.keys() == OPTIONAL.keys()
-        if not known or not rotation.fits(*given) or not _repeats(rotation, cos, sin, repeats):
+            inputs = (q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        fits_options = plain and (heads_first or last) and options.keys() == OPTIONAL.keys()
+        if not fits_options or not rotation.fits(*inputs) or not _repeats(rotation, cos, sin, repeats):
             return function(q, k, cos, sin, *args, **kwargs)
-        turned = _kernel(rotation, given, backend)
+        turned = _kernel(rotation, inputs, backend)
         return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if last else turned
 
     return rotate
 
 
-def _repeats(rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor, known: dict[int, bool]) -> bool:
+def _repeats(rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor, repeats: dict[int, bool]) -> bool:
     """Whether tables hold each pair's value twice. Looked at once a width, when a model first runs."""
     width = cos.shape[-1]
     if torch.compiler.is_compiling() or cos.is_meta or type(cos) is not torch.Tensor:
-        return known.get(width, True)
+        return repeats.get(width, True)
     if cos.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph cannot be asked
-        return known.get(width, True)
-    if width not in known:
-        whole = (
+        return repeats.get(width, True)
+    if width not in repeats:
+        paired_tables = (
             t.detach().unflatten(-1, (2, -1) if rotation.table == "halves" else (-1, 2)) for t in (cos, sin)
         )
         dim = -2 if rotation.table == "halves" else -1
-        known[width] = all(torch.equal(*t.unbind(dim)) for t in whole)
-    return known[width]
+        repeats[width] = all(torch.equal(*t.unbind(dim)) for t in paired_tables)
+    return repeats[width]
 
 
-def _kernel(rotation: Rotation, given: Any, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, cos, sin = given
+def _kernel(rotation: Rotation, inputs: Any, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, cos, sin = inputs
     width = cos.shape[-1]
     one_a_pair = slice(None, None, 2) if rotation.table == "pairs" else slice(width // 2)
     options = {"interleaved": rotation.interleaved, "rotary_dim": width, "backend": backend}

@@ -52,8 +52,8 @@ class Code:
         return "its forward depends on training" if self.training else None
 
     def guard(self, leave_out: set[str] = frozenset()) -> Guard:  # type: ignore[assignment]
-        kept = tuple((n, v) for n, v in self.attributes.items() if n not in leave_out)
-        return Guard(kept, tuple(self.scopes))
+        attributes = tuple((n, v) for n, v in self.attributes.items() if n not in leave_out)
+        return Guard(attributes, tuple(self.scopes))
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def same(now: Any, value: Any) -> bool:
 
 def read(function: Callable, module: nn.Module | None = None) -> Code:
     """The code of `function`, of methods of `module` and of functions that it names."""
-    code, seen, todo = Code(), set(), [function]
+    code, visited_ids, todo = Code(), set(), [function]
     while todo:
         source = todo.pop()
-        if id(source) in seen:
+        if id(source) in visited_ids:
             continue
-        seen.add(id(source))
+        visited_ids.add(id(source))
         if not isinstance(source, types.FunctionType):
             code.trouble = code.trouble or f"the code of {_name_of(source)} cannot be read"
             continue
@@ -203,10 +203,10 @@ def _of_module(module: nn.Module, name: str, names: set[str], code: Code) -> Ite
 def _note_parts(value: Any, name: str, names: set[str], code: Code) -> None:
     """Note what a forward reads of an object that its module holds: `self.config.act`."""
     parts = {} if isinstance(value, torch.Tensor) else getattr(value, "__dict__", {})
-    found = {n: parts[n] for n in names & set(parts)}
-    if not found or not all(map(is_plain, found.values())):
+    read_parts = {n: parts[n] for n in names & set(parts)}
+    if not read_parts or not all(map(is_plain, read_parts.values())):
         code.trouble = code.trouble or f"its forward reads {name}, a {type(value).__name__} that may change"
-    code.attributes |= {f"{name}.{n}": v for n, v in found.items()}
+    code.attributes |= {f"{name}.{n}": v for n, v in read_parts.items()}
 
 
 def _behind(value: Any, name: str, code: Code) -> Iterator[Callable]:

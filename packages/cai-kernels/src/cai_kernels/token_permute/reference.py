@@ -8,31 +8,31 @@ import torch
 def expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """expert_ids [T, K] -> (index [T, K], offsets [E + 1]), both int32; see `token_permute` for what they say."""
     flat = expert_ids.reshape(-1)
-    kept = (flat >= 0) & (flat < n_experts)
-    key = torch.where(kept, flat, n_experts)
+    routed = (flat >= 0) & (flat < n_experts)
+    key = torch.where(routed, flat, n_experts)
     ordered, order = torch.sort(key, stable=True)
     row = torch.empty_like(order).scatter_(0, order, torch.arange(flat.numel(), device=flat.device))
     offsets = torch.searchsorted(ordered, torch.arange(n_experts + 1, device=flat.device, dtype=key.dtype))
-    return torch.where(kept, row, -1 - row).int().view(expert_ids.shape), offsets.int()
+    return torch.where(routed, row, -1 - row).int().view(expert_ids.shape), offsets.int()
 
 
 def spread(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, D], index [T, K] -> [T * K, D]: every token at the rows of its choices, zeros where one is dropped."""
     flat = index.reshape(-1).long()
-    kept = flat >= 0
+    routed = flat >= 0
     choice = torch.arange(flat.numel(), device=x.device)
-    source = torch.empty_like(choice).scatter_(0, torch.where(kept, flat, -1 - flat), choice)
+    source = torch.empty_like(choice).scatter_(0, torch.where(routed, flat, -1 - flat), choice)
     rows = x[source // index.shape[1]] if flat.numel() else x.new_zeros(0, x.shape[1])
-    return torch.where(kept[source, None], rows, torch.zeros_like(rows))
+    return torch.where(routed[source, None], rows, torch.zeros_like(rows))
 
 
 def collect(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """y [T * K, D], index [T, K], weights [T, K] -> [T, D]: the weighted sum over K in float32 (float64 stays)."""
     flat = index.reshape(-1).long()
-    kept = (flat >= 0)[:, None]
+    routed = (flat >= 0)[:, None]
     wide = torch.promote_types(y.dtype, torch.float32)
-    rows = y[torch.where(kept[:, 0], flat, 0)] if flat.numel() else y.new_zeros(0, y.shape[1])
-    rows = torch.where(kept, rows, torch.zeros_like(rows)).to(wide).view(*index.shape, y.shape[1])
+    rows = y[torch.where(routed[:, 0], flat, 0)] if flat.numel() else y.new_zeros(0, y.shape[1])
+    rows = torch.where(routed, rows, torch.zeros_like(rows)).to(wide).view(*index.shape, y.shape[1])
     if weights is not None:
         rows = rows * weights.to(wide)[..., None]
     return rows.sum(1).to(y.dtype)

@@ -19,17 +19,17 @@ SPREAD_WARP = 256  # columns of a warp that spreads a token
 def _groups(ids_ptr, at, choices, experts):
     """The expert of each choice; `experts` where it is dropped, `experts + 1` past the end."""
     ids = tl.load(ids_ptr + at, mask=at < choices, other=0)
-    kept = (ids >= 0) & (ids < experts)
-    return tl.where(at < choices, tl.where(kept, ids.to(tl.int32), experts), experts + 1)
+    routed = (ids >= 0) & (ids < experts)
+    return tl.where(at < choices, tl.where(routed, ids.to(tl.int32), experts), experts + 1)
 
 
 @triton.jit
 def _count(ids_ptr, counts_ptr, choices, experts, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """counts [experts + 1, blocks]: how many choices of each block go to each expert."""
     block = tl.program_id(0)
-    found = tl.histogram(_groups(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), choices, experts), BINS)
+    histogram = tl.histogram(_groups(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), choices, experts), BINS)
     group = tl.arange(0, BINS)
-    tl.store(counts_ptr + group * blocks + block, found, mask=group <= experts)
+    tl.store(counts_ptr + group * blocks + block, histogram, mask=group <= experts)
 
 
 @triton.jit
@@ -67,8 +67,8 @@ def _place(
     bins = tl.arange(0, BINS)
     if totals_ptr is None:
         of = tl.arange(0, BLOCKS)[None, :]
-        there = (bins[:, None] <= experts) & (of < blocks)
-        counts = tl.load(counts_ptr + bins[:, None] * blocks + of, mask=there, other=0)
+        valid = (bins[:, None] <= experts) & (of < blocks)
+        counts = tl.load(counts_ptr + bins[:, None] * blocks + of, mask=valid, other=0)
         total = tl.sum(counts, 1)
         before = tl.sum(tl.where(of < block, counts, 0), 1)
     else:
@@ -106,12 +106,12 @@ def _spread(
     x = tl.load(x_ptr + token * columns + at, mask=inside, other=0.0)
     for k in tl.static_range(K):
         row = tl.load(index_ptr + token * K + k).to(tl.int64)
-        kept = row >= 0
+        routed = row >= 0
         value = x
         if WEIGHTED:
             value = (x.to(tl.float32) * tl.load(weights_ptr + token * K + k).to(tl.float32)).to(x.dtype)
-        value = tl.where(kept, value, tl.zeros_like(value))
-        tl.store(y_ptr + tl.where(kept, row, -1 - row) * columns + at, value, mask=inside)
+        value = tl.where(routed, value, tl.zeros_like(value))
+        tl.store(y_ptr + tl.where(routed, row, -1 - row) * columns + at, value, mask=inside)
 
 
 @triton.jit
@@ -151,15 +151,15 @@ def _uncollect(
     dout = tl.load(dout_ptr + token * columns + at, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
         row = tl.load(index_ptr + token * K + k).to(tl.int64)
-        kept = row >= 0
-        y = tl.load(y_ptr + row * columns + at, mask=at < tl.where(kept, columns, 0), other=0.0).to(
+        routed = row >= 0
+        y = tl.load(y_ptr + row * columns + at, mask=at < tl.where(routed, columns, 0), other=0.0).to(
             tl.float32
         )
         tl.store(dweights_ptr + token * K + k, tl.sum(y * dout, 0).to(dweights_ptr.dtype.element_ty))
         if SPREAD:
             weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
-            value = tl.where(kept, dout * weight, 0.0).to(dy_ptr.dtype.element_ty)
-            tl.store(dy_ptr + tl.where(kept, row, -1 - row) * columns + at, value, mask=inside)
+            value = tl.where(routed, dout * weight, 0.0).to(dy_ptr.dtype.element_ty)
+            tl.store(dy_ptr + tl.where(routed, row, -1 - row) * columns + at, value, mask=inside)
 
 
 def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,14 +172,14 @@ def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tenso
     bins = power_of_2(n_experts + 2)
     counts = offsets.new_empty(n_experts + 1, blocks)
     _count[(blocks,)](expert_ids, counts, choices, n_experts, blocks, BLOCK=CHOICES_EACH, BINS=bins)  # pyright: ignore[reportIndexIssue]
-    totals, held = None, power_of_2(blocks)
-    if bins * held > COUNTS_HELD:
-        totals, held = offsets.new_empty(n_experts + 1), 1
+    totals, loaded_blocks = None, power_of_2(blocks)
+    if bins * loaded_blocks > COUNTS_HELD:
+        totals, loaded_blocks = offsets.new_empty(n_experts + 1), 1
         _scan[(n_experts + 1,)](counts, totals, blocks, BLOCK=COUNTS_EACH)  # pyright: ignore[reportIndexIssue]
     launch = _place[(blocks,)]  # pyright: ignore[reportIndexIssue]
     launch(
         expert_ids, counts, totals, (offsets, index), choices, n_experts, blocks,
-        BLOCK=CHOICES_EACH, BLOCKS=held, BINS=bins, num_warps=max(CHOICES_EACH // 32, 1),
+        BLOCK=CHOICES_EACH, BLOCKS=loaded_blocks, BINS=bins, num_warps=max(CHOICES_EACH // 32, 1),
     )  # fmt: skip
     return index, offsets
 

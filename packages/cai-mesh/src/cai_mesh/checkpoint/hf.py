@@ -90,13 +90,13 @@ def load_hf(
     prefix = getattr(model.get_submodule(within.removesuffix(".")), "base_model_prefix", "")
     buffers = _within({n: BoxedTensor.from_param(b) for n, b in _buffers(model).items()}, within)
     targets |= {name: boxed for name, boxed in buffers.items() if _find(name, renamed, prefix)}
-    keys = {name: _find(name, renamed, prefix) for name in targets}
+    file_keys = {name: _find(name, renamed, prefix) for name in targets}
     files = {
-        file: _open(directory / file, {k for k in keys.values() if k and where[k] == file})
-        for file in sorted({where[k] for k in keys.values() if k})
+        file: _open(directory / file, {k for k in file_keys.values() if k and where[k] == file})
+        for file in sorted({where[k] for k in file_keys.values() if k})
     }
     rows = []
-    for name, key in keys.items():
+    for name, key in file_keys.items():
         shape = tuple(files[where[key]].get_slice(key).get_shape()) if key else None
         if shape != targets[name].global_shape:
             rows.append(f"{name}: this model {targets[name].global_shape}, directory {shape or 'nothing'}")
@@ -110,7 +110,7 @@ def load_hf(
             got="\n             ".join(rows[:SHOWN]),
             fix="check that config.json is the one these weights were made with",
         )
-    for name, key in keys.items():
+    for name, key in file_keys.items():
         assert key is not None
         stored = files[where[key]].get_slice(key)
         for box, view in targets[name].pieces:

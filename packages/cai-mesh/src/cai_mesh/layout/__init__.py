@@ -27,9 +27,11 @@ if TYPE_CHECKING:
         sites,
     )
     from cai_mesh.layout.reduce import ReduceSpec
+    from cai_mesh.layout.signature import SIGNATURE, check_signature, extent_of, same_parts, signature_of
 
 __all__ = [
     "ALIGNMENT",
+    "SIGNATURE",
     "Box",
     "BoxedTensor",
     "FlatChunk",
@@ -46,6 +48,8 @@ __all__ = [
     "attach",
     "attach_to",
     "canonical_name",
+    "check_signature",
+    "extent_of",
     "keep_attached",
     "layout_of",
     "moved",
@@ -54,6 +58,8 @@ __all__ = [
     "record_of",
     "reduce_of",
     "refresh",
+    "same_parts",
+    "signature_of",
     "sites",
 ]
 
@@ -80,5 +86,6 @@ __getattr__ = lazy(
             "sites",
         ),
         "reduce": ("ReduceSpec",),
+        "signature": ("SIGNATURE", "check_signature", "extent_of", "same_parts", "signature_of"),
     },
 )

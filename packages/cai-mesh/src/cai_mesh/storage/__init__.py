@@ -8,11 +8,14 @@ from cai_mesh.storage.guards import (
     check_arguments,
     check_elementwise,
     check_there,
-    guard_saving,
     reduces_itself,
 )
 from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle
+from cai_mesh.storage.part_gradients import show_gradients, show_stage_gradients
+from cai_mesh.storage.part_groups import PartSteps
+from cai_mesh.storage.part_state import PartState, apart, guard_state
 from cai_mesh.storage.residency import OnDevice, StoredShard
+from cai_mesh.storage.structure import exchanged, follow_structure, is_followed
 from cai_mesh.storage.unit import FlatUnit, Share
 
 __all__ = [
@@ -20,15 +23,23 @@ __all__ = [
     "LifecycleListener",
     "ModuleLifecycle",
     "OnDevice",
+    "PartState",
+    "PartSteps",
     "Share",
     "StoredShard",
+    "apart",
     "blocks",
     "check_alone",
     "check_arguments",
     "check_elementwise",
     "check_parameters",
     "check_there",
-    "guard_saving",
+    "exchanged",
+    "follow_structure",
+    "guard_state",
+    "is_followed",
     "reduces_itself",
+    "show_gradients",
+    "show_stage_gradients",
     "units",
 ]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cai_mesh.errors import CheckpointError, PlanError
+from cai_mesh.errors import PlanError
 from cai_mesh.gradients.gradient_views.flat_use import MovedParameter
 from cai_mesh.gradients.gradient_views.parameters import ShardParameter, ShownParameter, is_kept
 
@@ -85,55 +83,6 @@ class _NotForDDP:
 def reduces_itself(model: nn.Module) -> None:
     """Let torch's DistributedDataParallel refuse the model from now on: it would reduce its gradients again."""
     model._ddp_params_and_buffers_to_ignore = _NotForDDP()  # type: ignore[assignment]
-
-
-class FlatState(torch.Tensor):
-    """A flat part of a parameter, in a state dict. Loads where it came from; whoever pickles one is warned."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict) -> FlatState:
-        return memo.setdefault(id(self), self.clone().as_subclass(FlatState))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(
-            "this state dict has flat parts of parameters, those of this rank: it can be loaded into this model, "
-            "sharded in the same way, and nowhere else. cai_zero.full_state_dict(model) has whole tensors, "
-            "cai_mesh.checkpoint.save writes what any number of ranks can load",
-            stacklevel=2,
-        )
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-def _mark_flat(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for name, param in module.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        flat = hasattr(param, "cai_keeper") and type(param) is not ShownParameter
-        if (
-            flat and isinstance(value, torch.Tensor) and value is not param
-        ):  # the parameter itself for `keep_vars`
-            state[prefix + name] = value.as_subclass(FlatState)
-
-
-def guard_saving(model: nn.Module) -> None:
-    """Let `save_pretrained` of a model with flat parameters raise `CheckpointError`, unless given a state dict, and
-    whoever pickles its state dict be warned.
-    """
-    model.register_state_dict_post_hook(_mark_flat)
-    save = getattr(model, "save_pretrained", None)
-    if save is not None:
-        model.save_pretrained = functools.partial(_save_pretrained, save)  # type: ignore[assignment]
-
-
-def _save_pretrained(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("state_dict") is None:
-        raise CheckpointError(
-            "save_pretrained would write flat parameters under the names of whole ones",
-            cause="the model is sharded or offloaded: each parameter is a flat part of itself",
-            fix="cai_mesh.checkpoint.save_hf(model, directory), or "
-            "save_pretrained(directory, state_dict=cai_zero.full_state_dict(model))",
-        )
-    return save(*args, **kwargs)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.trial.inputs import encoder_states, forms_of, parts_of, small_inputs
+from cai_mesh.trial.instance import Change, changes_of
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class SmallModel:
     Args:
         labelled: it is given labels, and its loss is its own.
         crossed: a decoder is given the hidden states of an encoder, which its cross-attention reads.
+        changes: differences of the large model from its class.
     """
 
     model_class: type[nn.Module]
@@ -93,6 +95,7 @@ class SmallModel:
     labelled: bool = True
     crossed: bool = False
     form: int = 0
+    changes: tuple[Change, ...] = ()
 
     def build(self) -> nn.Module:
         """A new instance: float64, on the CPU, in evaluation mode, every parameter random (norm weights too)."""
@@ -102,6 +105,8 @@ class SmallModel:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0, 0.2, generator=generator).requires_grad_(True)
+        for change in self.changes:
+            change.apply(model)
         return model
 
     def loss(self, output: Any) -> torch.Tensor:
@@ -176,15 +181,33 @@ def shrunk(
         try:
             small = replace(_small(model, _shrink(config, shrink, heads), layers, labelled), crossed=crossed)
             if _parameter_count(small) <= PARAMETER_LIMIT:
-                return _tried(small)
+                tried = _tried(small)
+                break
         except Exception as error:
             failure = failure or error
-    raise PlanError(
-        f"there is no small {type(model).__name__} to try",
-        got=f"{type(failure).__name__}: {failure}" if failure else f"over {PARAMETER_LIMIT:,} parameters",
-        cause="its config ties sizes together in a way that is not known here",
-        fix="pass trial=Trial(...)",
-    ) from failure
+    else:
+        raise PlanError(
+            f"there is no small {type(model).__name__} to try",
+            got=f"{type(failure).__name__}: {failure}" if failure else f"over {PARAMETER_LIMIT:,} parameters",
+            cause="its config ties sizes together in a way that is not known here",
+            fix="pass trial=Trial(...)",
+        ) from failure
+    return _changed(tried, model)
+
+
+def _changed(small: SmallModel, model: nn.Module) -> SmallModel:
+    """`small` with what this instance has beside its class. Raises `PlanError` where it does not run so."""
+    changes = changes_of(model)
+    if not changes:
+        return small
+    changed = replace(small, changes=changes)
+    try:
+        changed.loss(changed.build()(**arguments_of(model, changed.inputs())))
+    except PlanError:
+        raise
+    except Exception as error:
+        raise changes[0].refusal(f"{type(error).__name__}: {error}") from error
+    return changed
 
 
 def _small(model: nn.Module, config: Any, layers: str | tuple[str, str], labelled: bool) -> SmallModel:

@@ -128,12 +128,12 @@ def from_text(text: str) -> list[Action]:
 
 def holders(program: Sequence[Sequence[Action]]) -> dict[int, int]:
     """The rank of each stage, as stage -> rank. Raises PlanError when two ranks have actions of one stage."""
-    held: dict[int, int] = {}
+    stage_ranks: dict[int, int] = {}
     for rank, actions in enumerate(program):
         for action in actions:
-            if held.setdefault(action.stage, rank) != rank:
+            if stage_ranks.setdefault(action.stage, rank) != rank:
                 raise PlanError(
-                    f"action {action} of rank {rank} is for a stage that rank {held[action.stage]} holds",
+                    f"action {action} of rank {rank} is for a stage that rank {stage_ranks[action.stage]} holds",
                     expected="every stage on exactly one rank",
                 )
-    return held
+    return stage_ranks

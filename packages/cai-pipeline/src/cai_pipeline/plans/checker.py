@@ -55,17 +55,17 @@ def check(program: Program, microbatches: int, *, backward: bool = True) -> Repo
     Raises:
         PlanError: names the first action, in rank order, that is missing, repeated, too early or in a deadlock.
     """
-    held = holders(program)
-    stages = len(held)
-    if sorted(held) != list(range(stages)) or not stages:
-        raise PlanError("stages are not counted from 0 without gaps", got=sorted(held))
-    _check_counts(program, held, microbatches, backward)
+    stage_ranks = holders(program)
+    stages = len(stage_ranks)
+    if sorted(stage_ranks) != list(range(stages)) or not stages:
+        raise PlanError("stages are not counted from 0 without gaps", got=sorted(stage_ranks))
+    _check_counts(program, stage_ranks, microbatches, backward)
     live, stashed = Counter[int](), Counter[int]()
     for rank, actions in enumerate(program):
-        _check_rank(rank, actions, held, backward)
+        _check_rank(rank, actions, stage_ranks, backward)
         live |= _peaks(actions, Kind.FORWARD, TOWARDS_START if backward else {Kind.FORWARD})
         stashed |= _peaks(actions, Kind.BACKWARD_INPUT, {Kind.BACKWARD_WEIGHT})
-    _check_message_order(program, held)
+    _check_message_order(program, stage_ranks)
     _check_deadlock(program)
     return Report(
         tuple(live[stage] for stage in range(stages)), tuple(stashed[stage] for stage in range(stages))
@@ -87,47 +87,49 @@ def _refuse(action: Action, rank: int, why: str, position: int | None = None) ->
     return PlanError(f"action {action} ({where}) {why}")
 
 
-def _check_counts(program: Program, held: Mapping[int, int], microbatches: int, backward: bool) -> None:
-    stages = len(held)
+def _check_counts(
+    program: Program, stage_ranks: Mapping[int, int], microbatches: int, backward: bool
+) -> None:
+    stages = len(stage_ranks)
     halves = {(a.stage, a.microbatch) for actions in program for a in actions if a.kind in SPLIT}
-    wanted: Counter[Action] = Counter()
+    expected_counts: Counter[Action] = Counter()
     for stage in range(stages):
-        wanted.update([Action(Kind.UNSHARD, stage), Action(Kind.RESHARD, stage)])
-        wanted.update([Action(Kind.REDUCE, stage)] if backward else [])
+        expected_counts.update([Action(Kind.UNSHARD, stage), Action(Kind.RESHARD, stage)])
+        expected_counts.update([Action(Kind.REDUCE, stage)] if backward else [])
         for m in range(microbatches):
-            wanted[Action(Kind.FORWARD, stage, m)] += 1
+            expected_counts[Action(Kind.FORWARD, stage, m)] += 1
             kinds = SPLIT if (stage, m) in halves else (Kind.BACKWARD,)
-            wanted.update([Action(kind, stage, m) for kind in kinds] if backward else [])
-            if stage + 1 < stages and held[stage] != held[stage + 1]:
+            expected_counts.update([Action(kind, stage, m) for kind in kinds] if backward else [])
+            if stage + 1 < stages and stage_ranks[stage] != stage_ranks[stage + 1]:
                 sends = [Action(Kind.SEND_F, stage, m)] + [Action(Kind.SEND_B, stage + 1, m)] * backward
-                wanted.update(sends + [send.partner for send in sends])
-    found = Counter(action for actions in program for action in actions)
+                expected_counts.update(sends + [send.partner for send in sends])
+    actual_counts = Counter(action for actions in program for action in actions)
     for rank, actions in enumerate(program):
         for position, action in enumerate(actions):
-            if action not in wanted:
+            if action not in expected_counts:
                 raise _refuse(action, rank, "does not belong to this program", position)
-    for action, count in wanted.items():
+    for action, count in expected_counts.items():
         if action.kind in SHARDING and action.kind is not Kind.REDUCE:
             continue
-        if found[action] != count:
-            why = "is missing" if not found[action] else f"occurs {found[action]} times"
-            raise _refuse(action, held[action.stage], why)
+        if actual_counts[action] != count:
+            why = "is missing" if not actual_counts[action] else f"occurs {actual_counts[action]} times"
+            raise _refuse(action, stage_ranks[action.stage], why)
 
 
-def _check_rank(rank: int, actions: Sequence[Action], held: Mapping[int, int], backward: bool) -> None:
+def _check_rank(rank: int, actions: Sequence[Action], stage_ranks: Mapping[int, int], backward: bool) -> None:
     """Check one rank's order."""
     done: set[Action] = set()
     unsharded: set[int] = set()
-    left = Counter(action.stage for action in actions if action.kind in COMPUTE)
+    remaining_computes = Counter(action.stage for action in actions if action.kind in COMPUTE)
     for position, action in enumerate(actions):
-        for either in _prerequisites(action, held):
+        for either in _prerequisites(action, stage_ranks):
             if not done.intersection(either):
                 raise _refuse(action, rank, f"comes before {either[0]}", position)
         stage = action.stage
         if action.kind in COMPUTE:
             if stage not in unsharded:
                 raise _refuse(action, rank, "uses a stage that is not unsharded", position)
-            left[stage] -= 1
+            remaining_computes[stage] -= 1
         elif action.kind is Kind.UNSHARD:
             if stage in unsharded:
                 raise _refuse(action, rank, "comes when the stage is already unsharded", position)
@@ -136,28 +138,28 @@ def _check_rank(rank: int, actions: Sequence[Action], held: Mapping[int, int], b
             if stage not in unsharded:
                 raise _refuse(action, rank, "comes when the stage is not unsharded", position)
             unsharded.remove(stage)
-        elif action.kind is Kind.REDUCE and left[stage]:
+        elif action.kind is Kind.REDUCE and remaining_computes[stage]:
             raise _refuse(action, rank, "comes before the stage's last backward", position)
         done.add(action)
     for stage in sorted(unsharded):
         raise _refuse(Action(Kind.RESHARD, stage), rank, "is missing at the end")
 
 
-def _prerequisites(action: Action, held: Mapping[int, int]) -> list[tuple[Action, ...]]:
+def _prerequisites(action: Action, stage_ranks: Mapping[int, int]) -> list[tuple[Action, ...]]:
     """The actions that the same rank must do before `action`, one or the other of each tuple."""
-    stage, m, last = action.stage, action.microbatch, len(held) - 1
+    stage, m, last = action.stage, action.microbatch, len(stage_ranks) - 1
 
     def of(*kinds: Kind, at: int = stage) -> tuple[Action, ...]:
         return tuple(Action(kind, at, m) for kind in kinds)
 
     needs: list[tuple[Action, ...]] = []
     if action.kind is Kind.FORWARD and stage > 0:
-        same = held[stage - 1] == held[stage]
+        same = stage_ranks[stage - 1] == stage_ranks[stage]
         needs.append(of(Kind.FORWARD, at=stage - 1) if same else of(Kind.RECV_F))
     elif action.kind in TOWARDS_START:
         needs.append(of(Kind.FORWARD))
         if stage < last:
-            same = held[stage + 1] == held[stage]
+            same = stage_ranks[stage + 1] == stage_ranks[stage]
             needs.append(of(*TOWARDS_START, at=stage + 1) if same else of(Kind.RECV_B))
     elif action.kind is Kind.BACKWARD_WEIGHT:
         needs.append(of(Kind.BACKWARD_INPUT))
@@ -171,16 +173,16 @@ def _prerequisites(action: Action, held: Mapping[int, int]) -> list[tuple[Action
 SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def _check_message_order(program: Program, held: Mapping[int, int]) -> None:
+def _check_message_order(program: Program, stage_ranks: Mapping[int, int]) -> None:
     """Raise PlanError unless the k-th send between two ranks matches the k-th receive."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(program):
         for action in actions:
             if action.kind in SENDS:
-                sent.setdefault((rank, held[action.partner.stage]), []).append(action)
+                sent.setdefault((rank, stage_ranks[action.partner.stage]), []).append(action)
             elif action.kind in RECEIVES:
-                received.setdefault((held[action.partner.stage], rank), []).append(action)
+                received.setdefault((stage_ranks[action.partner.stage], rank), []).append(action)
     for ranks, sends in sent.items():
         for send, receive in zip(sends, received[ranks], strict=True):
             if send.partner != receive:

@@ -39,9 +39,9 @@ def from_csv(text: str) -> Program:
 
 
 def _parts(cell: str) -> list[str]:
-    found = _TOGETHER.fullmatch(cell)
-    if found is not None:
-        return found[1].split(";")
+    match = _TOGETHER.fullmatch(cell)
+    if match is not None:
+        return match[1].split(";")
     return [cell] if cell else []
 
 

@@ -33,7 +33,7 @@ def add_transfers(program: Program) -> Program:
 
     Raises PlanError for actions that are not compute, and for compute that can never start.
     """
-    held = holders(program)
+    stage_ranks = holders(program)
     for actions in program:
         for action in actions:
             if action.kind not in COMPUTE:
@@ -48,7 +48,7 @@ def add_transfers(program: Program) -> Program:
             continue
         step, send = _OUTPUT[span.action.kind]
         stage = span.action.stage
-        receiver = held.get(stage + step)
+        receiver = stage_ranks.get(stage + step)
         if receiver not in (None, span.rank):
             sent = Action(send, stage, span.action.microbatch)
             boundary = min(stage, stage + step)
@@ -107,31 +107,31 @@ def batches(program: Program) -> list[list[tuple[Action, ...]]]:
     at once. A batch has at most one send and one receive, so messages keep the order of the list. Every other action
     is a batch of its own.
     """
-    held = holders(program)
-    after = [{a: b for a, b in pairwise(actions) if _can_batch(a, b, held)} for actions in program]
-    return [_grouped(actions, after, held) for actions in program]
+    stage_ranks = holders(program)
+    after = [{a: b for a, b in pairwise(actions) if _can_batch(a, b, stage_ranks)} for actions in program]
+    return [_grouped(actions, after, stage_ranks) for actions in program]
 
 
 def _grouped(
-    actions: Sequence[Action], after: Sequence[Mapping[Action, Action]], held: Mapping[int, int]
+    actions: Sequence[Action], after: Sequence[Mapping[Action, Action]], stage_ranks: Mapping[int, int]
 ) -> list[tuple[Action, ...]]:
     grouped: list[tuple[Action, ...]] = []
     for action in actions:
         before = grouped[-1] if grouped else ()
-        if len(before) == 1 and _can_batch(before[0], action, held):
+        if len(before) == 1 and _can_batch(before[0], action, stage_ranks):
             a, b = before[0].partner, action.partner
-            there = after[held[a.stage]]
-            if there.get(a) == b or there.get(b) == a:
+            followers = after[stage_ranks[a.stage]]
+            if followers.get(a) == b or followers.get(b) == a:
                 grouped[-1] = (before[0], action)
                 continue
         grouped.append((action,))
     return grouped
 
 
-def _can_batch(a: Action, b: Action, held: Mapping[int, int]) -> bool:
+def _can_batch(a: Action, b: Action, stage_ranks: Mapping[int, int]) -> bool:
     """Whether one is a send, the other a receive, and both with the same rank."""
     if a.kind not in TRANSFERS or b.kind not in TRANSFERS:
         return False
     if (a.kind in SENDS) == (b.kind in SENDS):
         return False
-    return held.get(a.partner.stage) == held.get(b.partner.stage)
+    return stage_ranks.get(a.partner.stage) == stage_ranks.get(b.partner.stage)

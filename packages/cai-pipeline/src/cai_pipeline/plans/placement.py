@@ -34,6 +34,6 @@ def place(ranks: int, chunks: int = 1, placement: Placement = "loop") -> Held:
     return down + down[::-1] if placement == "v" and chunks == 2 else down * chunks
 
 
-def stages_of(held: Sequence[int], rank: int) -> tuple[int, ...]:
+def stages_of(stage_ranks: Sequence[int], rank: int) -> tuple[int, ...]:
     """The stages of a rank, in order."""
-    return tuple(stage for stage, holder in enumerate(held) if holder == rank)
+    return tuple(stage for stage, holder in enumerate(stage_ranks) if holder == rank)

@@ -49,15 +49,20 @@ class Costs:
         stage = action.stage
         if action.kind is FORWARD:
             return self.forward[stage]
-        whole = action.kind is Kind.BACKWARD
-        return self.backward_input[stage] * (action.kind is INPUT or whole) + self.backward_weight[stage] * (
-            action.kind is WEIGHT or whole
+        both = action.kind is Kind.BACKWARD
+        return self.backward_input[stage] * (action.kind is INPUT or both) + self.backward_weight[stage] * (
+            action.kind is WEIGHT or both
         )
 
     def gained(self, action: Action) -> float:
         """Bytes that a compute action adds to what its rank holds."""
-        kept, stashed = self.kept[action.stage], self.stashed[action.stage]
-        return {FORWARD: kept, INPUT: stashed - kept, WEIGHT: -stashed, Kind.BACKWARD: -kept}[action.kind]
+        kept_bytes, stashed_bytes = self.kept[action.stage], self.stashed[action.stage]
+        return {
+            FORWARD: kept_bytes,
+            INPUT: stashed_bytes - kept_bytes,
+            WEIGHT: -stashed_bytes,
+            Kind.BACKWARD: -kept_bytes,
+        }[action.kind]
 
 
 @dataclass(frozen=True)
@@ -113,25 +118,25 @@ def search(
     Raises:
         PlanError: none fits the limits.
     """
-    found = [
+    schedules = [
         Found(
-            each,
+            candidate,
             name,
-            simulate(each, costs.duration, transfer=costs.transfer).makespan,
-            most_bytes(each, costs),
+            simulate(candidate, costs.duration, transfer=costs.transfer).makespan,
+            most_bytes(candidate, costs),
         )
-        for name, each in _candidates(held, microbatches, costs, limits, policies)
+        for name, candidate in _candidates(held, microbatches, costs, limits, policies)
     ]
-    fitting = [each for each in found if all(map(_fits, each.bytes, limits))]
+    fitting = [schedule for schedule in schedules if all(map(_fits, schedule.bytes, limits))]
     if not fitting:
-        least = min((max(each.bytes) for each in found), default=None)
+        least = min((max(schedule.bytes) for schedule in schedules), default=None)
         raise PlanError(
             "no schedule fits the memory of every rank",
             got=f"{min(limits):g} bytes for activations",
             expected="" if least is None else f"{least:g} bytes, as the smallest known schedule takes",
             fix="recompute, smaller microbatches, or more ranks",
         )
-    return min(fitting, key=lambda each: each.time)
+    return min(fitting, key=lambda schedule: schedule.time)
 
 
 def most_bytes(program: Program, costs: Costs) -> tuple[float, ...]:
@@ -144,25 +149,25 @@ def _fits(needed: float, limit: float) -> bool:
 
 
 def _candidates(
-    held: Held, microbatches: int, costs: Costs, limits: Sequence[float], policies: Sequence[Policy]
+    stage_ranks: Held, microbatches: int, costs: Costs, limits: Sequence[float], policies: Sequence[Policy]
 ) -> Iterator[tuple[str, Program]]:
     for name in SCHEDULES:
         try:
-            yield name, program(name, held, microbatches)
+            yield name, program(name, stage_ranks, microbatches)
         except PlanError:  # it does not take this placement
             continue
     for policy in policies:
-        made = greedy(held, microbatches, costs, limits, policy)
-        if made is not None:
-            yield "searched", made
+        searched_program = greedy(stage_ranks, microbatches, costs, limits, policy)
+        if searched_program is not None:
+            yield "searched", searched_program
 
 
 def greedy(
-    held: Held, microbatches: int, costs: Costs, limits: Sequence[float], policy: Policy
+    stage_ranks: Held, microbatches: int, costs: Costs, limits: Sequence[float], policy: Policy
 ) -> Program | None:
     """The schedule of one policy; None where a rank cannot go on within its limit. Arguments as of `search`."""
-    state = _State(held, microbatches, costs, limits, policy)
-    clock = [(0.0, rank) for rank in range(max(held) + 1)]
+    state = _State(stage_ranks, microbatches, costs, limits, policy)
+    clock = [(0.0, rank) for rank in range(max(stage_ranks) + 1)]
     while clock:
         now, rank = heapq.heappop(clock)
         if now < state.free[rank]:
@@ -173,15 +178,15 @@ def greedy(
         elif chosen is not None:
             for moment, woken in state.begin(chosen, rank, now):
                 heapq.heappush(clock, (moment, woken))
-    whole = 3 * microbatches * len(held)
-    return state.program if sum(map(len, state.program)) == whole else None
+    action_count = 3 * microbatches * len(stage_ranks)
+    return state.program if sum(map(len, state.program)) == action_count else None
 
 
 @dataclass
 class _State:
     """The progress of a step."""
 
-    held: Held
+    stage_ranks: Held
     microbatches: int
     costs: Costs
     limits: Sequence[float]
@@ -195,14 +200,16 @@ class _State:
     ends: dict[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ranks = max(self.held) + 1
-        self.own = [stages_of(self.held, rank) for rank in range(ranks)]
+        ranks = max(self.stage_ranks) + 1
+        self.rank_stages = [stages_of(self.stage_ranks, rank) for rank in range(ranks)]
         self.program, self.free, self.bytes = [[] for _ in range(ranks)], [0.0] * ranks, [0.0] * ranks
-        self.done = {(kind, stage): 0 for kind in (FORWARD, INPUT, WEIGHT) for stage in range(len(self.held))}
+        self.done = {
+            (kind, stage): 0 for kind in (FORWARD, INPUT, WEIGHT) for stage in range(len(self.stage_ranks))
+        }
 
     def choose(self, rank: int, now: float) -> Action | float | None:
         """The action that a rank begins now; or when something will be ready; None where that is not known yet."""
-        order = self.own[rank][::-1] if self.policy.later_first else self.own[rank]
+        order = self.rank_stages[rank][::-1] if self.policy.later_first else self.rank_stages[rank]
         coming: list[float] = []
         for kind, stages in ((INPUT, self._by_progress(order)), (FORWARD, order)):
             for stage in stages:
@@ -229,8 +236,8 @@ class _State:
         self.done[action.kind, action.stage] += 1
         yield end, rank
         neighbour = action.stage + {FORWARD: 1, INPUT: -1, WEIGHT: 0}[action.kind]
-        if 0 <= neighbour < len(self.held) and self.held[neighbour] != rank:
-            other = self.held[neighbour]
+        if 0 <= neighbour < len(self.stage_ranks) and self.stage_ranks[neighbour] != rank:
+            other = self.stage_ranks[neighbour]
             yield max(end + self.costs.transfer, self.free[other]), other
 
     def _next(self, kind: Kind, stage: int) -> Action:
@@ -246,17 +253,22 @@ class _State:
             return None
         inputs = [Action(FORWARD, stage, m)] if kind is INPUT else []
         before = stage + (1 if kind is INPUT else -1)
-        if 0 <= before < len(self.held):
+        if 0 <= before < len(self.stage_ranks):
             inputs.append(Action(kind, before, m))
-        if any(each not in self.ends for each in inputs):
+        if any(action not in self.ends for action in inputs):
             return None
-        away = [self.costs.transfer * (self.held[each.stage] != self.held[stage]) for each in inputs]
-        return max((self.ends[each] + far for each, far in zip(inputs, away, strict=True)), default=0.0)
+        away = [
+            self.costs.transfer * (self.stage_ranks[action.stage] != self.stage_ranks[stage])
+            for action in inputs
+        ]
+        return max((self.ends[action] + far for action, far in zip(inputs, away, strict=True)), default=0.0)
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether a forward fits, with those of the same microbatch that must follow it on the rank's later stages."""
         behind = [
-            s for s in self.own[rank] if s > stage and self.done[FORWARD, s] <= self.done[FORWARD, stage]
+            s
+            for s in self.rank_stages[rank]
+            if s > stage and self.done[FORWARD, s] <= self.done[FORWARD, stage]
         ]
         needed = self.bytes[rank] + sum(self.costs.kept[s] for s in (stage, *behind))
         return _fits(needed, self.limits[rank])

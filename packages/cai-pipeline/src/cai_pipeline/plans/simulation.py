@@ -70,7 +70,7 @@ def simulate(
     Raises:
         PlanError: actions wait for each other, or for one that is not in the program.
     """
-    held = holders(program)
+    stage_ranks = holders(program)
     cost = durations if callable(durations) else lambda action: durations[action.kind]
     queues = [[action for action in actions if action.kind in COMPUTE] for actions in program]
     position = [0] * len(queues)
@@ -83,7 +83,7 @@ def simulate(
         for rank, queue in enumerate(queues):
             while position[rank] < len(queue):
                 action = queue[position[rank]]
-                start = _start(action, rank, held, ends, transfer)
+                start = _start(action, rank, stage_ranks, ends, transfer)
                 if start is None:
                     break
                 start = max(start, clock[rank])
@@ -100,7 +100,7 @@ def simulate(
 
 
 def _start(
-    action: Action, rank: int, held: Mapping[int, int], ends: Mapping[Action, float], transfer: float
+    action: Action, rank: int, stage_ranks: Mapping[int, int], ends: Mapping[Action, float], transfer: float
 ) -> float | None:
     """The time at which the inputs of an action are there, or None while one is missing."""
     stage, m = action.stage, action.microbatch
@@ -112,11 +112,13 @@ def _start(
         inputs.append((Action(Kind.BACKWARD_INPUT, stage, m),))
     else:
         inputs.append((Action(Kind.FORWARD, stage, m),))
-        inputs += [tuple(Action(kind, stage + 1, m) for kind in TOWARDS_START)] * (stage + 1 in held)
+        inputs += [tuple(Action(kind, stage + 1, m) for kind in TOWARDS_START)] * (stage + 1 in stage_ranks)
     latest = 0.0
     for either in inputs:
-        found = next((action for action in either if action in ends), None)
-        if found is None:
+        predecessor = next((action for action in either if action in ends), None)
+        if predecessor is None:
             return None
-        latest = max(latest, ends[found] + (transfer if held[found.stage] != rank else 0.0))
+        latest = max(
+            latest, ends[predecessor] + (transfer if stage_ranks[predecessor.stage] != rank else 0.0)
+        )
     return latest

@@ -63,7 +63,7 @@ class Choice:
 
 
 def choose(
-    recorder: Recorder, measured: Program, held: Held, microbatches: int, mesh: ParallelMesh
+    recorder: Recorder, measured: Program, stage_ranks: Held, microbatches: int, mesh: ParallelMesh
 ) -> Choice:
     """The fastest schedule for what a step took, of those that fit the devices.
 
@@ -73,33 +73,33 @@ def choose(
     Args:
         recorder: the recorder of the step.
         measured: the compute actions it performed.
-        held: rank of each stage.
+        stage_ranks: rank of each stage.
         microbatches: microbatches per step.
         mesh: the mesh of all ranks that train together.
     """
     pipeline = mesh.group("pp")
-    costs = costs_of(gather(recorder.recorded(), pipeline), held)
+    costs = costs_of(gather(recorder.recorded(), pipeline), stage_ranks)
     room = all_gather_object(_room(recorder.device), pipeline)
     for axis in axis_names(mesh):
         if axis not in mesh.leaves("pp"):
-            told = all_gather_object((costs, room), mesh.group(axis))
+            reports = all_gather_object((costs, room), mesh.group(axis))
             costs, room = (
-                told[0][0],
-                [min(of_place) for of_place in zip(*(each for _, each in told), strict=True)],
+                reports[0][0],
+                [min(of_place) for of_place in zip(*(rank_room for _, rank_room in reports), strict=True)],
             )
-    found = _cheapest(held, microbatches, costs, most_bytes(measured, costs), room)
-    others = {}
+    cheapest = _cheapest(stage_ranks, microbatches, costs, most_bytes(measured, costs), room)
+    named_times = {}
     for name in SCHEDULES:
         try:
-            named = program(name, held, microbatches)
+            named = program(name, stage_ranks, microbatches)
         except PlanError:  # it does not take this placement
             continue
-        others[name] = simulate(named, costs.duration, transfer=costs.transfer).makespan
-    return Choice(found.name, found.program, found.time, others, costs, found.bytes)
+        named_times[name] = simulate(named, costs.duration, transfer=costs.transfer).makespan
+    return Choice(cheapest.name, cheapest.program, cheapest.time, named_times, costs, cheapest.bytes)
 
 
 def _cheapest(
-    held: Held, microbatches: int, costs: Costs, used: Sequence[float], room: Sequence[float]
+    stage_ranks: Held, microbatches: int, costs: Costs, used: Sequence[float], room: Sequence[float]
 ) -> Found:
     """The schedule found for the least memory of the fullest device, among those that are about the fastest.
 
@@ -107,16 +107,16 @@ def _cheapest(
         used: bytes of activations that each rank held in the measured step.
         room: bytes that each had left.
     """
-    found, fullest = [], min(room)
-    tries = max(1, SEARCHED // (3 * microbatches * len(held)))
+    schedules, fullest = [], min(room)
+    tries = max(1, SEARCHED // (3 * microbatches * len(stage_ranks)))
     shares = SHARES if fullest < float("inf") and tries >= len(SHARES) else SHARES[-1:]
     policies = POLICIES[:: math.ceil(len(POLICIES) * len(shares) / tries)]
     for share in shares:
         still_free = (1 - share) * fullest if share < 1 else 0.0
         limits = [most + free - still_free for most, free in zip(used, room, strict=True)]
-        found.append(search(held, microbatches, costs, limits, policies=policies))
-    best = min(each.time for each in found)
-    return next(each for each in found if each.time <= WORTH * best)
+        schedules.append(search(stage_ranks, microbatches, costs, limits, policies=policies))
+    best = min(schedule.time for schedule in schedules)
+    return next(schedule for schedule in schedules if schedule.time <= WORTH * best)
 
 
 def _room(device: torch.device) -> float:

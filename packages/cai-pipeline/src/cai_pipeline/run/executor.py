@@ -15,6 +15,7 @@ from cai_mesh.comm import AnyMesh, ParallelMesh, broadcast
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import Deferred, defer
 from cai_mesh.protocols import CommHandle, GradSync, ParameterSharding
+from cai_mesh.storage import show_stage_gradients
 from cai_pipeline.plans.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program, holders
 from cai_pipeline.plans.checker import check
 from cai_pipeline.plans.lowering import batches, lower
@@ -112,7 +113,10 @@ class PipelineRunner:
         self.rank = mesh.index("pp")
         self.group = mesh.group("pp")
         check_shared(model, self.group)
+        if ranks > 1:
+            show_stage_gradients(model, mesh)
         self.device = torch.device(mesh.device_type)
+        _open_backward(self.device)
         self.metas: dict[Boundary, Metas] = {}
         self.auto, self.steps = schedule == "auto" and ranks > 1, 0
         self.follow(begin_with(schedule, self.held, microbatches) if isinstance(schedule, str) else schedule)
@@ -131,8 +135,8 @@ class PipelineRunner:
         self._training = batches(self.program)[self.rank]
 
     def _peers(self) -> set[int]:
-        held = holders(self.program)
-        return {held[a.partner.stage] for a in self.program[self.rank] if a.kind in TRANSFERS}
+        stage_ranks = holders(self.program)
+        return {stage_ranks[a.partner.stage] for a in self.program[self.rank] if a.kind in TRANSFERS}
 
     def step(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients are added to `.grad`.
@@ -151,16 +155,16 @@ class PipelineRunner:
             raise PlanError("wrong number of microbatches", got=len(microbatches), expected=self.microbatches)
         state = _StepState(self, microbatches, _targets(microbatches, targets), training=True)
         self.steps += 1
-        chosen = self.auto and self.steps == MEASURED_STEP
+        chooses_schedule = self.auto and self.steps == MEASURED_STEP
         on_recorded = self.observers.on_recorded
-        shown = on_recorded is not None and self.group is not None and self.steps == SHOWN_STEP
-        recorder = Recorder(self.group, self.device) if chosen or shown else None
+        reports_timeline = on_recorded is not None and self.group is not None and self.steps == SHOWN_STEP
+        recorder = Recorder(self.group, self.device) if chooses_schedule or reports_timeline else None
         state.perform(self._training, recorder)
         if self.grad_sync is not None:
             self.grad_sync.finish()
-        if recorder is not None and chosen:
+        if recorder is not None and chooses_schedule:
             self._choose(recorder)
-        if recorder is not None and on_recorded is not None and shown:
+        if recorder is not None and on_recorded is not None and reports_timeline:
             ran = gather(recorder.recorded(), self.group)
             on_recorded(timeline(ran), again(ran, self.compute, self.held))
         return self._on_all_ranks(state.loss)
@@ -194,14 +198,26 @@ class PipelineRunner:
         return loss
 
 
-def _check_placed(given: Program, held: Held) -> None:
+def _open_backward(device: torch.device) -> None:
+    """Let the thread that runs backward on a GPU meet the GPU's context.
+
+    A stage's backward may begin with a product of matrices, and cuBLAS warns of a thread that has no context yet.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad():
+            torch.zeros(1, device=device, requires_grad=True).add(1).backward()
+
+
+def _check_placed(program: Program, stage_ranks: Held) -> None:
     """Raise PlanError where a program has its stages on other ranks than the model."""
-    found = holders(given)
-    if len(given) != max(held) + 1 or [found.get(stage) for stage in range(len(held))] != list(held):
+    program_ranks = holders(program)
+    if len(program) != max(stage_ranks) + 1 or [
+        program_ranks.get(stage) for stage in range(len(stage_ranks))
+    ] != list(stage_ranks):
         raise PlanError(
             "the model is not split for this schedule",
-            got=f"stages on ranks {list(held)}",
-            expected=f"stages on ranks {[rank for _, rank in sorted(found.items())]}",
+            got=f"stages on ranks {list(stage_ranks)}",
+            expected=f"stages on ranks {[rank for _, rank in sorted(program_ranks.items())]}",
             fix="call split(model, mesh, chunks=..., placement=...) as the schedule has them",
         )
 
@@ -237,13 +253,13 @@ class _StepState:
         training: bool,
     ):
         self.stages = Stages.of(runner.model)
-        for each in inputs if self.stages.check is not None else ():
-            self.stages.check(runner.model, each)  # type: ignore[misc]
+        for microbatch in inputs if self.stages.check is not None else ():
+            self.stages.check(runner.model, microbatch)  # type: ignore[misc]
         self.runner = runner
         self.inputs = inputs
         self.targets = targets
         self.training = training
-        self.signatures = [_signature(each, runner.device) for each in inputs]
+        self.signatures = [_signature(microbatch, runner.device) for microbatch in inputs]
         self.loss = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.output: Any = None
         self.receiving: dict[Action, PendingReceive] = {}
@@ -287,15 +303,15 @@ class _StepState:
         runner, m = self.runner, action.microbatch
         assert m is not None
         received = self._taken(Kind.RECV_F, action)
-        for each in received if self.training else ():
-            each.requires_grad_()
+        for tensor in received if self.training else ():
+            tensor.requires_grad_()
         self._begin()
         result = run_stage(runner.model, received or None, self.inputs[m], index=action.stage)
         roots: tuple[torch.Tensor | GradientEdge | None, ...] = ()
         if not self.stages.own[action.stage].is_last:
             sent = tensors_in(result)
             self.outgoing[Action(Kind.SEND_F, action.stage, m)] = without_graph(sent)
-            roots = tuple(get_gradient_edge(each) if each.requires_grad else None for each in sent)
+            roots = tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent)
         elif self.targets is None:
             self.output = result
         else:
@@ -318,7 +334,7 @@ class _StepState:
         last = not self.backwards_left[action.stage] and action.kind is Kind.BACKWARD
         with sync.defer() if sync is not None and not last else nullcontext():
             if learned:
-                torch.autograd.backward([root for root, _ in learned], [given for _, given in learned])
+                torch.autograd.backward([root for root, _ in learned], [gradient for _, gradient in learned])
         if saved.received:
             sent = Action(Kind.SEND_B, action.stage, action.microbatch)
             self.outgoing[sent] = gradients_to_send(saved.received)
@@ -396,7 +412,7 @@ class _StepState:
             if receive is not None and received_metas is not None:
                 metas[self._boundary(receive)] = received_metas
         expected = metas[self._boundary(receive)] if receive is not None else None
-        pending = p2p.exchange(peer, [each.contiguous() for each in tensors], expected)
+        pending = p2p.exchange(peer, [tensor.contiguous() for tensor in tensors], expected)
         if receive is not None and pending is not None:
             self.receiving[receive] = pending
 
@@ -404,14 +420,18 @@ class _StepState:
         """The shapes and dtypes to send before the tensors, or None when the receiver knows them."""
         if send is None:
             return None
-        metas, boundary, found = self.runner.metas, self._boundary(send), tuple(map(TensorMeta.of, tensors))
+        metas, boundary, tensor_metas = (
+            self.runner.metas,
+            self._boundary(send),
+            tuple(map(TensorMeta.of, tensors)),
+        )
         if boundary not in metas:
-            metas[boundary] = found
-            return found
-        if metas[boundary] != found:
+            metas[boundary] = tensor_metas
+            return tensor_metas
+        if metas[boundary] != tensor_metas:
             raise PlanError(
                 f"stage {send.stage} has an output of another shape or dtype than before for the same inputs",
-                got=found,
+                got=tensor_metas,
                 expected=metas[boundary],
                 cause="the model's dtype changed after its PipelineRunner was made",
                 fix="make a new PipelineRunner",

@@ -97,49 +97,49 @@ def timeline(of_ranks: Sequence[Sequence[Recorded]]) -> Timeline:
     return Timeline(
         len(of_ranks),
         tuple(
-            Span(rank, each.action, each.start, each.end)
+            Span(rank, record.action, record.start, record.end)
             for rank, recorded in enumerate(of_ranks)
-            for each in recorded
+            for record in recorded
         ),
     )
 
 
-def again(of_ranks: Sequence[Sequence[Recorded]], program: Program, held: Held) -> Timeline:
+def again(of_ranks: Sequence[Sequence[Recorded]], program: Program, stage_ranks: Held) -> Timeline:
     """The step as it is simulated for the median times that its actions took."""
-    seconds = _by_kind(of_ranks, lambda each: each.end - each.start)
+    seconds = _by_kind(of_ranks, lambda record: record.end - record.start)
     return simulate(
         program,
         lambda action: median(seconds[action.kind, action.stage]),
-        transfer=_transfer(of_ranks, held),
+        transfer=_transfer(of_ranks, stage_ranks),
     )
 
 
-def costs_of(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> Costs:
+def costs_of(of_ranks: Sequence[Sequence[Recorded]], stage_ranks: Held) -> Costs:
     """Costs of every stage in seconds and bytes: medians over microbatches.
 
     Args:
         of_ranks: the records of each rank of a step whose backwards were all split.
-        held: rank of each stage.
+        stage_ranks: rank of each stage.
     """
-    seconds = _by_kind(of_ranks, lambda each: each.end - each.start)
-    gained = _by_kind(of_ranks, lambda each: each.gained)
+    seconds = _by_kind(of_ranks, lambda record: record.end - record.start)
+    gained = _by_kind(of_ranks, lambda record: record.gained)
 
     def of_stages(table: Mapping[tuple[Kind, int], list[float]], kind: Kind) -> tuple[float, ...]:
-        return tuple(float(median(table[kind, stage])) for stage in range(len(held)))
+        return tuple(float(median(table[kind, stage])) for stage in range(len(stage_ranks)))
 
-    kept = tuple(max(size, 0.0) for size in of_stages(gained, Kind.FORWARD))
-    left = map(sum, zip(kept, of_stages(gained, Kind.BACKWARD_INPUT), strict=True))
+    kept_bytes = tuple(max(size, 0.0) for size in of_stages(gained, Kind.FORWARD))
+    bytes_after_input = map(sum, zip(kept_bytes, of_stages(gained, Kind.BACKWARD_INPUT), strict=True))
     freed = (-size for size in of_stages(gained, Kind.BACKWARD_WEIGHT))
     stashed = (
-        max(*sizes, 0.0) for sizes in zip(left, freed, strict=True)
+        max(*sizes, 0.0) for sizes in zip(bytes_after_input, freed, strict=True)
     )  # the two differ by what is passed on
     return Costs(
         of_stages(seconds, Kind.FORWARD),
         of_stages(seconds, Kind.BACKWARD_INPUT),
         of_stages(seconds, Kind.BACKWARD_WEIGHT),
-        kept,
-        tuple(map(min, stashed, kept)),
-        _transfer(of_ranks, held),
+        kept_bytes,
+        tuple(map(min, stashed, kept_bytes)),
+        _transfer(of_ranks, stage_ranks),
     )
 
 
@@ -147,29 +147,33 @@ def _by_kind(
     of_ranks: Sequence[Sequence[Recorded]], value: Callable[[Recorded], float]
 ) -> Mapping[tuple[Kind, int], list[float]]:
     """Values of the actions of all microbatches, by kind and stage."""
-    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for each in (each for recorded in of_ranks for each in recorded):
-        found[each.action.kind, each.action.stage].append(value(each))
-    return found
+    values: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for record in (record for recorded in of_ranks for record in recorded):
+        values[record.action.kind, record.action.stage].append(value(record))
+    return values
 
 
-def _transfer(of_ranks: Sequence[Sequence[Recorded]], held: Held) -> float:
+def _transfer(of_ranks: Sequence[Sequence[Recorded]], stage_ranks: Held) -> float:
     """Median time from the end of an action until another rank, which waited for it, went on; 0 if none waited."""
-    ends = {each.action: each.end for recorded in of_ranks for each in recorded}
+    ends = {record.action: record.end for recorded in of_ranks for record in recorded}
     lags = []
     for recorded in of_ranks:
         free = 0.0
-        for each in recorded:
-            for needed in _from_another_rank(each.action, held):
-                if needed in ends and each.start > ends[needed] > free:
-                    lags.append(each.start - ends[needed])
-            free = each.end
+        for record in recorded:
+            for needed in _from_another_rank(record.action, stage_ranks):
+                if needed in ends and record.start > ends[needed] > free:
+                    lags.append(record.start - ends[needed])
+            free = record.end
     return median(lags) if lags else 0.0
 
 
-def _from_another_rank(action: Action, held: Held) -> Iterable[Action]:
+def _from_another_rank(action: Action, stage_ranks: Held) -> Iterable[Action]:
     stage, m = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD and stage > 0 and held[stage - 1] != held[stage]:
+    if action.kind is Kind.FORWARD and stage > 0 and stage_ranks[stage - 1] != stage_ranks[stage]:
         yield Action(Kind.FORWARD, stage - 1, m)
-    if action.kind in TOWARDS_START and stage + 1 < len(held) and held[stage + 1] != held[stage]:
+    if (
+        action.kind in TOWARDS_START
+        and stage + 1 < len(stage_ranks)
+        and stage_ranks[stage + 1] != stage_ranks[stage]
+    ):
         yield from (Action(kind, stage + 1, m) for kind in TOWARDS_START)

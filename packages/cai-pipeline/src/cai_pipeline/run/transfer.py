@@ -149,7 +149,9 @@ class P2PCommunicator:
         """
         send = [pack(t) if packed else t for t, packed in zip(send, self._packed(send), strict=True)]
         packed = self._packed(receive or ())
-        incoming = [self._room(*each) for each in zip(receive or (), packed, strict=True)]
+        incoming = [
+            self._room(*meta_and_packed) for meta_and_packed in zip(receive or (), packed, strict=True)
+        ]
         works = self._start(peer, send, incoming)
         separate = len(works) == len(send) + len(incoming)
         if send:
@@ -163,7 +165,7 @@ class P2PCommunicator:
         """Whether each tensor of a transfer travels packed."""
         if self.wire == "full":
             return [False] * len(tensors)
-        return as_hidden([tuple(each.shape) for each in tensors])
+        return as_hidden([tuple(tensor.shape) for tensor in tensors])
 
     def _room(self, meta: TensorMeta, packed: bool) -> torch.Tensor:
         """An empty tensor to receive a tensor into."""

@@ -52,7 +52,7 @@ def balance_layers(
 
 
 def balance_ranks(
-    costs: Sequence[float], held: Sequence[int], *, first: float = 0.0, last: float = 0.0
+    costs: Sequence[float], stage_ranks: Sequence[int], *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
     """Like `balance_layers`, but what counts most is the rank whose stages together cost most.
 
@@ -60,33 +60,33 @@ def balance_ranks(
     does. Ranks of one stage each keep the even stages.
 
     Args:
-        held: rank of each stage.
+        stage_ranks: rank of each stage.
     """
-    found = balance_layers(costs, len(held), first=first, last=last)
-    extra = [0.0] * len(held)
+    division = balance_layers(costs, len(stage_ranks), first=first, last=last)
+    extra = [0.0] * len(stage_ranks)
     extra[0] += first
     extra[-1] += last
 
     def worst(stages: Sequence[range]) -> tuple[float, float]:
         of_stages = [sum(costs[i] for i in stage) + more for stage, more in zip(stages, extra, strict=True)]
-        of_ranks = [0.0] * (max(held) + 1)
-        for rank, cost in zip(held, of_stages, strict=True):
+        of_ranks = [0.0] * (max(stage_ranks) + 1)
+        for rank, cost in zip(stage_ranks, of_stages, strict=True):
             of_ranks[rank] += cost
         return max(of_ranks), sum(cost**2 for cost in of_stages)
 
     while True:
-        best = min(_moved(found), key=worst, default=found)
-        if worst(best) >= worst(found):
-            return found
-        found = best
+        best = min(_moved(division), key=worst, default=division)
+        if worst(best) >= worst(division):
+            return division
+        division = best
 
 
 def _moved(stages: Sequence[range]) -> Iterator[list[range]]:
     """All divisions in which one layer is on the other side of a boundary."""
-    for index, (left, right) in enumerate(itertools.pairwise(stages)):
-        for bound in (left.stop - 1, left.stop + 1):
-            if left.start < bound < right.stop:
-                moved = [range(left.start, bound), range(bound, right.stop)]
+    for index, (earlier, later) in enumerate(itertools.pairwise(stages)):
+        for bound in (earlier.stop - 1, earlier.stop + 1):
+            if earlier.start < bound < later.stop:
+                moved = [range(earlier.start, bound), range(bound, later.stop)]
                 yield [*stages[:index], *moved, *stages[index + 2 :]]
 
 

@@ -24,16 +24,16 @@ def tensors_in(boundary: torch.Tensor | Tensors | None) -> Tensors:
 
 def without_graph(sent: Tensors) -> Tensors:
     """The tensors that a stage sends, detached; what the next one must know of them stays attached."""
-    detached = tuple(each.detach() for each in sent)
-    for each, before in zip(detached, sent, strict=True):
-        if record_of(before).part:
-            attach(each, part=True)
+    detached = tuple(tensor.detach() for tensor in sent)
+    for tensor, source in zip(detached, sent, strict=True):
+        if record_of(source).part:
+            attach(tensor, part=True)
     return detached
 
 
 def gradients_to_send(received: Tensors) -> Tensors:
     """The gradients of what a stage received, after its backward."""
-    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in received)
+    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received)
 
 
 @dataclass
@@ -120,6 +120,6 @@ def _with(output: Any, entry: str | int | None, value: torch.Tensor) -> Any:
     if entry is None:
         return value
     if isinstance(output, tuple):
-        return tuple(value if place == entry else each for place, each in enumerate(output))
+        return tuple(value if place == entry else element for place, element in enumerate(output))
     output[entry] = value
     return output

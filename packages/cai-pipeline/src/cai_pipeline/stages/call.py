@@ -50,31 +50,31 @@ class Call:
 
     @staticmethod
     def of(
-        model: Any, inputs: Mapping[str, Any], trial: Trial | SmallModel, known: Mapping[str, int]
+        model: Any, inputs: Mapping[str, Any], trial: Trial | SmallModel, input_dims: Mapping[str, int]
     ) -> Call:
         """The call `model(**inputs)`. Raises `PlanError` for a keyword that cannot be tried.
 
         Args:
-            known: number of dims of the trial's inputs, by name.
+            input_dims: number of dims of the trial's inputs, by name.
         """
         sizes: Sizes = _sizes(model, inputs) if isinstance(trial, SmallModel) else {}
         more = [
             _keyword(name, value, sizes)
             for name, value in sorted(inputs.items())
-            if value is not None and (name, getattr(value, "ndim", None)) not in known.items()
+            if value is not None and (name, getattr(value, "ndim", None)) not in input_dims.items()
         ]
         more = [keyword for keyword in more if keyword != Keyword("use_cache", False)]
-        without = {keyword.name for keyword in more} & set(known)
+        without = {keyword.name for keyword in more} & set(input_dims)
         replaced = ("input_ids", "labels", "decoder_input_ids")
-        without |= {name for name in replaced if more and inputs.get(name) is None} & set(known)
+        without |= {name for name in replaced if more and inputs.get(name) is None} & set(input_dims)
         return Call(model.training, tuple(more), frozenset(without))
 
     def inputs(self, trial: Trial | SmallModel) -> dict[str, Any]:
         """Keyword arguments for the trial."""
-        found = {name: value for name, value in trial.inputs().items() if name not in self.without}
+        arguments = {name: value for name, value in trial.inputs().items() if name not in self.without}
         text = trial.config.get_text_config() if isinstance(trial, SmallModel) else None
         width = getattr(text, "hidden_size", 0)
-        return found | {keyword.name: _small(keyword, width) for keyword in self.more}
+        return arguments | {keyword.name: _small(keyword, width) for keyword in self.more}
 
     def __str__(self) -> str:
         words = [f"{k.name}={k.value}" if k.shape is None else k.name for k in self.more]
@@ -86,14 +86,14 @@ Sizes = Mapping[str, frozenset[int]]
 
 
 def _sizes(model: Any, inputs: Mapping[str, Any]) -> Sizes:
-    given = [
+    named_shapes = [
         (name, value.shape)
         for name in (getattr(model, "main_input_name", "input_ids"), *MEASURED)
         if isinstance(value := inputs.get(name), torch.Tensor) and value.ndim
     ]
     return {
-        "batch": frozenset(shape[0] for _, shape in given),
-        "length": frozenset(shape[1] for name, shape in given if name in MEASURED and len(shape) > 1),
+        "batch": frozenset(shape[0] for _, shape in named_shapes),
+        "length": frozenset(shape[1] for name, shape in named_shapes if name in MEASURED and len(shape) > 1),
         "hidden": frozenset({getattr(model.config.get_text_config(), "hidden_size", 0)}),
     }
 

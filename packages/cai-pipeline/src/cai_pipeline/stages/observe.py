@@ -25,9 +25,9 @@ class Observed:
     @property
     def changes_shape(self) -> bool:
         """Whether the output is not a tensor of the shape of the first tensor given."""
-        given = next((each for _, each in slots_of(self) if isinstance(each, torch.Tensor)), None)
-        same = isinstance(self.output, torch.Tensor) and given is not None
-        return not same or self.output.shape != given.shape  # type: ignore[union-attr]
+        first_tensor = next((value for _, value in slots_of(self) if isinstance(value, torch.Tensor)), None)
+        same = isinstance(self.output, torch.Tensor) and first_tensor is not None
+        return not same or self.output.shape != first_tensor.shape  # type: ignore[union-attr]
 
 
 def observe(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -> list[Observed]:
@@ -36,10 +36,10 @@ def observe(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -
     Returns:
         the calls of the modules named, in the order in which they ended.
     """
-    seen: list[Observed] = []
+    calls: list[Observed] = []
 
     def record(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: seen.append(Observed(name, args, dict(kwargs), output))
+        return lambda module, args, kwargs, output: calls.append(Observed(name, args, dict(kwargs), output))
 
     hooks = [
         model.get_submodule(name).register_forward_hook(record(name), with_kwargs=True) for name in names
@@ -49,7 +49,7 @@ def observe(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return calls
 
 
 def slots_of(call: Observed) -> Iterator[tuple[Slot, Any]]:

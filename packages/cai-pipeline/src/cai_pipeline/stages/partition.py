@@ -27,7 +27,7 @@ def partition(
     model: nn.Module,
     structure: ModelStructure,
     stage_layers: Sequence[range],
-    held: Held,
+    stage_ranks: Held,
     rank: int,
     tied: Iterable[str] = (),
 ) -> Stages:
@@ -37,7 +37,7 @@ def partition(
         model: the whole model.
         structure: the names of its parts.
         stage_layers: the layers of each stage.
-        held: the rank of each stage.
+        stage_ranks: the rank of each stage.
         rank: the rank whose stages are kept.
         tied: names of parameters that stages share.
 
@@ -45,23 +45,25 @@ def partition(
         the rank's stages, also stored at `model.cai_stages`.
     """
     parts = _parts(model, structure, stage_layers)
-    own = {index: _stage(model, structure, stage_layers, index, parts) for index in stages_of(held, rank)}
+    local_stages = {
+        index: _stage(model, structure, stage_layers, index, parts) for index in stages_of(stage_ranks, rank)
+    }
     stand_ins = _StandIns(model, structure)
     for name, owner in parts:
         module = model.get_submodule(name)
-        for stage in own.values():
+        for stage in local_stages.values():
             if stage.index != owner:
-                stage.others[name] = stand_ins.of(name, module, stage)
+                stage.placeholders[name] = stand_ins.of(name, module, stage)
     for name, owner in parts:
-        if owner not in own:
-            stands = next(iter(own.values())).others[name]
+        if owner not in local_stages:
+            stands = next(iter(local_stages.values())).placeholders[name]
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, stands)
-    if len(own) == 1:
-        next(iter(own.values())).others.clear()  # they are in the model
+    if len(local_stages) == 1:
+        next(iter(local_stages.values())).placeholders.clear()  # they are in the model
     if tied:
         _disable_tie_weights(model)
-    stages = Stages(held, own)
+    stages = Stages(stage_ranks, local_stages)
     model.cai_stages = stages  # type: ignore[assignment]
     return stages
 
@@ -74,19 +76,19 @@ def _stage(
     parts: Sequence[tuple[str, int]],
 ) -> Stage:
     layers = stage_layers[index]
-    begins = {own.start for _, own in structure.ranges(model)}
-    found = Stage(index, len(stage_layers), layers, tuple(name for name, owner in parts if owner == index))
+    begins = {list_layers.start for _, list_layers in structure.ranges(model)}
+    stage = Stage(index, len(stage_layers), layers, tuple(name for name, owner in parts if owner == index))
     reads = set() if layers.start in begins else {"hidden states"}
     if structure.encoder is not None:
         decoder = max(begins)
         receives, sends = layers.start >= decoder, layers.stop == decoder
         encoder = structure.encoder
-        found.encoder_end = EncoderEnd(encoder.name, encoder.entry, receives, sends)
+        stage.encoder_end = EncoderEnd(encoder.name, encoder.entry, receives, sends)
         reads |= {"output of the encoder"} if receives else set()
-    found.reads = frozenset(reads)
+    stage.reads = frozenset(reads)
     if index > 0:
-        found.receives = structure.tensors_before(model, layers.start)
-    return found
+        stage.receives = structure.tensors_before(model, layers.start)
+    return stage
 
 
 def _parts(
@@ -104,15 +106,15 @@ class _StandIns:
     def __init__(self, model: nn.Module, structure: ModelStructure):
         self.structure = structure
         self.layers = {
-            name: (number, each, layers)
-            for each, layers in structure.ranges(model)
+            name: (number, layer_list, layers)
+            for layer_list, layers in structure.ranges(model)
             for number, name in zip(layers, structure.layer_names(model)[layers.start :], strict=False)
         }
 
     def of(self, name: str, module: nn.Module, stage: Stage) -> nn.Module:
         if name not in self.layers:
             shaping = name in self.structure.shaping
-            if shaping or any(name in each.before for each in self.structure.lists):
+            if shaping or any(name in layer_list.before for layer_list in self.structure.lists):
                 return _placeholder(module, stage.io, shaping=shaping)
             return PlaceholderPassThrough(module, stage.io)
         number, layers, within = self.layers[name]
@@ -160,7 +162,8 @@ def tied_parameters(
 ) -> dict[str, Tied]:
     """The parameters that modules outside the layers share over stages (embeddings, head), by canonical name.
 
-    Raises PlanError for a parameter shared in any other way, such as between layers of different stages.
+    Raises PlanError for a parameter shared in any other way, such as between layers of different stages, and for one of
+    a module that no stage has.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -170,6 +173,8 @@ def tied_parameters(
     tied: dict[str, Tied] = {}
     for parameter, aliases in names.items():
         modules = [_part_of(name, parts) for name in aliases]
+        if "" in modules:
+            raise _homeless(aliases[modules.index("")])
         holders = sorted({parts[module] for module in modules})
         if len(holders) == 1:
             continue
@@ -184,10 +189,19 @@ def tied_parameters(
     return tied
 
 
+def _homeless(name: str) -> PlanError:
+    return PlanError(
+        f"no stage has {name}",
+        cause="the model was given it after it was built: the small one of its class and config, on which the split is "
+        "tried, does not have it, so nobody knows when it runs",
+        fix="add it after split, on the stage that uses it, or pass trial=Trial(...) with a small model that runs it",
+    )
+
+
 def _part_of(parameter: str, parts: Iterable[str]) -> str:
     """The part that a parameter is in."""
-    wanted = parameter
-    known = set(parts)
-    while wanted and wanted not in known:
-        wanted = wanted.rpartition(".")[0]
-    return wanted
+    module_name = parameter
+    part_names = set(parts)
+    while module_name and module_name not in part_names:
+        module_name = module_name.rpartition(".")[0]
+    return module_name

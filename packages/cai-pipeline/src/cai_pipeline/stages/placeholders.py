@@ -29,14 +29,14 @@ class Placeholder(nn.Module):
         self.replaced = type(replaced).__name__
         self.shapes = {name: tuple(p.shape) for name, p in replaced._parameters.items() if p is not None}
         for name, value in vars(replaced).items():
-            taken = name.startswith("_") or name in self.__dict__ or name == "forward"
-            if not taken and not isinstance(value, torch.Tensor):
+            is_reserved = name.startswith("_") or name in self.__dict__ or name == "forward"
+            if not is_reserved and not isinstance(value, torch.Tensor):
                 self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        if name in own.get("shapes", ()) and own["io"].travelling:
-            return own["io"].zeros(own["shapes"][name])
+        attributes = self.__dict__
+        if name in attributes.get("shapes", ()) and attributes["io"].travelling:
+            return attributes["io"].zeros(attributes["shapes"][name])
         return super().__getattr__(name)
 
     def extra_repr(self) -> str:
@@ -60,16 +60,16 @@ class PlaceholderLayer(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        beside: list[torch.Tensor | None] = [None] * ((self.outputs or 1) - 1)
+        extra_outputs: list[torch.Tensor | None] = [None] * ((self.outputs or 1) - 1)
         if self.role == "input":
             hidden, *received = self.io.read("hidden states")
             for carried, tensor in zip(self.carried, received, strict=False):
-                beside[carried.output - 1] = tensor
+                extra_outputs[carried.output - 1] = tensor
         elif self.role == "output":
             self.io.require_running()
-            self.io.send(hidden, *(each.of(args, kwargs) for each in self.carried))
+            self.io.send(hidden, *(carried_tensor.of(args, kwargs) for carried_tensor in self.carried))
             hidden = hidden.detach()
-        return hidden if self.outputs is None else (hidden, *beside)
+        return hidden if self.outputs is None else (hidden, *extra_outputs)
 
 
 class PlaceholderLinear(Placeholder):
@@ -107,19 +107,21 @@ class PlaceholderShaped(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, shape = _pytree.tree_flatten((args, kwargs))
-        asked = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
-        if self.made[0] != asked:
-            given_args, given = _pytree.tree_unflatten([self._shown(x) for x in leaves], shape)
+        signature = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
+        if self.made[0] != signature:
+            meta_args, meta_kwargs = _pytree.tree_unflatten([self._shown(x) for x in leaves], shape)
             with torch.no_grad():
-                self.__dict__["made"] = asked, self.original[0](*given_args, **given)
+                self.__dict__["made"] = signature, self.original[0](*meta_args, **meta_kwargs)
         return _pytree.tree_map_only(torch.Tensor, self._zeros, self.made[1])
 
     def _shown(self, value: Any) -> Any:
         """A value as the copy takes it: tensors without values, floating-point ones in the dtype of its parameters."""
         if not isinstance(value, torch.Tensor):
             return value
-        own = next((p.dtype for p in self.original[0].parameters() if p.is_floating_point()), value.dtype)
-        dtype = own if value.is_floating_point() else value.dtype
+        parameter_dtype = next(
+            (p.dtype for p in self.original[0].parameters() if p.is_floating_point()), value.dtype
+        )
+        dtype = parameter_dtype if value.is_floating_point() else value.dtype
         return torch.empty(value.shape, dtype=dtype, device="meta")
 
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:

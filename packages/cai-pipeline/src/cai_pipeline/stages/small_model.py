@@ -44,34 +44,38 @@ def find_layers(model: nn.Module) -> str | tuple[str, str]:
     if getattr(config, "is_encoder_decoder", False):
         return _layers_in(model, model.get_encoder()), _layers_in(model, model.get_decoder())  # type: ignore[operator]
     configs = [config.get_text_config()] if _reads_text(model) else parts_of(config)
-    wanted = [getattr(each, "num_hidden_layers", None) for each in configs]
-    found = _outermost(model, lambda layers: len(layers) in wanted)
-    if not found:
+    depths = [getattr(part_config, "num_hidden_layers", None) for part_config in configs]
+    list_sizes = _outermost(model, lambda layers: len(layers) in depths)
+    if not list_sizes:
         raise PlanError(
             f"cannot find the layers of {type(model).__name__}",
-            expected=f"a ModuleList of {' or '.join(map(str, wanted))} layers, as config.num_hidden_layers says",
+            expected=f"a ModuleList of {' or '.join(map(str, depths))} layers, as config.num_hidden_layers says",
         )
-    return max(found, key=lambda name: found[name])
+    return max(list_sizes, key=lambda name: list_sizes[name])
 
 
 def _layers_in(model: nn.Module, part: nn.Module | None) -> str:
     """The name of the largest list of layers in a part of the model."""
     name = next((name for name, module in model.named_modules() if module is part and name), None)
-    found = _outermost(part, len) if part is not None and name else {}
-    if not found:
+    list_sizes = _outermost(part, len) if part is not None and name else {}
+    if not list_sizes:
         raise PlanError(
             f"cannot find the layers of {type(model).__name__}, an encoder-decoder",
             got=f"no ModuleList in {name or 'its encoder or decoder'}",
             expected="an encoder and a decoder with a list of layers each",
         )
-    return f"{name}.{max(found, key=lambda inner: found[inner])}"
+    return f"{name}.{max(list_sizes, key=lambda inner: list_sizes[inner])}"
 
 
 def _outermost(model: nn.Module, fits: Callable[[nn.ModuleList], object]) -> dict[str, int]:
     """The lists that fit and are in no other such, with the number of their parameters."""
-    found = {
+    list_sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and fits(module)
     }
-    return {name: size for name, size in found.items() if not any(name.startswith(o + ".") for o in found)}
+    return {
+        name: size
+        for name, size in list_sizes.items()
+        if not any(name.startswith(o + ".") for o in list_sizes)
+    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh, all_gather_object, axis_names
-from cai_mesh.errors import PlanError
+from cai_mesh.errors import CheckpointError, PlanError
 from cai_mesh.experts import visited_share
 from cai_mesh.layout import attach_to, canonical_name, record_of, reduce_of, sites
 from cai_mesh.trial import Trial
@@ -69,23 +70,45 @@ def split(
     ranks = mesh.degree("pp")
     if hasattr(model, "cai_stages"):
         raise PlanError("the model is split already", got=model.cai_stages)
-    held = place(ranks, chunks, placement)
+    stage_ranks = place(ranks, chunks, placement)
     if ranks == 1:
         _check_alone(chunks)
-        model.cai_stages = Stages(held, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
+        model.cai_stages = Stages(stage_ranks, {0: Stage(0, 1, range(0))})  # type: ignore[assignment]
         return model
     tried = trial or small_model(model)
     lists = [tried.layers] if isinstance(tried.layers, str) else tried.layers
-    check_enough_layers(sum(len(list(model.get_submodule(name).children())) for name in lists), len(held))
+    check_enough_layers(
+        sum(len(list(model.get_submodule(name).children())) for name in lists), len(stage_ranks)
+    )
     structure = structure_of(tried)
     _check_same_parts(model, structure)
-    stage_layers = _assign_layers(model, structure, held, balance)
-    verify_split(tried, stage_layers, held)
+    stage_layers = _assign_layers(model, structure, stage_ranks, balance)
+    verify_split(tried, stage_layers, stage_ranks)
     rank, tied = mesh.index("pp"), tied_parameters(model, structure, stage_layers)
-    stages = partition(model, structure, stage_layers, held, rank, tied)
-    stages.check = CallCheck(Tried(tried, tuple(stage_layers), held))
-    _share(model, mesh, tied, held)
+    names = frozenset(name for name, _ in model.named_parameters())
+    stages = partition(model, structure, stage_layers, stage_ranks, rank, tied)
+    _guard_saving(model, names)
+    stages.check = CallCheck(Tried(tried, tuple(stage_layers), stage_ranks))
+    _share(model, mesh, tied, stage_ranks)
     return model
+
+
+def _guard_saving(model: nn.Module, names: frozenset[str]) -> None:
+    """Let `save_pretrained` raise `CheckpointError` unless it is given a state dict with all of some names."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = partial(_save_whole, model.save_pretrained, names)  # type: ignore[assignment]
+
+
+def _save_whole(save: Callable[..., Any], names: frozenset[str], *args: Any, **kwargs: Any) -> Any:
+    missing = sorted(names - (kwargs.get("state_dict") or {}).keys())
+    if missing:
+        raise CheckpointError(
+            "save_pretrained would write the stages of one rank as a whole model",
+            got=f"no {missing[0]}",
+            fix="on all ranks: cai_mesh.checkpoint.save_hf(model, directory), or "
+            "save_pretrained(directory, state_dict=cai_zero.full_state_dict(model)) on rank 0",
+        )
+    return save(*args, **kwargs)
 
 
 def _check_alone(chunks: int) -> None:
@@ -95,38 +118,38 @@ def _check_alone(chunks: int) -> None:
         )
 
 
-def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], held: Held) -> None:
+def _share(model: nn.Module, mesh: ParallelMesh, tied: Mapping[str, Tied], stage_ranks: Held) -> None:
     """Tell of parameters that several ranks hold whom they are shared with, and who owns them."""
     rank, groups = mesh.index("pp"), {}
-    for name, each in tied.items():
-        ranks = tuple(sorted({held[stage] for stage in each.stages}))
+    for name, tie in tied.items():
+        ranks = tuple(sorted({stage_ranks[stage] for stage in tie.stages}))
         if len(ranks) == 1:
             continue
         if ranks not in groups:
             groups[ranks] = _group_of(mesh, ranks)
         if rank not in ranks:
             continue
-        spec = replace(reduce_of(each.parameter), tied=groups[ranks], owner=rank == held[each.owner])
+        spec = replace(reduce_of(tie.parameter), tied=groups[ranks], owner=rank == stage_ranks[tie.owner])
         for module, local, parameter in list(sites(model)):
-            if parameter is each.parameter:
+            if parameter is tie.parameter:
                 attach_to(module, local, name=name, reduce=spec)
 
 
 def check_shared(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise PlanError where stages have different parts of a parameter that they share. Collective."""
-    own = {
+    local_layouts = {
         canonical_name(name, parameter): record_of(parameter).layout
         for name, parameter in model.named_parameters()
         if reduce_of(parameter).tied is not None
     }
-    of_ranks = all_gather_object(own, group)
+    of_ranks = all_gather_object(local_layouts, group)
     for name in sorted({name for layouts in of_ranks for name in layouts}):
         layouts = [layouts[name] for layouts in of_ranks if name in layouts]
         if len(set(layouts)) > 1:
             raise PlanError(
                 f"pipeline stages share {name}, and do not hold the same part of it",
                 got=", ".join(
-                    "all of it" if each is None else f"a part {each.local_shape}" for each in layouts
+                    "all of it" if layout is None else f"a part {layout.local_shape}" for layout in layouts
                 ),
                 cause="tensor-parallel ranks cut it on one stage, not on another, where it has another name",
                 fix="pass parallelize(..., plan) with roles for all its names, or untie the weights",
@@ -135,9 +158,13 @@ def check_shared(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
     names = {name for name, _ in model.named_modules()}
-    lists = {each.name for each in structure.lists}
+    lists = {layer_list.name for layer_list in structure.lists}
     missing = sorted(
-        {*lists, *(name for each in structure.lists for name in (*each.before, *each.after))} - names
+        {
+            *lists,
+            *(name for layer_list in structure.lists for name in (*layer_list.before, *layer_list.after)),
+        }
+        - names
     )
     if missing:
         raise PlanError(
@@ -147,7 +174,9 @@ def _check_same_parts(model: nn.Module, structure: ModelStructure) -> None:
         )
 
 
-def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, balance: Balance) -> list[range]:
+def _assign_layers(
+    model: nn.Module, structure: ModelStructure, stage_ranks: Held, balance: Balance
+) -> list[range]:
     def size(name: str) -> float:
         parameters = model.get_submodule(name).named_parameters(prefix=name)
         return sum(
@@ -165,8 +194,8 @@ def _assign_layers(model: nn.Module, structure: ModelStructure, held: Held, bala
         for (ended, layers), (begun, _) in pairwise(structure.ranges(model)):
             costs[layers.stop - 1] += sum(map(size, ended.after))
             costs[layers.stop] += LOOKUP_COST * sum(map(size, begun.before))
-        return balance_ranks(costs, held, first=first, last=last)
-    return explicit_layers(balance, len(costs), len(held))
+        return balance_ranks(costs, stage_ranks, first=first, last=last)
+    return explicit_layers(balance, len(costs), len(stage_ranks))
 
 
 def _group_of(mesh: ParallelMesh, members: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -178,9 +207,9 @@ def _group_of(mesh: ParallelMesh, members: tuple[int, ...]) -> dist.ProcessGroup
         return mesh.group("pp")
     place = axis_names(mesh).index(*mesh.leaves("pp"))
     pipelines = mesh.dense.mesh.movedim(place, -1).reshape(-1, mesh.degree("pp")).tolist()
-    own: dist.ProcessGroup | None = None
+    local_group: dist.ProcessGroup | None = None
     for ranks in pipelines:
         created = dist.new_group([ranks[member] for member in members])
         if dist.get_rank() in ranks and isinstance(created, dist.ProcessGroup):
-            own = created
-    return own
+            local_group = created
+    return local_group

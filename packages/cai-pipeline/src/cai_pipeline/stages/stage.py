@@ -42,7 +42,7 @@ class Stage:
         count: number of stages.
         layers: the layers it owns, by their index in the whole model; a decoder's follow its encoder's.
         parts: names of the modules it owns: its layers, and what comes before the first or after the last.
-        others: placeholders by name, for the parts of the rank's other stages.
+        placeholders: placeholders by name, for the parts of the rank's other stages.
         reads: names of the parts that a forward reads of what it received.
         receives: number of tensors that it receives.
         encoder_end: the place where the model's encoder returns; None for a model without one.
@@ -53,7 +53,7 @@ class Stage:
     layers: range
     parts: tuple[str, ...] = ()
     io: StageIO = field(default_factory=StageIO, repr=False)
-    others: dict[str, nn.Module] = field(default_factory=dict, repr=False, compare=False)
+    placeholders: dict[str, nn.Module] = field(default_factory=dict, repr=False, compare=False)
     reads: frozenset[str] = frozenset()
     receives: int = 1
     encoder_end: EncoderEnd | None = None
@@ -71,7 +71,7 @@ class Stage:
         """A context in which `model`, which holds several stages, is this one alone."""
         hidden: list[tuple[nn.Module, str, nn.Module | None]] = []
         try:
-            for name, placeholder in self.others.items():
+            for name, placeholder in self.placeholders.items():
                 parent, _, child = name.rpartition(".")
                 home = model.get_submodule(parent)
                 hidden.append((home, child, home._modules[child]))
@@ -139,13 +139,13 @@ class Stages:
     def stand_ins(self) -> Iterator[nn.Module]:
         """The placeholders that are in the model only while one of several stages runs."""
         for stage in self.own.values():
-            yield from stage.others.values()
+            yield from stage.placeholders.values()
 
     @staticmethod
     def of(model: nn.Module) -> Stages:
         """The stages that `split` made of `model`; an unsplit model is stage 0 of 1."""
-        found = getattr(model, "cai_stages", None)
-        return found or Stages((0,), {0: Stage(0, 1, range(0))})
+        stages = getattr(model, "cai_stages", None)
+        return stages or Stages((0,), {0: Stage(0, 1, range(0))})
 
 
 def run_stage(
@@ -201,8 +201,12 @@ def run_stage(
 def _without_labels(model: nn.Module, stage: Stage, arguments: dict[str, Any]) -> None:
     """Remove the labels, but keep what an encoder-decoder makes of them."""
     labels = arguments.pop("labels", None)
-    given = [arguments.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds")]
-    if labels is None or stage.encoder_end is None or any(each is not None for each in given):
+    decoder_inputs = [arguments.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds")]
+    if (
+        labels is None
+        or stage.encoder_end is None
+        or any(decoder_input is not None for decoder_input in decoder_inputs)
+    ):
         return
     shift = getattr(model, SHIFT, None)
     if shift is None:

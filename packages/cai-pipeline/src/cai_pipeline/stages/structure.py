@@ -82,7 +82,7 @@ class ModelStructure:
 
     def layer_names(self, model: nn.Module) -> list[str]:
         """Names of all layers, in order."""
-        return [name for each in self.lists for name in _names(model, each.name)]
+        return [name for layer_list in self.lists for name in _names(model, layer_list.name)]
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """All layers, in order."""
@@ -90,28 +90,28 @@ class ModelStructure:
 
     def list_of(self, model: nn.Module, layer: int) -> LayerList:
         """The list that a layer is in."""
-        return next(each for each, layers in self.ranges(model) if layer in layers)
+        return next(layer_list for layer_list, layers in self.ranges(model) if layer in layers)
 
     def ranges(self, model: nn.Module) -> list[tuple[LayerList, range]]:
         """Each list with the numbers of its layers."""
-        found, start = [], 0
-        for each in self.lists:
-            end = start + len(_names(model, each.name))
-            found.append((each, range(start, end)))
+        list_ranges, start = [], 0
+        for layer_list in self.lists:
+            end = start + len(_names(model, layer_list.name))
+            list_ranges.append((layer_list, range(start, end)))
             start = end
-        return found
+        return list_ranges
 
     def beside(self, model: nn.Module) -> Iterator[tuple[str, int]]:
         """The modules outside the layers, each with the layer on whose stage it is."""
-        for each, layers in self.ranges(model):
-            yield from ((name, layers[0]) for name in each.before)
-            yield from ((name, layers[-1]) for name in each.after)
+        for layer_list, layers in self.ranges(model):
+            yield from ((name, layers[0]) for name in layer_list.before)
+            yield from ((name, layers[-1]) for name in layer_list.after)
 
     def tensors_before(self, model: nn.Module, layer: int) -> int:
         """The number of tensors that travel over a boundary in front of a layer that is not the first."""
-        for place, (each, layers) in enumerate(self.ranges(model)):
+        for place, (layer_list, layers) in enumerate(self.ranges(model)):
             if layer in layers:
-                return 1 if layer == layers[0] else 1 + len(each.carried) + place
+                return 1 if layer == layers[0] else 1 + len(layer_list.carried) + place
         raise PlanError("there is no such layer", got=layer)
 
 
@@ -135,9 +135,11 @@ def find_structure(model: nn.Module, trial: Trial | SmallModel) -> ModelStructur
         _check_layers(model, name)
     outside = _modules_outside_layers(model, lists)
     encoder = _encoder_name(model, lists) if len(lists) > 1 else None
-    watched = [*outside, *(name for each in lists for name in _names(model, each))]
-    seen = observe(model, [*watched, *([encoder] if encoder else [])], arguments_of(model, trial.inputs()))
-    return _Reading(type(model).__name__, model, lists, outside, encoder, seen).structure()
+    watched = [*outside, *(name for list_name in lists for name in _names(model, list_name))]
+    observed_calls = observe(
+        model, [*watched, *([encoder] if encoder else [])], arguments_of(model, trial.inputs())
+    )
+    return _Reading(type(model).__name__, model, lists, outside, encoder, observed_calls).structure()
 
 
 @dataclass
@@ -149,40 +151,44 @@ class _Reading:
     lists: Sequence[str]
     outside: Sequence[str]
     encoder: str | None
-    seen: Sequence[Observed]
+    observed_calls: Sequence[Observed]
 
     def structure(self) -> ModelStructure:
-        order = [call.name for call in self.seen]
-        layers = [name for each in self.lists for name in _names(self.model, each)]
+        order = [call.name for call in self.observed_calls]
+        layers = [name for list_name in self.lists for name in _names(self.model, list_name)]
         if [name for name in order if name in set(layers)] != layers:
             raise PlanError(f"{self.model_name} does not run each of its layers once")
         places = [self._place(name, order) for name in self.outside]
         memory = self._memory() if self.encoder else None
         lists = []
         for number, name in enumerate(self.lists):
-            calls = [call for call in self.seen if call.name in set(_names(self.model, name))]
+            calls = [call for call in self.observed_calls if call.name in set(_names(self.model, name))]
             carried = self._carried(calls)
             self._check_arguments(calls, carried, memory if number else None)
             before, after = (
-                tuple(own for own, place in zip(self.outside, places, strict=True) if place == (number, side))
+                tuple(
+                    module_name
+                    for module_name, place in zip(self.outside, places, strict=True)
+                    if place == (number, side)
+                )
                 for side in ("before", "after")
             )
             lists.append(LayerList(name, before, after, self._outputs(name, calls), carried))
         encoder = Encoder(self.encoder, memory[0]) if self.encoder and memory else None
-        before = {name for each in lists for name in each.before}
-        shaping = {call.name for call in self.seen if call.name in before and call.changes_shape}
+        before = {name for layer_list in lists for name in layer_list.before}
+        shaping = {call.name for call in self.observed_calls if call.name in before and call.changes_shape}
         return ModelStructure(tuple(lists), encoder, frozenset(shaping))
 
     def _place(self, name: str, order: Sequence[str]) -> tuple[int, str]:
         """The list that a module outside the layers runs before or after; one that does not run is at the start."""
-        found = {self._place_of(index, order) for index, ran in enumerate(order) if ran == name}
-        found = found or {(0, "before")}
-        if len(found) > 1 or None in found:
+        places = {self._place_of(index, order) for index, ran in enumerate(order) if ran == name}
+        places = places or {(0, "before")}
+        if len(places) > 1 or None in places:
             raise PlanError(
                 f"cannot split {self.model_name} between its layers",
                 cause=f"{name} has parameters and runs among the layers",
             )
-        return found.pop()  # type: ignore[return-value]
+        return places.pop()  # type: ignore[return-value]
 
     def _place_of(self, index: int, order: Sequence[str]) -> tuple[int, str] | None:
         end = len(order)
@@ -199,7 +205,7 @@ class _Reading:
 
     def _memory(self) -> tuple[str | int | None, torch.Tensor]:
         """The entry of what the encoder returns that carries a gradient, and its value."""
-        (call,) = [call for call in self.seen if call.name == self.encoder]
+        (call,) = [call for call in self.observed_calls if call.name == self.encoder]
         if isinstance(call.output, torch.Tensor):
             return None, call.output
         keys = call.output.keys() if isinstance(call.output, Mapping) else range(len(call.output))
@@ -222,23 +228,23 @@ class _Reading:
 
     def _carried(self, calls: Sequence[Observed]) -> tuple[Carried, ...]:
         """The tensors that layers return beside hidden states and the next ones take, with a gradient."""
-        found: set[tuple[Carried, ...]] = set()
+        variants: set[tuple[Carried, ...]] = set()
         for call, following in pairwise(calls):
-            beside = call.output[1:] if isinstance(call.output, tuple) else ()
-            found.add(
+            extra_outputs = call.output[1:] if isinstance(call.output, tuple) else ()
+            variants.add(
                 tuple(
                     Carried(place, slot)
-                    for place, tensor in enumerate(beside, 1)
+                    for place, tensor in enumerate(extra_outputs, 1)
                     if isinstance(tensor, torch.Tensor) and tensor.requires_grad
                     for slot, value in slots_of(following)
                     if value is tensor
                 )
             )
-        if len(found) > 1:
+        if len(variants) > 1:
             raise PlanError(
-                f"the layers of {self.model_name} hand on different things", got=sorted(map(str, found))
+                f"the layers of {self.model_name} hand on different things", got=sorted(map(str, variants))
             )
-        return found.pop() if found else ()
+        return variants.pop() if variants else ()
 
     def _check_arguments(
         self,
@@ -247,11 +253,11 @@ class _Reading:
         memory: tuple[str | int | None, torch.Tensor] | None,
     ) -> None:
         """Raise PlanError where layers read what is made outside them and its gradient would be lost."""
-        sent = {each.slot for each in carried}
+        sent = {carried_tensor.slot for carried_tensor in carried}
         for call in calls[1:]:
             for slot, value in slots_of(call):
-                known = slot in sent or slot in (0, "hidden_states") or (memory and value is memory[1])
-                if not known and isinstance(value, torch.Tensor) and value.requires_grad:
+                is_received = slot in sent or slot in (0, "hidden_states") or (memory and value is memory[1])
+                if not is_received and isinstance(value, torch.Tensor) and value.requires_grad:
                     raise PlanError(
                         f"cannot split {self.model_name} between its layers",
                         got=f"argument {slot!r} of {call.name}, which needs a gradient",
@@ -275,11 +281,11 @@ def _encoder_name(model: nn.Module, lists: Sequence[str]) -> str:
 
 
 def _check_layers(model: nn.Module, layers: str) -> None:
-    found = dict(model.named_modules()).get(layers)
-    if not isinstance(found, nn.ModuleList) or not len(found):
+    layer_list = dict(model.named_modules()).get(layers)
+    if not isinstance(layer_list, nn.ModuleList) or not len(layer_list):
         raise PlanError(
             f"{type(model).__name__} has no list of layers {layers!r}",
-            got="nothing" if found is None else type(found).__name__,
+            got="nothing" if layer_list is None else type(layer_list).__name__,
             expected="an nn.ModuleList with the layers to divide",
         )
 

@@ -35,12 +35,12 @@ class Tried:
     Args:
         trial: the small model.
         stage_layers: the layers of each stage; None: up to three stages.
-        held: the rank of each stage; None: each has its own.
+        stage_ranks: the rank of each stage; None: each has its own.
     """
 
     trial: Trial | SmallModel
     stage_layers: tuple[range, ...] | None = None
-    held: Held | None = None
+    stage_ranks: Held | None = None
 
     @cached_property
     def known(self) -> dict[str, int]:
@@ -59,7 +59,7 @@ class CallCheck:
 
 
 def verify_split(
-    trial: Trial | SmallModel, stage_layers: Sequence[range] | None = None, held: Held | None = None
+    trial: Trial | SmallModel, stage_layers: Sequence[range] | None = None, stage_ranks: Held | None = None
 ) -> ModelStructure:
     """Split a small model into stages and compare with it unsplit: output, loss and all gradients.
 
@@ -67,7 +67,7 @@ def verify_split(
 
     Args:
         stage_layers: the layers of each stage; None, or a trial with another number of layers: up to three stages.
-        held: the rank of each stage; None: each has its own.
+        stage_ranks: the rank of each stage; None: each has its own.
 
     Returns:
         where the parts of the model lie; the large model has the same structure.
@@ -76,7 +76,7 @@ def verify_split(
         PlanError: the split model computes something else, or its code does not run when split.
     """
     structure = structure_of(trial)
-    verify_call(Tried(trial, None if stage_layers is None else tuple(stage_layers), held), Call())
+    verify_call(Tried(trial, None if stage_layers is None else tuple(stage_layers), stage_ranks), Call())
     return structure
 
 
@@ -118,24 +118,27 @@ def verify_call(tried: Tried, call: Call) -> frozenset[str]:
     """
     trial, structure = tried.trial, structure_of(tried.trial)
     with torch.device("cpu"), torch.enable_grad():
-        whole = trial.build().double().train(call.training)
-        stage_layers, held = _division(tried, len(structure.layers(whole)))
+        unsplit_model = trial.build().double().train(call.training)
+        stage_layers, stage_ranks = _division(tried, len(structure.layers(unsplit_model)))
         owners = [stage for stage, layers in enumerate(stage_layers) for _ in layers]
-        name, inputs = f"{type(whole).__name__} in {call}", call.inputs(trial)
+        name, inputs = f"{type(unsplit_model).__name__} in {call}", call.inputs(trial)
         with _explained(name):
-            parts = [_part(whole, structure, stage_layers, held, rank) for rank in range(max(held) + 1)]
-            _check_all_run(whole, structure, owners, inputs, call)
-            with draws_by_place(whole, structure, None, owners):
-                expected = whole(**arguments_of(whole, inputs))
+            parts = [
+                _part(unsplit_model, structure, stage_layers, stage_ranks, rank)
+                for rank in range(max(stage_ranks) + 1)
+            ]
+            _check_all_run(unsplit_model, structure, owners, inputs, call)
+            with draws_by_place(unsplit_model, structure, None, owners):
+                expected = unsplit_model(**arguments_of(unsplit_model, inputs))
             loss = _loss(trial, call)
             loss(expected).backward()
-            output = chain([parts[rank] for rank in held], inputs, loss, structure, owners)
+            output = chain([parts[rank] for rank in stage_ranks], inputs, loss, structure, owners)
     _compare(name, "loss", loss(output), loss(expected))
     _compare(name, "output", _main(output), _main(expected))
-    found = gradients(parts)
-    for parameter_name, parameter in whole.named_parameters():
+    split_gradients = gradients(parts)
+    for parameter_name, parameter in unsplit_model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        _compare(name, f"gradient of {parameter_name}", found.get(parameter_name), gradient)
+        _compare(name, f"gradient of {parameter_name}", split_gradients.get(parameter_name), gradient)
     return _differing(output, expected)
 
 
@@ -143,10 +146,10 @@ def _division(tried: Tried, layers: int) -> tuple[list[range], Held]:
     """The layers of each stage, and the rank of each."""
     stage_layers = list(tried.stage_layers or ())
     if not stage_layers or stage_layers[-1].stop != layers:
-        count = 3 if tried.held is None else len(tried.held)
+        count = 3 if tried.stage_ranks is None else len(tried.stage_ranks)
         stage_layers = balance_layers([1.0] * layers, min(count, layers))
-    whole = tried.held is not None and len(tried.held) == len(stage_layers)
-    return stage_layers, tried.held if whole and tried.held else place(len(stage_layers))
+    ranks_fit = tried.stage_ranks is not None and len(tried.stage_ranks) == len(stage_layers)
+    return stage_layers, tried.stage_ranks if ranks_fit and tried.stage_ranks else place(len(stage_layers))
 
 
 @contextmanager
@@ -160,7 +163,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _check_all_run(
-    whole: nn.Module,
+    unsplit_model: nn.Module,
     structure: ModelStructure,
     owners: Sequence[int],
     inputs: Mapping[str, Any],
@@ -169,12 +172,12 @@ def _check_all_run(
     """Raise PlanError for a model that leaves out layers when the numbers it draws are low."""
     if not call.training:
         return
-    tried = copy.deepcopy(whole)
+    tried = copy.deepcopy(unsplit_model)
     with torch.no_grad(), draws_by_place(tried, structure, None, owners, lowest=True) as run:
-        tried(**arguments_of(whole, inputs))
+        tried(**arguments_of(unsplit_model, inputs))
     if run != list(range(len(owners))):
         raise PlanError(
-            f"{type(whole).__name__} leaves out layers at random in training mode",
+            f"{type(unsplit_model).__name__} leaves out layers at random in training mode",
             got=f"layers {run} of {len(owners)}",
             cause="an option such as layerdrop: stages would have to leave out the same layers",
             fix="turn it off when training in a pipeline",
@@ -206,13 +209,17 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _part(
-    whole: nn.Module, structure: ModelStructure, stage_layers: Sequence[range], held: Held, rank: int
+    unsplit_model: nn.Module,
+    structure: ModelStructure,
+    stage_layers: Sequence[range],
+    stage_ranks: Held,
+    rank: int,
 ) -> nn.Module:
-    part = copy.deepcopy(whole)
+    part = copy.deepcopy(unsplit_model)
     tied = tied_parameters(part, structure, stage_layers)
-    partition(part, structure, stage_layers, held, rank, tied)
-    for name, each in tied.items():
-        attach(each.parameter, name=name)
+    partition(part, structure, stage_layers, stage_ranks, rank, tied)
+    for name, tie in tied.items():
+        attach(tie.parameter, name=name)
     return part
 
 
@@ -249,14 +256,14 @@ def chain(
 
     for index in range(len(parts) - 1):
         sent = tensors_in(run(index))
-        received = tuple(each.detach().requires_grad_() for each in sent)
+        received = tuple(tensor.detach().requires_grad_() for tensor in sent)
         boundaries.append((sent, received))
     output = run(len(parts) - 1)
     loss(output).backward()
     for sent, received in reversed(boundaries):
         pairs = list(zip(sent, gradients_to_send(received), strict=True))
         learned = [pair for pair in pairs if pair[0].requires_grad]
-        torch.autograd.backward([each for each, _ in learned], [gradient for _, gradient in learned])
+        torch.autograd.backward([tensor for tensor, _ in learned], [gradient for _, gradient in learned])
     return output
 
 
@@ -267,13 +274,13 @@ def _main(output: Any) -> torch.Tensor | None:
 
 def gradients(parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
     """The gradients of all ranks' models by canonical name; a tied parameter's are summed over those."""
-    found: dict[str, torch.Tensor] = {}
+    gradient_sums: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
             key = canonical_name(name, parameter)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[key] = found[key] + gradient if key in found else gradient
-    return found
+            gradient_sums[key] = gradient_sums[key] + gradient if key in gradient_sums else gradient
+    return gradient_sums
 
 
 def _compare(model: str, what: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> None:

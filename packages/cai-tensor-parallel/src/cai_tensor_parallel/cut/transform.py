@@ -163,7 +163,7 @@ def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str
             got=f"{type(module).__name__}, whose parameters are in {', '.join(inside)}",
             expected="a layer with a weight of its own",
             cause="a layer that is wrapped (an adapter) or whose weight is computed (a parametrization)",
-            fix="parallelize before wrapping, merge what wraps it, or pass a plan that leaves it and its pair whole",
+            fix="merge what wraps it, or pass a plan that leaves it and its pair whole",
         )
     return []
 

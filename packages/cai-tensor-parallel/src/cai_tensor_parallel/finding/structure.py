@@ -38,7 +38,8 @@ def plan_from_structure(model: nn.Module) -> Plan | None:
     `PlanError` where no small model can be made.
     """
     trial = trial_of(model, labelled=True)
-    by_pattern = None if trial is None else searched(trial)
+    search = searched.__wrapped__ if trial is not None and trial.changes else searched
+    by_pattern = None if trial is None else search(trial)
     if by_pattern is None:
         return None
     names = [name for name, _ in model.named_modules() if name]

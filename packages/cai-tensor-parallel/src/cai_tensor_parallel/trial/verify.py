@@ -99,12 +99,22 @@ def verified(
         plan: one for the trial too, or what finds the trial's own: the model itself may be a stage, without embeddings
             or head.
     """
-    if isinstance(plan, Plan):
-        fields = (plan.roles, plan.divided, plan.arguments)
-        return _verified(
-            _Request(trial, tuple(tuple(mapping.items()) for mapping in fields), transform, ranks)
-        )
-    return _verified(_Request(trial, plan, transform, ranks))
+    request = _Request(trial, plan if not isinstance(plan, Plan) else _items(plan), transform, ranks)
+    changes = getattr(trial, "changes", ())
+    if not changes:
+        return _verified(request)
+    try:
+        return _verified.__wrapped__(request)  # not kept: it refers to the instance
+    except PlanError as error:
+        names = ", ".join(map(str, changes[:4]))
+        cause = f"this instance has {names}, which its class and config do not make; {error.cause}"
+        raise PlanError(
+            error.what, got=error.got, expected=error.expected, cause=cause, fix=error.fix
+        ) from error
+
+
+def _items(plan: Plan) -> tuple[_Items, ...]:
+    return tuple(tuple(mapping.items()) for mapping in (plan.roles, plan.divided, plan.arguments))
 
 
 def on_first_rank(group: dist.ProcessGroup, work: Callable[[], dict[str, str]]) -> dict[str, str]:

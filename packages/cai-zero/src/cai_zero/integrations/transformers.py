@@ -18,8 +18,6 @@ from cai_mesh.errors import PlanError
 from cai_mesh.gradients import is_kept
 from cai_mesh.layout import layout_of
 from cai_zero import (
-    full_state_dict,
-    load_full_state_dict,
     optimizer_state,
     restore_groups,
     shard_module,
@@ -27,6 +25,7 @@ from cai_zero import (
 )
 from cai_zero.integrations import sync_of
 from cai_zero.integrations.data_ranks import read_by_data_ranks
+from cai_zero.integrations.whole import load_whole_weights, whole_weights
 
 
 class ZeroTrainer(Trainer):
@@ -99,9 +98,7 @@ class ZeroTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A directory for `from_pretrained`, written by rank 0 from full tensors."""
-        weights = getattr(self.sharded, "weights", None)
-        state = full_state_dict(self.model, weights=None if weights is None else weights())
-        self._save(output_dir or self.args.output_dir, state_dict=state)
+        self._save(output_dir or self.args.output_dir, state_dict=whole_weights(self.model, self.sharded))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Whole weights into parameters as they are: not yet sharded, or sharded or offloaded by whoever built them."""
@@ -137,10 +134,7 @@ class ZeroTrainer(Trainer):
             else {}
         )
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
-        weights = getattr(optimizer, "weights", None)
-        load_full_state_dict(self.model, state, weights=None if weights is None else weights())
-        if weights is not None:
-            optimizer.publish()
+        load_whole_weights(self.model, optimizer, state)
 
     def _state(self) -> dict[str, Any]:
         for method in ("state_for_checkpoint", "checkpoint_state"):  # of ZeRO 0 to 2; of an offloaded model

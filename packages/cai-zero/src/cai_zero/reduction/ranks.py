@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from cai_mesh.comm import SHARD_AXES, AnyMesh, ParallelMesh, Turns, all_gather_object
+from cai_mesh.comm import (
+    AXES,
+    EXPERT_AXES,
+    SHARD_AXES,
+    AnyMesh,
+    ParallelMesh,
+    Turns,
+    all_gather_object,
+    axis_names,
+)
 from cai_mesh.errors import MeshError
 from cai_mesh.layout import ReduceSpec
 
@@ -67,7 +76,7 @@ class RankTable:
         turns: the collectives that the ranks which share the dense parameters begin, compared.
 
     Collective over the mesh: groups of several axes are made here. Raises `MeshError` for a mesh without data axes, or
-    without the axes that a spec names.
+    without the axes that a spec names, or with axes of experts beside those of dense parameters.
     """
 
     def __init__(self, mesh: AnyMesh | None, specs: Iterable[ReduceSpec] = (), *, sharded: bool = True):
@@ -84,7 +93,9 @@ class RankTable:
                 expected="dp_replicate, dp_shard or cp among the names, or one dimension of any other name",
                 fix='say which they are, ParallelMesh.of(mesh, axes={"dp_shard": "NAME"}), or pass a slice of the mesh',
             )
-        self._make_groups({self._axes(spec) for spec in (*specs, ReduceSpec())})
+        named = set(specs)
+        _check_experts(self.mesh, named)
+        self._make_groups({self._axes(spec) for spec in (*named, ReduceSpec())})
         self.turns = Turns((self.of().copies, self.of().shard))
 
     def _axes(self, spec: ReduceSpec) -> _Axes:
@@ -128,6 +139,20 @@ class RankTable:
             float(mesh.degree(axes.shard) * mesh.degree(axes.copies))
             if spec.divisor is None
             else spec.divisor,
+        )
+
+
+def _check_experts(mesh: ParallelMesh, specs: Iterable[ReduceSpec]) -> None:
+    """Raise `MeshError` where dense parameters lie on ranks along an axis that only experts are reduced over."""
+    only = set(EXPERT_AXES) - set(AXES)
+    names = {leaf for role in only if mesh.has(role) for leaf in mesh.leaves(role)}
+    experts = [name for name in axis_names(mesh.dense) if name in names and mesh.degree(name) > 1]
+    if experts and any(not only & set(spec.sum_axes) for spec in specs):
+        raise MeshError(
+            f"dense parameters would not be reduced over axis {experts[0]!r} of this mesh: its ranks would part",
+            got=axis_names(mesh.dense),
+            expected=f"a mesh of the axes {AXES} for dense parameters, and a view of the same ranks for experts",
+            fix="name the ranks that read different samples dp_shard, and pass ParallelMesh.of(mesh, ep=...)",
         )
 
 

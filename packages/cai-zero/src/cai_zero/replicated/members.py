@@ -55,6 +55,11 @@ class Members:
         return [param for group in self._group_params for param in group]
 
     @property
+    def by_group(self) -> list[list[nn.Parameter]]:
+        """The same, group by group."""
+        return self._group_params
+
+    @property
     def groups(self) -> dict[int, int]:
         """The index of the param group by id of the parameter."""
         return {id(param): i for i, group in enumerate(self._group_params) for param in group}

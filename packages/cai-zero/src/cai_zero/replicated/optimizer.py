@@ -26,8 +26,16 @@ from cai_mesh.gradients import (
     grad_norm,
     plain,
 )
-from cai_mesh.layout import BoxedTensor, moved, reduce_of, sites
-from cai_mesh.storage import LifecycleListener, ModuleLifecycle
+from cai_mesh.layout import (
+    SIGNATURE,
+    BoxedTensor,
+    check_signature,
+    moved,
+    reduce_of,
+    signature_of,
+    sites,
+)
+from cai_mesh.storage import LifecycleListener, ModuleLifecycle, apart
 from cai_zero.precision import MixedPrecision
 from cai_zero.reduction.compression import Compression, check_ranks, gather_weights
 from cai_zero.reduction.ranks import RankTable
@@ -84,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             self._lifecycle.listen(self._gradients)
             self._lifecycle.listen(self)
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
+            model.register_state_dict_post_hook(lambda *call: self._separate(*call))
             model.register_load_state_dict_pre_hook(lambda *_: masters.join(self._chunks))
         self.admit()
         show_others(self, self._members.waiting, self._model, self._ranks)
@@ -123,6 +132,14 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         if self._model is not None and self._lifecycle is not None:
             self._lifecycle.watch({unit: [p for _, p in params] for unit, params in units.items()})
             direct_linears(self._model, (p for c in chunks for p in c.params))
+
+    def _separate(self, model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Give parameters in a state dict a storage each; what is written there counts."""
+        for chunk in self._chunks:
+            if chunk.weights.has_master:
+                chunk.weights.join()
+                chunk.weights.lent.update(range(len(chunk.params)))
+        apart(state, (prefix + name for name, _ in model.named_parameters(remove_duplicate=False)))
 
     def _use_copy_engines(self, device: torch.device, *, enabled: bool) -> Peers[PeerGather]:
         def shard_bytes(chunk: Chunk, like: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
@@ -312,6 +329,11 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         """The state of the inner optimizer, by this rank's part of each parameter."""
         return self.inner.state
 
+    @property
+    def member_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each group as the model has them, frozen ones too."""
+        return self._members.by_group
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, as torch does. Collective; they move into chunks of their own.
 
@@ -364,12 +386,24 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         """
         self.take_writes()
         residual = [chunk.gradients.reducible.residual for chunk in self._chunks]
-        return {**self.inner.state_dict(), "master": masters.saved(self._chunks), "residual": residual}
+        parts = {"master": masters.saved(self._chunks), "residual": residual, SIGNATURE: self._signature()}
+        return {**self.inner.state_dict(), **parts}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights."""
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("master", "residual")})
+        """Load what `state_dict` gave on the same rank of the same mesh. Collective where there are master weights.
+
+        Raises `CheckpointError` for state of other parts.
+        """
+        check_signature(
+            "the state of an optimizer",
+            state_dict.get(SIGNATURE),
+            self._signature(),
+            "cai_zero.full_optimizer_state_dict and load_full_optimizer_state_dict move state between any ranks, "
+            "stages and plain loops, as does cai_mesh.checkpoint with state_for_checkpoint()",
+        )
+        parts = ("master", "residual", SIGNATURE)
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in parts})
         for chunk, residual in zip(self._chunks, state_dict["residual"], strict=True):
             local_residual = (
                 residual if residual is None else residual.to(chunk.weights.unsharded.device, copy=True)
@@ -377,3 +411,12 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             chunk.gradients.reducible.residual = local_residual
         if masters.load(self._chunks, state_dict["master"]):
             self.publish()
+
+    def _signature(self) -> str:
+        """The signature of this rank's pieces, and of the chunks that they lie in."""
+        named = (
+            (name, piece)
+            for c in self._chunks
+            for name, piece in zip(c.chunk.names, c.weights.pieces, strict=True)
+        )
+        return signature_of(named, (chunk.weights.flat.numel() for chunk in self._chunks))

@@ -36,9 +36,9 @@ from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import (
     FlatUnit,
     ModuleLifecycle,
+    PartSteps,
     Share,
     StoredShard,
-    check_elementwise,
     check_parameters,
     units,
 )
@@ -172,7 +172,7 @@ class ModuleSharding:
         Hooks then gather for the next forward.
         """
         shard_ids = {id(p) for part in self._parts for p in part.unit.kept}
-        self_ref, tried = weakref.ref(self), weakref.WeakSet[torch.optim.Optimizer]()
+        self_ref, part_steps = weakref.ref(self), PartSteps()
 
         def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
             return [p for g in optimizer.param_groups for p in g["params"] if id(p) in shard_ids]
@@ -180,9 +180,7 @@ class ModuleSharding:
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             sharding, shards = self_ref(), stepped_by(optimizer)
             if sharding is not None and shards:
-                if optimizer not in tried and getattr(optimizer, "boxed_state", None) is None:
-                    check_elementwise(optimizer)
-                tried.add(optimizer)
+                part_steps.check(optimizer)
                 sharding.ensure_gradients()
                 sharding.ranks.turns.take("a step")
                 hide(shards)

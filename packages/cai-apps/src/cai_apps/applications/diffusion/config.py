@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cai_apps.config import sections
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, POSITIVE, SEED, Range
+from cai_apps.config.ranges import FILLED, NATURAL, PART, POSITIVE, SEED, Range
 
 DRAWN = ("shapes", "digits", "flower")
 """Sources of images that are made or held here; they are squares."""
@@ -30,19 +30,19 @@ class Data:
     """'shapes' (coloured shapes, drawn here), 'digits' (scikit-learn's 1,797 scans), 'flower' (four crops of a photo
     of scikit-learn's), or a directory of images, each with a caption in a .txt file of its name, or in a metadata.jsonl
     with "file_name" and "text"; the name of the subdirectory is its label."""
-    size: Annotated[int, COUNT] = 64
+    size: Annotated[int, Range(least=1, most=16384)] = 64
     """Side of the square that an image is scaled and cropped to, in pixels."""
     max_ratio: Annotated[float, Range(least=1)] = 1.0
     """Longest side over shortest. Above 1 images of a directory are cropped to the nearest of several shapes of about
     size x size pixels, and a batch is of one shape; 1: to squares."""
     samples: Annotated[int, Range(least=2)] = 20000
-    """Of shapes: how many are drawn."""
+    """Number of shapes that are drawn."""
     caption: str | None = None
-    """Of every image that has none of its own."""
+    """Caption of every image that has none of its own."""
     latents: Literal["cached", "encoded"] = "cached"
     """cached: the encoders run once, before training; encoded: at every step, on the device."""
     encoder_dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Of frozen encoders, and of what they make."""
+    """Dtype of frozen encoders, and of what they make."""
     validation_fraction: Annotated[float, PART] = 0.02
     """Part of the images that is kept for validation and never trained on."""
     cache: Annotated[str, FILLED] = "~/.cache/cai"
@@ -61,7 +61,7 @@ class Prior:
     source: Annotated[str, FILLED] = GENERATED
     """generated: drawn before training by the pretrained weights, as `sampling` says; else as data.source."""
     weight: Annotated[float, NATURAL] = 1.0
-    """Of their loss, beside the subject's."""
+    """Weight of their loss, beside the subject's."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from cai_apps.applications.diffusion.training.flops import image_flops
 from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.compose.workload import Workload
-from cai_apps.data.batches import Samples
+from cai_apps.data.batches import Samples, count_present, mark
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
@@ -100,9 +100,10 @@ class DiffusionTask:
             workload(config, design, device),
             training,
             validation,
-            count=lambda batch: len(batch["u"]),
+            count=lambda batch: count_present(batch, len(batch["u"])),
             counted="images",
             unit=Unit("images"),
+            blank=mark,
             flops={"mfu_full_attention": image_flops(config, design)},
             after_step=lambda session, step: draw_on_the_way(session, job, design, step),
         )
@@ -127,7 +128,9 @@ def _samples(config: Config, images: Images) -> tuple[Samples, Samples | None]:
     if config.data.max_ratio == 1:
         return training, held_out
     batch, seed = config.train.global_batch, config.train.seed
-    return Buckets(training, batch, seed), None if held_out is None else Buckets(held_out, batch, seed)
+    return Buckets(training, batch, seed), None if held_out is None else Buckets(
+        held_out, batch, seed, once=True
+    )
 
 
 DIFFUSION = DiffusionTask()

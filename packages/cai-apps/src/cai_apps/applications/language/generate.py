@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cai_apps.compose.models import check_safetensors
+from cai_apps.data.prepare import check_ids
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_mesh.errors import CheckpointError, ConfigError
 from cai_mesh.files import check_weights
@@ -28,7 +30,8 @@ def generate(
     written in it are text, or parsed.
 
     Raises:
-        ConfigError: `directory` is not an HF model directory with a tokenizer.
+        ConfigError: `directory` is not an HF model directory with a tokenizer and safetensors.
+        DataError: the tokenizer has ids that the model has no row for.
         CheckpointError: an index names files outside it, or the header of a file is not sound.
     """
     import torch
@@ -45,6 +48,7 @@ def generate(
     if not prompt or not length:
         raise ConfigError("the prompt is empty", got=repr(prompt), expected="text of one token at least")
     model = _model(directory)
+    check_ids(ids.numpy(), model.get_input_embeddings().num_embeddings)
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < length + tokens:
         raise ConfigError(
@@ -73,6 +77,7 @@ def _model(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     check_weights(directory)
+    check_safetensors(directory)
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True

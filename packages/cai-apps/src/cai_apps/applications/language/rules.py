@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from cai_apps.applications.language.config import Config
 from cai_apps.compose.models import read_model_config
 from cai_apps.config import validation
+from cai_apps.config.ranges import NATURAL, POSITIVE, SHARE, Range
 from cai_mesh.errors import ConfigError
 
 NAMES = {
@@ -24,6 +27,7 @@ def check(config: Config) -> None:
     validation.check(config)
     check_settings(config)
     table = read_model_config(config.model.name)
+    check_numbers(table)
     check_model(config, SimpleNamespace(**{NAMES.get(key, key): value for key, value in table.items()}))
 
 
@@ -52,7 +56,6 @@ def check_model(config: Config, model: Any) -> None:
     What a config does not say (a state space model has no heads) is left to the transforms, and so are key/value heads,
     which ranks can share.
     """
-    _check_sizes(model)
     if config.precision.linear == "fp8":
         check_fp8(config, model)
     tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline
@@ -94,28 +97,49 @@ def check_model(config: Config, model: Any) -> None:
 
 
 LARGEST = 2**31
-SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
-)  # fmt: skip
+NUMBERS: dict[str, Range] = {
+    r".*dropout.*|.*_pdrop|.*layerdrop|.*drop_(rate|path).*": SHARE,
+    r".*_eps(ilon)?|initializer_range|init_std": NATURAL,
+    r"rope_theta|rotary_emb_base": POSITIVE,
+    r"(n|num)_.*layers?|(encoder|decoder)_layers|.*_blocks": Range(least=0, most=20_000),
+    r".*_experts": Range(least=0, most=10**6),
+    r"max_(position_embeddings|sequence_length|seq_len)|n_(positions|ctx)": Range(most=10**9),
+    r"(?:num_)?hidden_(?:size|layers)|num_(?:attention|key_value)_heads|vocab_size": Range(
+        least=1, below=LARGEST
+    ),
+    r"intermediate_size": Range(least=0, below=LARGEST),  # models of experts alone have none
+}
+"""Ranges of numbers in a config.json, by patterns of their keys. A table that says more is made and never ends: each
+layer is an object, also of a model that takes no memory."""
 
 
-def _check_sizes(model: Any) -> None:
-    """Raises ConfigError for sizes of which no model can be."""
-    for name in SIZES:
-        value = getattr(model, name, None)
-        least = 0 if name == "intermediate_size" else 1  # models of experts alone have none
-        if isinstance(value, int) and not least <= value < LARGEST:
+def check_numbers(table: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number of a config.json of which no model can be."""
+    for key, value in _numbers(table):
+        name = NAMES.get(key, key)
+        allowed = next((range_ for pattern, range_ in NUMBERS.items() if re.fullmatch(pattern, name)), None)
+        if allowed is not None and (fault := allowed.fault(value)):
             raise ConfigError(
-                f"the model's config.json says {name} = {value}",
-                expected=f"at least {least}, below {LARGEST:,}",
+                f"the model's config.json says {key} = {value}",
+                got=f"a number that {fault}",
+                expected=str(allowed),
             )
-    heads, shared = (getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+    heads, shared = table.get("num_attention_heads"), table.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
         raise ConfigError(
             "the heads of the model's config.json do not divide over those of keys and values",
             got=f"num_attention_heads = {heads}, num_key_value_heads = {shared}",
             expected="a multiple",
         )
+
+
+def _numbers(table: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a table, and of the tables in it, by key."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield str(key), value
 
 
 def check_fp8(config: Config, model: Any) -> None:

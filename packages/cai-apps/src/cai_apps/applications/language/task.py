@@ -28,7 +28,7 @@ from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_names
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
-from cai_apps.data.packed import count_targets, split
+from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.data.prepare import Prepared, prepare
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
 from cai_apps.planner.flops import token_flops
@@ -148,6 +148,7 @@ class LanguageTask:
             count=count_targets,
             counted="target tokens",
             unit=Unit("tokens", length),
+            blank=blank,
             flops={"mfu": flops.causal * length, "mfu_full_attention": flops.full * length},
         )
 

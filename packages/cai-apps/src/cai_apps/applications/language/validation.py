@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.rules import check_model, check_settings
+from cai_apps.applications.language.rules import check_model, check_numbers, check_settings
 from cai_apps.compose.models import check_causal, pretrained_directory
 from cai_apps.config import validation
 from cai_mesh.files import check_weights
@@ -26,6 +26,7 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     config = validation.resolve(config, world_size)
     check_settings(config)
     check_causal(model, config.model.name)
+    check_numbers(model.to_dict())
     check_model(config, model)
     if config.model.weights == "pretrained":
         check_weights(pretrained_directory(config.model.name))

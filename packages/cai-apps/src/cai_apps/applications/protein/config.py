@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cai_apps.config import sections
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, POSITIVE, SHARE
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, POSITIVE, SHARE, Range
 
 MODELS = ("alphafold", "alphafold-small", "alphafold-tiny")
 """Presets."""
@@ -48,7 +48,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Objective:
-    rounds: Annotated[int, COUNT] = 4
+    rounds: Annotated[int, Range(least=1, most=1000)] = 4
     """Rounds of a step at most (recycling): how many is drawn anew for each, alike on all ranks; the last one learns.
     Validation takes all of them."""
     stage: Literal["initial", "fine_tuning"] = "initial"

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cai_apps.applications.protein.config import Config
+from cai_apps.applications.protein.data.batch import blank
 from cai_apps.applications.protein.data.chains import Prepared, prepare
 from cai_apps.applications.protein.data.pretrained import prepare_weights
 from cai_apps.applications.protein.data.samples import Pieces
+from cai_apps.applications.protein.design import sizes_for
 from cai_apps.applications.protein.export import export
 from cai_apps.applications.protein.flops import piece_flops
 from cai_apps.applications.protein.folds import fold_at_the_end, fold_on_the_way
+from cai_apps.applications.protein.memory import check_room
 from cai_apps.applications.protein.validation import resolve
 from cai_apps.applications.protein.workload import piece_of, workload
 from cai_apps.compose.workload import Workload
+from cai_apps.data.batches import count_present
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
@@ -35,6 +39,7 @@ class ProteinTask:
         return workload(config)
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
+        check_room(config, sizes_for(config))
         prepared = prepare(config.data)
         prepare_weights(config)
         for name in config.folding.chains:
@@ -61,9 +66,10 @@ class ProteinTask:
             workload(config),
             Pieces(list(job.prepared.training.values()), *options),
             Pieces(validation, *options, fixed=True) if validation else None,
-            count=lambda batch: len(batch["residue"]),
+            count=lambda batch: count_present(batch, len(batch["residue"])),
             counted="chains",
             unit=Unit("chains"),
+            blank=blank,
             flops={"mfu_full_attention": piece_flops(config)},
             after_step=lambda session, step: fold_on_the_way(session, job, step),
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from cai_apps.applications.protein import names
 from cai_apps.applications.protein.arrays import places, read
 from cai_apps.applications.protein.model.alphafold import AlphaFold
+from cai_apps.config.places import check_regular
 from cai_mesh.errors import DataError
 from cai_mesh.files import check_header
 
@@ -46,6 +47,7 @@ class Parts:
 
 def parts_of(path: Path) -> Parts:
     """Raises `DataError` for a file that cannot be read."""
+    check_regular(path)
     tensors = _arrays(path) if path.suffix == ".npz" else _load(path)
     errors = ("predicted_aligned_error_head", "aux_heads.tm.")
     return Parts(

@@ -15,6 +15,8 @@ import traceback
 import zipfile
 from pathlib import Path
 
+from cai_apps.config.panics import is_panic
+from cai_apps.config.terminal import printable
 from cai_mesh.errors import CaiError
 
 FIXES = {
@@ -120,7 +122,7 @@ def show(error: BaseException, *, machine: bool = False) -> None:
         print(json.dumps({"error": table}), file=sys.stderr)
         return
     text = str(cai_error) if cai_error is not None else str(_unknown(error))
-    print(f"error: {text.encode('utf-8', 'backslashreplace').decode('utf-8')}", file=sys.stderr)
+    print(f"error: {printable(text)}", file=sys.stderr)
 
 
 def _unknown(error: BaseException) -> CaiError:
@@ -161,7 +163,8 @@ def _package(error: BaseException) -> str | None:
     if home in FOREIGN:
         return home
     spaces = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not isinstance(error, REFUSALS) or any(space.get(TRAINING) for space in spaces):
+    refuses = isinstance(error, REFUSALS) or type(error) is Exception or is_panic(error)
+    if not refuses or any(space.get(TRAINING) for space in spaces):
         return None
     names = [space.get("__name__", "") for space in spaces]
     last_cai_frame = max((i for i, name in enumerate(names) if name.startswith("cai_")), default=-1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cai_apps.config.environment import LAUNCHER
+from cai_apps.config.terminal import printable_output
 from cai_apps.run.exit_codes import GRACE_SECONDS, STOPPED, USER_ERROR
 from cai_apps.run.health.last_activity import DOING, RUN, last_done
 from cai_apps.run.health.user_errors import user_error
@@ -154,7 +155,8 @@ def _as_rank(launcher: int, pids: Any, function: Callable[..., Any], *arguments:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     pids[int(os.environ["LOCAL_RANK"])] = os.getpid()
     try:
-        function(*arguments)
+        with printable_output():
+            function(*arguments)
     except CaiError:
         raise
     except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cai_apps.config.places import check_regular
 from cai_apps.run.files.position import Position, Unit
 from cai_mesh.errors import DataError
 from cai_mesh.files import appended, write_text
@@ -139,6 +140,7 @@ def read(path: Path) -> list[dict]:
         DataError: the file is missing or a line is not a record.
     """
     records = []
+    check_regular(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import Protocol
 
+from cai_apps.config.terminal import terminal
 from cai_apps.run.loop.metrics import Metrics
 
 RECENT = 10
@@ -48,13 +49,15 @@ class PlainProgress:
 
 class LiveProgress:
     def __init__(self, total: int, start: int):
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
         eta = TimeRemainingColumn(elapsed_when_finished=True)
         self._bar = Bar(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[line]}"), eta
-        )
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[line]}"), eta,
+            console=Console(file=terminal()),
+        )  # fmt: skip
         self._bar.start()
         self._task = self._bar.add_task("step", total=total, completed=start, line="")
 
@@ -74,10 +77,12 @@ def counted(total: int, what: str, *, visible: bool = True) -> Iterator[Callable
         yield lambda done: None
         return
     if sys.stdout.isatty():
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        with Bar(TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()) as bar:
+        columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        with Bar(*columns, console=Console(file=terminal())) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, completed=done)
         return

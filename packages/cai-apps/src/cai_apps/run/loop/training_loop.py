@@ -176,12 +176,12 @@ class Loop:
         )
 
     def _validate(self) -> float:
-        """Mean loss per target of at most `validation_batches` global batches."""
+        """Mean loss per target of at most `validation_batches` global batches; each target counts once."""
         batches = self.validation
         assert batches is not None
-        full = max(1, batches.samples.size // batches.global_batch)
+        count = -(-batches.samples.size // batches.global_batch)
         summed, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
-        for batch in range(min(full, self.session.config.train.validation_batches)):
+        for batch in range(min(count, self.session.config.train.validation_batches)):
             on_host = batches.at(batch * batches.global_batch)
             on_device = [
                 {name: value.to(self.device) for name, value in microbatch.items()} for microbatch in on_host

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from cai_mesh.errors import PlanError
+from cai_mesh.errors import LayoutError, PlanError
 from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
 from cai_mesh.gradients.gradient_views.place import Place
 from cai_mesh.gradients.gradient_views.shard_gradient import ShardGradient, shown
@@ -143,6 +143,13 @@ class ShownParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         current = _DATA.__get__(self)
+        if getattr(self.cai_keeper, "axes", None) and value.shape != current.shape:
+            raise LayoutError(
+                "a parameter that is cut over ranks was given values of another shape",
+                got=tuple(value.shape),
+                expected=tuple(current.shape),
+                fix="resize the model first, then parallelize it",
+            )
         if getattr(self.cai_keeper, "fixed", False) and (
             value.data_ptr() != current.data_ptr() or value.dtype != current.dtype
         ):

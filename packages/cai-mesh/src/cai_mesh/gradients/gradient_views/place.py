@@ -45,6 +45,11 @@ class Place:
         """Whether nobody else has any of it."""
         return self.shard is None and not self.sums and not self.beyond
 
+    @property
+    def of_a_stage(self) -> bool:
+        """Whether all of it is here, and others have other parameters of the model."""
+        return self.beyond and not self.axes and not self.sums and self.shard is None and not self.local
+
     def combine(self, value: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """A value of this rank's elements to that of all of them; "min" is for signed values."""
         if self.beyond:

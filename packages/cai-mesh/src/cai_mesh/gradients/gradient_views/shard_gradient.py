@@ -18,6 +18,7 @@ from cai_mesh.comm.collectives import all_reduce
 from cai_mesh.errors import LayoutError
 from cai_mesh.gradients.gradient_views.place import Place
 from cai_mesh.gradients.gradient_views.reductions import REDUCTIONS
+from cai_mesh.gradients.gradient_views.stage_gradient import StageGradient
 
 
 class ShardGradient(torch.Tensor):
@@ -98,7 +99,11 @@ class ShardGradient(torch.Tensor):
 
 def shown(part: torch.Tensor, place: Place) -> torch.Tensor:
     """A part, 1-d, as the gradient a user sees: a plain tensor where nobody else has any of it."""
-    return part.view(place.shape) if place.alone and not place.local else ShardGradient(part, place)
+    if place.alone and not place.local:
+        return part.view(place.shape)
+    return (
+        part.view(place.shape).as_subclass(StageGradient) if place.of_a_stage else ShardGradient(part, place)
+    )
 
 
 class _View(torch.Tensor):

@@ -73,10 +73,10 @@ def begin_with(schedule: str, held: Held, microbatches: int) -> Program:
         return program(schedule, held, microbatches)
     for name in ("1f1b", "interleaved", "zb-v"):
         try:
-            found = program(name, held, microbatches)
+            named_program = program(name, held, microbatches)
         except PlanError:
             continue
-        return [[part for action in actions for part in _halves(action)] for actions in found]
+        return [[part for action in actions for part in _halves(action)] for actions in named_program]
     raise PlanError("no schedule takes this placement of stages", got=f"stages on ranks {list(held)}")
 
 
@@ -88,20 +88,20 @@ def _halves(action: Action) -> tuple[Action, ...]:
     )
 
 
-def forward_only(held: Held, microbatches: int) -> Program:
+def forward_only(stage_ranks: Held, microbatches: int) -> Program:
     """The compute actions of an evaluation: every microbatch through every stage, as many at a time as there are ranks.
 
     Args:
-        held: rank of each stage.
+        stage_ranks: rank of each stage.
         microbatches: any number.
     """
-    ranks = max(held) + 1
+    ranks = max(stage_ranks) + 1
     rounds = [range(at, min(at + ranks, microbatches)) for at in range(0, microbatches, ranks)]
     return [
         [
             Action(Kind.FORWARD, stage, m)
             for of_round in rounds
-            for stage in stages_of(held, rank)
+            for stage in stages_of(stage_ranks, rank)
             for m in of_round
         ]
         for rank in range(ranks)

@@ -15,25 +15,27 @@ from cai_pipeline.plans.placement import Held, stages_of
 from cai_pipeline.plans.schedules._arguments import check_arguments, check_one_chunk
 
 
-def breadth_first(held: Held, microbatches: int, rank: int) -> list[Action]:
+def breadth_first(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank, wherever its stages are.
 
     Args:
-        held: rank of each stage.
+        stage_ranks: rank of each stage.
         microbatches: microbatches per step, at least 1.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("bfs", held, microbatches, rank)
-    own = stages_of(held, rank)
-    forwards = [Action(Kind.FORWARD, stage, m) for stage in own for m in range(microbatches)]
-    return forwards + [Action(Kind.BACKWARD, stage, m) for stage in own[::-1] for m in range(microbatches)]
+    check_arguments("bfs", stage_ranks, microbatches, rank)
+    local_stages = stages_of(stage_ranks, rank)
+    forwards = [Action(Kind.FORWARD, stage, m) for stage in local_stages for m in range(microbatches)]
+    return forwards + [
+        Action(Kind.BACKWARD, stage, m) for stage in local_stages[::-1] for m in range(microbatches)
+    ]
 
 
-def gpipe(held: Held, microbatches: int, rank: int) -> list[Action]:
+def gpipe(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """As `breadth_first`, for one stage a rank."""
-    check_arguments("gpipe", held, microbatches, rank)
-    check_one_chunk("gpipe", held)
-    return breadth_first(held, microbatches, rank)
+    check_arguments("gpipe", stage_ranks, microbatches, rank)
+    check_one_chunk("gpipe", stage_ranks)
+    return breadth_first(stage_ranks, microbatches, rank)

@@ -31,32 +31,32 @@ Starts = tuple[int, int, int, int]
 """The units in which a rank begins those four passes of microbatch 0."""
 
 
-def v_min(held: Held, microbatches: int, rank: int) -> list[Action]:
+def v_min(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank. It holds what about a third as many microbatches keep as ranks.
 
     Args:
-        held: rank of each stage; two a rank, in a V.
+        stage_ranks: rank of each stage; two a rank, in a V.
         microbatches: microbatches per step, at least 1.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    return _repeated("v-min", V_MIN, held, microbatches, rank)
+    return _repeated("v-min", V_MIN, stage_ranks, microbatches, rank)
 
 
-def v_half(held: Held, microbatches: int, rank: int) -> list[Action]:
+def v_half(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """Like `v_min`; holds what about half as many microbatches keep as ranks, and waits less."""
-    return _repeated("v-half", V_HALF, held, microbatches, rank)
+    return _repeated("v-half", V_HALF, stage_ranks, microbatches, rank)
 
 
 def _repeated(
-    name: str, shifts: tuple[Shifts, ...], held: Held, microbatches: int, rank: int
+    name: str, shifts: tuple[Shifts, ...], stage_ranks: Held, microbatches: int, rank: int
 ) -> list[Action]:
-    check_arguments(name, held, microbatches, rank)
-    check_v(name, held)
-    down, up = rank, len(held) - 1 - rank
-    starts = _block(len(held) // 2, shifts)[rank]
+    check_arguments(name, stage_ranks, microbatches, rank)
+    check_v(name, stage_ranks)
+    down, up = rank, len(stage_ranks) - 1 - rank
+    starts = _block(len(stage_ranks) // 2, shifts)[rank]
     up_w, down_w = _weights(starts)
     passes = (
         (starts[0], Kind.FORWARD, down),
@@ -71,14 +71,16 @@ def _repeated(
         for m in range(microbatches)
         for start, kind, stage in passes
     ]
-    return [action for _, action in sorted(timed, key=lambda each: each[0])]
+    return [action for _, action in sorted(timed, key=lambda timed_action: timed_action[0])]
 
 
 @cache
 def _block(ranks: int, shifts: tuple[Shifts, ...]) -> Sequence[Starts]:
     """The shortest block of these shifts: of each rank, when it begins its four passes."""
-    each = [shifts[rank % len(shifts)] for rank in range(ranks - 1)]
-    forward, up, back, down = (list(accumulate((step[i] for step in each), initial=0)) for i in range(4))
+    rank_shifts = [shifts[rank % len(shifts)] for rank in range(ranks - 1)]
+    forward, up, back, down = (
+        list(accumulate((step[i] for step in rank_shifts), initial=0)) for i in range(4)
+    )
     for waits in sorted(product(range(1, PERIOD + 2), repeat=3), key=sum):
         up_f = [forward[-1] + waits[0] + up[-1] - shift for shift in up]
         up_i = [up_f[0] + waits[1] + shift for shift in back]

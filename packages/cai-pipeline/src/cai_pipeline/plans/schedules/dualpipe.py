@@ -20,20 +20,20 @@ FEWEST = 2
 """Microbatches of each rank."""
 
 
-def dualpipe_v(held: Held, microbatches: int, rank: int) -> list[Action]:
+def dualpipe_v(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank.
 
     Args:
-        held: rank of each stage; two a rank, in a V.
+        stage_ranks: rank of each stage; two a rank, in a V.
         microbatches: microbatches per step, at least two for each rank.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("dualpipe-v", held, microbatches, rank)
-    check_v("dualpipe-v", held)
-    ranks = len(held) // 2
+    check_arguments("dualpipe-v", stage_ranks, microbatches, rank)
+    check_v("dualpipe-v", stage_ranks)
+    ranks = len(stage_ranks) // 2
     if microbatches < FEWEST * ranks:
         raise PlanError(
             'the schedule "dualpipe-v" has two microbatches or more for each rank',
@@ -42,34 +42,34 @@ def dualpipe_v(held: Held, microbatches: int, rank: int) -> list[Action]:
             fix='take more microbatches, or the schedule "zb-v", which takes any number',
         )
     after, upto = ranks - rank - 1, rank + 1
-    made = _Made(down=rank, up=len(held) - 1 - rank)
+    passes = _Made(down=rank, up=len(stage_ranks) - 1 - rank)
     for _ in range(2 * after):
-        made.forward(made.down)
+        passes.forward(passes.down)
     for _ in range(upto):
-        made.forward(made.down)
-        made.forward(made.up)
+        passes.forward(passes.down)
+        passes.forward(passes.up)
     for _ in range(after):
-        made.split(made.up)
-        made.weights()
-        made.forward(made.up)
+        passes.split(passes.up)
+        passes.weights()
+        passes.forward(passes.up)
     for _ in range(microbatches - 2 * ranks + upto):
-        made.forward(made.down)
-        made.backward(made.up)
-        made.forward(made.up)
-        made.backward(made.down)
+        passes.forward(passes.down)
+        passes.backward(passes.up)
+        passes.forward(passes.up)
+        passes.backward(passes.down)
     for _ in range(after):
-        made.backward(made.up)
-        made.forward(made.up)
-        made.backward(made.down)
-    ends = [stage for _ in range(upto) for stage in (made.up, made.down)]
+        passes.backward(passes.up)
+        passes.forward(passes.up)
+        passes.backward(passes.down)
+    ends = [stage for _ in range(upto) for stage in (passes.up, passes.down)]
     for number, stage in enumerate(ends):
-        (made.backward if number < upto else made.split)(stage)
+        (passes.backward if number < upto else passes.split)(stage)
     for _ in range(after):
-        made.weights()
-        made.split(made.down)
-    while made.waiting:
-        made.weights()
-    return made.actions
+        passes.weights()
+        passes.split(passes.down)
+    while passes.waiting:
+        passes.weights()
+    return passes.actions
 
 
 @dataclass

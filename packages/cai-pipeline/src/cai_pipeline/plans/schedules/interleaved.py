@@ -18,22 +18,22 @@ from cai_pipeline.plans.schedules._arguments import check_arguments, chunks_in_a
 from cai_pipeline.plans.schedules.one_f_one_b import alternate, one_f_one_b
 
 
-def interleaved(held: Held, microbatches: int, rank: int) -> list[Action]:
+def interleaved(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank; with one chunk a rank those of 1F1B.
 
     Args:
-        held: rank of each stage, in a loop.
+        stage_ranks: rank of each stage, in a loop.
         microbatches: microbatches per step, at least 1.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("interleaved", held, microbatches, rank)
-    chunks = chunks_in_a_loop("interleaved", held)
+    check_arguments("interleaved", stage_ranks, microbatches, rank)
+    chunks = chunks_in_a_loop("interleaved", stage_ranks)
     if chunks == 1:
-        return one_f_one_b(held, microbatches, rank)
-    ranks = len(held) // chunks
+        return one_f_one_b(stage_ranks, microbatches, rank)
+    ranks = len(stage_ranks) // chunks
     rounds = _rounds(microbatches, ranks)
 
     def order(kind: Kind, passes: range) -> list[Action]:

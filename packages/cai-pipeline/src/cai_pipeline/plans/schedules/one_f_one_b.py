@@ -11,23 +11,23 @@ from cai_pipeline.plans.placement import Held
 from cai_pipeline.plans.schedules._arguments import check_arguments, check_one_chunk
 
 
-def one_f_one_b(held: Held, microbatches: int, rank: int) -> list[Action]:
+def one_f_one_b(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank.
 
     Args:
-        held: rank of each stage; one stage a rank, in order.
+        stage_ranks: rank of each stage; one stage a rank, in order.
         microbatches: microbatches per step, at least 1; below the number of stages the bubble dominates.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("1f1b", held, microbatches, rank)
-    check_one_chunk("1f1b", held)
+    check_arguments("1f1b", stage_ranks, microbatches, rank)
+    check_one_chunk("1f1b", stage_ranks)
     forwards, backwards = (
         [Action(kind, rank, m) for m in range(microbatches)] for kind in (Kind.FORWARD, Kind.BACKWARD)
     )
-    return alternate(forwards, backwards, len(held) - 1 - rank)
+    return alternate(forwards, backwards, len(stage_ranks) - 1 - rank)
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:

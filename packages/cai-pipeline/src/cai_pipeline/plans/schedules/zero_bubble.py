@@ -24,20 +24,20 @@ Step = tuple[Kind, int]
 """The kind of an action, and its stage."""
 
 
-def zb_h1(held: Held, microbatches: int, rank: int) -> list[Action]:
+def zb_h1(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank.
 
     Args:
-        held: rank of each stage; one stage a rank, in order.
+        stage_ranks: rank of each stage; one stage a rank, in order.
         microbatches: microbatches per step, at least 1.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("zb-h1", held, microbatches, rank)
-    check_one_chunk("zb-h1", held)
-    warmup = min(len(held) - 1 - rank, microbatches)
+    check_arguments("zb-h1", stage_ranks, microbatches, rank)
+    check_one_chunk("zb-h1", stage_ranks)
+    warmup = min(len(stage_ranks) - 1 - rank, microbatches)
     actions = [Action(Kind.FORWARD, rank, m) for m in range(warmup)]
     for m in range(microbatches):
         if m + warmup < microbatches:
@@ -49,21 +49,21 @@ def zb_h1(held: Held, microbatches: int, rank: int) -> list[Action]:
     return actions + [Action(Kind.BACKWARD_WEIGHT, rank, m) for m in waiting]
 
 
-def zb_v(held: Held, microbatches: int, rank: int) -> list[Action]:
+def zb_v(stage_ranks: Held, microbatches: int, rank: int) -> list[Action]:
     """The compute actions of one rank.
 
     Args:
-        held: rank of each stage; two a rank, in a V.
+        stage_ranks: rank of each stage; two a rank, in a V.
         microbatches: microbatches per step, at least 1; below `2 p - 1` there are bubbles.
         rank: pipeline rank.
 
     Raises:
         PlanError: an argument is out of range.
     """
-    check_arguments("zb-v", held, microbatches, rank)
-    check_v("zb-v", held)
-    ranks = len(held) // 2
-    ranks, up = len(held) // 2, len(held) - 1 - rank
+    check_arguments("zb-v", stage_ranks, microbatches, rank)
+    check_v("zb-v", stage_ranks)
+    ranks = len(stage_ranks) // 2
+    ranks, up = len(stage_ranks) // 2, len(stage_ranks) - 1 - rank
     most, below = max(microbatches, 2 * ranks - 1), ranks - rank
     down_f, down_i, down_w = ((kind, rank) for kind in PARTS)
     up_f, up_i, up_w = ((kind, up) for kind in PARTS)

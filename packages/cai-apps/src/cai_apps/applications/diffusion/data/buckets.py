@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cai_apps.applications.diffusion.data.samples import Images
+from cai_apps.data.batches import mark
 from cai_apps.data.shuffle import permute
 from cai_mesh import rng
 from cai_mesh.errors import DataError
@@ -30,15 +31,25 @@ class Buckets:
         images: images of a prepared source that has shapes.
         batch: samples of a global batch.
         seed: the seed of what is drawn.
+        once: nothing is drawn: batches go through the images of one shape after the other, each image once, and what
+            fills a shape's last batch has no target. So in validation.
     """
 
     images: Images
     batch: int
     seed: int
+    once: bool = False
 
     @property
     def size(self) -> int:
+        if self.once:
+            return self.batch * sum(self._batches)
         return self.images.size
+
+    @cached_property
+    def _batches(self) -> list[int]:
+        """Batches that the images of each shape fill."""
+        return [-(-len(members) // self.batch) for members in self._members]
 
     @cached_property
     def _members(self) -> list[np.ndarray]:
@@ -60,9 +71,21 @@ class Buckets:
                 cause="the run went on with another train.global_batch than it had",
                 fix="set train.global_batch to what it was, or to a divisor of it",
             )
+        if self.once:
+            return self._next(number, positions)
         ends = np.cumsum([len(members) for members in self._members])
         drawn = rng.unit(rng.key(self.seed, "bucket"), torch.tensor([number])).item() * self.size
         members = self._members[int(np.searchsorted(ends, drawn, side="right"))]
         place = positions % self.batch % len(members)
         chosen = members[permute(place, len(members), seed=self.seed, epoch=number)]
         return self.images.rows(chosen, positions)
+
+    def _next(self, number: int, positions: np.ndarray) -> dict[str, Tensor]:
+        """Return the rows of a batch of images that are read once."""
+        ends = np.cumsum(self._batches)
+        shape = int(np.searchsorted(ends, number, side="right"))
+        members, before = self._members[shape], int(ends[shape]) - self._batches[shape]
+        place = positions - before * self.batch
+        missing = place >= len(members)
+        rows = self.images.rows(members[np.minimum(place, len(members) - 1)], positions)
+        return mark(rows, torch.from_numpy(missing))

@@ -22,7 +22,8 @@ def shapes_of(size: int, max_ratio: float, multiple: int) -> list[Shape]:
     """
     step = multiple * max(1, round(size / PARTS / multiple))
     shapes = {(size, size)}
-    for long in range(size // step * step, round(size * max_ratio) + 1, step):
+    longest = int(min(round(size * min(max_ratio, size)), size * size // step))
+    for long in range(size // step * step, longest + 1, step):
         short = size * size // long // step * step
         if short and long <= max_ratio * short and long != short:
             shapes |= {(long, short), (short, long)}

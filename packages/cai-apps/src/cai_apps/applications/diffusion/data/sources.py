@@ -20,6 +20,7 @@ import numpy as np
 
 from cai_apps.applications.diffusion.config import Data
 from cai_apps.applications.diffusion.data.shapes import Shapes
+from cai_apps.config.places import check_regular
 from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import DataError
 
@@ -182,7 +183,11 @@ class Folder:
     @staticmethod
     def of(directory: Path, side: int, caption: str | None) -> Folder:
         """Raises `DataError` where there are no images, or some without a caption."""
+        if directory.exists() and not directory.is_dir():
+            raise DataError(f"{directory} is no directory", expected="a directory of images")
         files = sorted(f for f in directory.rglob("*") if f.suffix.lower() in SUFFIXES)
+        for file in files:
+            check_regular(file)
         if not files:
             raise DataError(
                 f"no images in {directory}",
@@ -228,9 +233,11 @@ class Folder:
         try:
             with Image.open(self.files[number]) as file:
                 yield file
-        except (OSError, ValueError, SyntaxError) as error:
+        except Exception as error:  # of every format, and of images that would fill the memory
             raise DataError(
-                f"a damaged image: {self.files[number]}", cause=str(error), fix="replace or remove it"
+                f"a damaged image: {self.files[number]}",
+                cause=str(error) or type(error).__name__,
+                fix="replace or remove it",
             ) from None
 
     def caption(self, number: int) -> str:
@@ -276,8 +283,9 @@ def _metadata(directory: Path) -> dict[str, str]:
     """Captions by path or file name, of metadata.jsonl."""
     file = directory / "metadata.jsonl"
     captions_by_file = {}
+    check_regular(file)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n") if file.is_file() else []
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is no text", cause=str(error), expected="JSON, a line an image") from None
     for number, line in enumerate(lines, 1):
@@ -295,12 +303,13 @@ def _metadata(directory: Path) -> dict[str, str]:
 def _caption(file: Path, directory: Path, captions_by_file: dict[str, str], common: str | None) -> str | None:
     """Return an image's caption: of the file beside it, else of metadata.jsonl by path or name, else the common one."""
     caption_file = file.with_suffix(".txt")
+    check_regular(caption_file)
     if not caption_file.is_file():
         return captions_by_file.get(
             file.relative_to(directory).as_posix(), captions_by_file.get(file.name, common)
         )
     try:
-        return caption_file.read_text(encoding="utf-8").strip()
+        return caption_file.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise DataError(
             f"a caption that is no UTF-8 text: {caption_file}", cause=str(error), fix="save it as UTF-8"

@@ -204,7 +204,7 @@ def _fold(directory: Path) -> int:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON", cause=str(error), fix="copy or download it again") from None
     if not isinstance(table, dict):

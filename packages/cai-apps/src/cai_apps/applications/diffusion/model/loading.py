@@ -14,6 +14,7 @@ from torch import nn
 from cai_apps.applications.diffusion.model.design import RAW, Design
 from cai_apps.applications.diffusion.model.quantization import Kind, quantize_layers
 from cai_apps.compose.blocks import blocks_of
+from cai_apps.compose.models import check_safetensors
 from cai_apps.data.content import digest_of_files
 from cai_gemini import HostModel
 from cai_mesh.errors import CheckpointError, ConfigError
@@ -145,6 +146,7 @@ def variant_of(folder: Path) -> str | None:
         CheckpointError: an index names files outside the folder, or the header of a file is not sound.
     """
     check_weights(folder)
+    check_safetensors(folder)
     variants = {match["variant"] for file in folder.iterdir() if (match := WEIGHTS.match(file.name))}
     if None in variants:
         return None

@@ -26,6 +26,7 @@ from cai_apps.compose.lora import plain_name
 from cai_apps.compose.published_names import present_names
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Batch, Loss, Workload
+from cai_apps.data.batches import PRESENT
 from cai_mesh.checkpoint import load_hf
 
 CONDITIONS = ("text", "pooled", "label", "tokens")
@@ -66,7 +67,7 @@ class Noising:
             "noisy": noisy.to(self.compute, memory_format=self.layout),
             "time": time,
             "target": self.process.target(clean, noise, time),
-            "weight": self.process.weight(time) * batch.get("share", 1.0),
+            "weight": self.process.weight(time) * batch.get("share", 1.0) * batch.get(PRESENT, 1.0),
         }
         if self.variance:
             ready["clean"] = clean
@@ -186,7 +187,8 @@ def _loss(process: Process, variance: bool) -> Loss:
         bits = StepBounds(process.kept).loss(  # type: ignore[attr-defined]
             noise, v, target["clean"], target["noisy"].to(noise.dtype), target["time"]
         )
-        return squared_error(noise, target["target"], target["weight"]) + bits.sum()
+        present = target["weight"] != 0
+        return squared_error(noise, target["target"], target["weight"]) + (bits * present).sum()
 
     return loss
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +13,7 @@ import tyro
 
 from cai_apps.applications.protein import need_gemmi
 from cai_apps.config.arguments import parse
-from cai_apps.config.ranges import COUNT, SEED
+from cai_apps.config.ranges import COUNT, SEED, Range
 from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import ConfigError, DataError
 
@@ -37,7 +38,7 @@ class Arguments:
     """Directory for NAME.cif and NAME.pae.json."""
     preset: str = "alphafold"
     """The model that a file of weights is of."""
-    rounds: Annotated[int, COUNT] = 4
+    rounds: Annotated[int, Range(least=1, most=1000)] = 4
     """One after the other, each from what the one before found (recycling)."""
     sequences: Annotated[int, COUNT] = 512
     """Sequences of the alignment that lead clusters."""
@@ -91,12 +92,30 @@ def _chains(path: Path) -> Iterator[tuple[str, Alignment]]:
             expected=f"{', '.join(ALIGNMENTS)}, .fasta or .fa",
             fix="rename it by what it holds",
         )
-    file_names: set[str] = set()
-    for number, (name, sequence) in enumerate(read_fasta(path), 1):
-        short = "".join(c if c.isalnum() or c in "-." else "_" for c in (name.split() or [""])[0])[:60]
-        short = short if short and short not in file_names else f"{short or path.stem}_{number}"
-        file_names.add(short)
+    entries = read_fasta(path)
+    short_names = file_names([name for name, _ in entries], path.stem)
+    for number, (short, (name, sequence)) in enumerate(zip(short_names, entries, strict=True), 1):
         yield short, alone(short, numbers_of(sequence, f"sequence {number} ({name}) of {path}"))
+
+
+def file_names(names: Sequence[str], otherwise: str) -> list[str]:
+    """Return a name for the files of each sequence: its first word, with a number where another has that already.
+
+    Args:
+        names: the names of sequences.
+        otherwise: the name of those that have none.
+    """
+    firsts = [(name.split() or [""])[0][:60] for name in names]
+    words = ["".join(c if c.isalnum() or c in "-." else "_" for c in first) or otherwise for first in firsts]
+    taken, used, chosen = {word.casefold() for word in words}, set[str](), list[str]()
+    for number, word in enumerate(words, 1):  # file systems may not tell A from a
+        if word.casefold() in used:
+            numbered = (f"{word}_{n}" for n in count(number))
+            word = next(name for name in numbered if name.casefold() not in taken)
+            taken.add(word.casefold())
+        used.add(word.casefold())
+        chosen.append(word)
+    return chosen
 
 
 def _model(options: Arguments) -> AlphaFold:

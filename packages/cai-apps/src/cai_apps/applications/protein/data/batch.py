@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cai_apps.applications.protein.loss.whole import Truth
 from cai_apps.applications.protein.model.alphafold import Features, Templates
+from cai_apps.data.batches import mark
 
 DRAWN = ("alignment", "alignment_mask", "extra", "extra_mask")
 """Features that differ between rounds."""
@@ -44,6 +45,13 @@ def features_of(batch: dict[str, Tensor]) -> list[Features]:
 def truth_of(batch: dict[str, Tensor]) -> Truth:
     """The truth that `packed` was given."""
     return _filled(Truth, batch, TRUTH)
+
+
+def blank(batch: dict[str, Tensor], missing: Tensor) -> dict[str, Tensor]:
+    """Return a batch, of which the samples that are marked (bool [n]) have no known residues, so no weight."""
+    name = f"{TRUTH}mask"
+    mask = batch[name]
+    return mark(batch, missing) | {name: mask.masked_fill(missing.view(-1, *[1] * (mask.dim() - 1)), 0)}
 
 
 def _named(value: Any, prefix: str) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from cai_apps.applications.protein.data.related import choose, released, structu
 from cai_apps.applications.protein.data.sequences import Alignment, read_a3m, read_stockholm
 from cai_apps.applications.protein.data.structures import Chain, read_chain
 from cai_apps.applications.protein.data.templates import Template
+from cai_apps.config.places import check_regular
 from cai_apps.data.content import digest_of_files
 from cai_mesh.errors import ConfigError, DataError, did_you_mean
 from cai_mesh.files import private_folder, replaced
@@ -93,6 +94,7 @@ def found_in(directory: Path) -> list[Files]:
     """
     files_by_chain: dict[str, Files] = {}
     for path in sorted(p for p in directory.iterdir() if p.suffix in ALIGNMENTS):
+        check_regular(path)
         if path.stem in files_by_chain:
             raise DataError(
                 f"two alignments of {path.stem}",

@@ -67,7 +67,7 @@ def read_hhr(path: Path) -> list[Hit]:
 
     Raises `DataError` by line where the file is damaged: not of this kind, cut off, rows whose numbers do not fit.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     starts = [at for at, line in enumerate(lines) if re.match(r"No +\d+\s*$", line)]
     if not lines or not lines[0].startswith("Query "):
         raise DataError(

@@ -11,6 +11,7 @@ import numpy as np
 
 from cai_apps.applications.protein.chemistry import LETTERS, PLACES, UNKNOWN, residues
 from cai_apps.applications.protein.data.sequences import STANDING_FOR
+from cai_apps.config.places import check_regular
 from cai_mesh.errors import ConfigError, DataError
 from cai_mesh.files import write_text
 
@@ -70,6 +71,7 @@ def read_chain(path: Path, chain: str | None = None) -> Chain:
         ConfigError: no such chain, or several and none named.
     """
     gemmi = load_gemmi()
+    check_regular(path)
     try:
         structure = gemmi.read_structure(str(path))
     except (RuntimeError, ValueError, OSError, IndexError) as error:
