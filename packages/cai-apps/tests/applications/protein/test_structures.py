@@ -189,18 +189,17 @@ def test_a_modified_residue_is_its_parent(name, chain, path):
     assert np.array_equal(found.known, chain.known)
 
 
-def test_a_residue_that_the_file_says_the_parent_of(chain, path):
-    def change(structure):
-        structure[0]["A"][1].name = "Q1X"
-        entity = structure.entities[0]
-        entity.full_sequence = ["Q1X" if n == "ARG" else n for n in entity.full_sequence]
-        modified = gemmi.ModRes()
-        modified.chain_name, modified.parent_comp_id = "A", "ARG"
-        modified.res_id = gemmi.ResidueId()
-        modified.res_id.name, modified.res_id.seqid = "Q1X", structure[0]["A"][1].seqid
-        structure.mod_residues.append(modified)
-
-    assert read_chain(edited(path, change)).sequence == LETTERS
+def test_a_residue_that_the_file_says_the_parent_of(path):
+    structure = gemmi.read_structure(str(path))
+    structure[0]["A"][1].name = "Q1X"
+    entity = structure.entities[0]
+    entity.full_sequence = ["Q1X" if name == "ARG" else name for name in entity.full_sequence]
+    document = structure.make_mmcif_document()
+    columns = ["id", "auth_asym_id", "auth_seq_id", "auth_comp_id", "label_comp_id", "parent_comp_id"]
+    loop = document[0].init_loop("_pdbx_struct_mod_residue.", columns)
+    loop.add_row(["1", "A", "2", "Q1X", "Q1X", "ARG"])
+    path.write_text(document.as_string())
+    assert read_chain(path).sequence == LETTERS
 
 
 def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path):
