@@ -39,6 +39,45 @@ def test_a_stockholm_file(tmp_path):
     assert found.deletions.tolist() == [[0] * 7, [0, 0, 1, 0, 0, 0, 0]]
 
 
+def test_tabs_and_marks_of_missing_ends_in_stockholm(tmp_path):
+    path = tmp_path / "x.sto"
+    path.write_text("# STOCKHOLM 1.0\nq\tAC-DEF\na \t~C.DE~\n//\n")
+    assert letters(read_stockholm(path).residues) == ["ACDEF", "-CDE-"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ">q\nACD\n>r\nA-D\n\0",  # ColabFold's and MMseqs2's
+        "#3\t1\n>q\nACD\n>r\nA-D\n\0\n",
+        "\ufeff>q\nACD\n>r\nA-D\n",
+        "#3\t1\r\n>q\r\nACD\r\n>r\r\nA-D\r\n",
+        "#3\n>q\nACD\n>r\nA-D\n",
+    ],
+)
+def test_ordinary_a3m_files_of_other_tools(text, tmp_path):
+    path = tmp_path / "x.a3m"
+    path.write_bytes(text.encode())
+    assert letters(read_a3m(path).residues) == ["ACD", "A-D"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#5,4\t1,1\n>101\t102\nACDEFGHIK\n", "several chains"),
+        ("#5,4\n>101\t102\nACDEFGHIK\n", "several chains"),
+        ("#3\t2\n>101\nACD\n", "several chains"),
+        ("#3,3\t2,1\r\n>101\t102\r\nACDACD\r\n", "several chains"),
+        (">q\nACD\n\0>r\nEFG\n\0", "several alignments"),
+    ],
+)
+def test_alignments_of_several_chains_are_refused(text, said, tmp_path):
+    path = tmp_path / "x.a3m"
+    path.write_bytes(text.encode())
+    with pytest.raises(DataError, match=said):
+        read_a3m(path)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -12,6 +12,7 @@ import torch
 from small_alphafold import drawn_frames
 
 from cai_apps.applications.protein.chemistry import LETTERS, UNKNOWN, tables
+from cai_apps.applications.protein.data.chains import directory_of
 from cai_apps.applications.protein.data.structures import Chain, read_chain, write_chain
 from cai_apps.applications.protein.model.atoms import atoms_of, groups_of
 from cai_apps.applications.protein.model.frames import Frames
@@ -95,14 +96,121 @@ def test_selenium_is_read_as_the_sulfur(chain, path):
     assert np.array_equal(found.known, chain.known)
 
 
-def test_a_pdb_file_without_its_sequence(chain, path):
+SHIPPED = directory_of("shipped")
+
+
+def without_sequence(path: Path, change, *, cif: bool = False) -> Path:
+    """A shipped structure, changed, in a file that does not tell its sequence."""
+    structure = gemmi.read_structure(str(SHIPPED / "1A8O.cif"))
+    structure.setup_entities()
+    for entity in structure.entities:
+        entity.full_sequence = []
+    change(structure[0][0])
+    if cif:
+        path.write_text(structure.make_mmcif_document().as_string())
+    else:
+        options = gemmi.PdbWriteOptions()
+        options.seqres_records = False
+        path.write_text(structure.make_pdb_string(options))
+    return path
+
+
+def cut_out(chain) -> None:
+    del chain[10:14]
+
+
+def renumbered(chain) -> None:
+    for number, residue in enumerate(chain, 1):
+        residue.seqid.num = residue.label_seq = number
+
+
+@pytest.mark.parametrize("cif", [False, True])
+def test_a_gap_of_a_file_without_a_sequence_stays_open(tmp_path, cif):
+    whole = read_chain(SHIPPED / "1A8O.cif")
+    found = read_chain(without_sequence(tmp_path / ("x.cif" if cif else "x.pdb"), cut_out, cif=cif))
+    assert found.sequence == f"{whole.sequence[:10]}XXXX{whole.sequence[14:]}"
+    assert not found.known[10:14].any()
+    np.testing.assert_allclose(found.atoms[14:], whole.atoms[14:], atol=2e-3)
+
+
+def test_numbers_that_jump_along_a_bond_are_no_gap(tmp_path):
+    """As those of antibodies by Kabat, or of a chain that was numbered by another."""
+
+    def change(chain):
+        for residue in chain:
+            if residue.seqid.num > 170:
+                residue.seqid.num += 30
+
+    found = read_chain(without_sequence(tmp_path / "x.pdb", change))
+    assert found.sequence == read_chain(SHIPPED / "1A8O.cif").sequence
+
+
+def test_a_gap_that_numbers_hide_is_refused(tmp_path):
+    def change(chain):
+        cut_out(chain)
+        renumbered(chain)
+
+    with pytest.raises(DataError, match="has a gap of unknown length"):
+        read_chain(without_sequence(tmp_path / "x.pdb", change))
+
+
+def test_a_residue_with_an_alternative_counts_once(tmp_path):
+    def change(chain):
+        other = chain[5].clone()
+        other.name = "ALA" if other.name != "ALA" else "SER"
+        for residue, letter in ((chain[5], "A"), (other, "B")):
+            for atom in residue:
+                atom.altloc = letter
+        chain.add_residue(other, 6)
+
+    whole = read_chain(SHIPPED / "1A8O.cif")
+    assert read_chain(without_sequence(tmp_path / "x.pdb", change)).sequence == whole.sequence
+
+
+MODIFIED = {
+    "SEP": "SER", "TPO": "THR", "PTR": "TYR", "HYP": "PRO", "MLY": "LYS", "CSO": "CYS", "KCX": "LYS", "LLP": "LYS",
+    "ALY": "LYS", "M3L": "LYS", "CME": "CYS", "OCS": "CYS", "PCA": "GLU", "CGU": "GLU", "TYS": "TYR", "HIC": "HIS",
+    "HIE": "HIS", "HSD": "HIS", "CYX": "CYS", "ASH": "ASP",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODIFIED)
+def test_a_modified_residue_is_its_parent(name, chain, path):
+    parent = MODIFIED[name]
+
+    def change(structure):
+        for residue in structure[0]["A"]:
+            residue.name = name if residue.name == parent else residue.name
+        entity = structure.entities[0]
+        entity.full_sequence = [name if n == parent else n for n in entity.full_sequence]
+
+    found = read_chain(edited(path, change))
+    assert found.sequence == LETTERS
+    assert np.array_equal(found.known, chain.known)
+
+
+def test_a_residue_that_the_file_says_the_parent_of(path):
     structure = gemmi.read_structure(str(path))
-    structure.entities.clear()
-    out = path.with_name("made.pdb")
-    out.write_text(structure.make_pdb_string())
-    found = read_chain(out)
-    assert found.sequence == LETTERS.replace("D", "")  # of which no atom is known
-    np.testing.assert_allclose(found.atoms[4], chain.atoms[5], atol=2e-3)
+    structure[0]["A"][1].name = "Q1X"
+    entity = structure.entities[0]
+    entity.full_sequence = ["Q1X" if name == "ARG" else name for name in entity.full_sequence]
+    document = structure.make_mmcif_document()
+    columns = ["id", "auth_asym_id", "auth_seq_id", "auth_comp_id", "label_comp_id", "parent_comp_id"]
+    loop = document[0].init_loop("_pdbx_struct_mod_residue.", columns)
+    loop.add_row(["1", "A", "2", "Q1X", "Q1X", "ARG"])
+    path.write_text(document.as_string())
+    assert read_chain(path).sequence == LETTERS
+
+
+def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path):
+    structure = gemmi.read_structure(str(SHIPPED / "1A8O.cif"))
+    for residue in structure[0][0]:
+        if residue.name == "ARG":
+            first, second = residue.find_atom("NH1", "*"), residue.find_atom("NH2", "*")
+            first.name, second.name = "NH2", "NH1"
+    (tmp_path / "x.cif").write_text(structure.make_mmcif_document().as_string())
+    found, whole = read_chain(tmp_path / "x.cif"), read_chain(SHIPPED / "1A8O.cif")
+    np.testing.assert_allclose(found.atoms, whole.atoms, atol=1e-4)
 
 
 def nucleic(structure):

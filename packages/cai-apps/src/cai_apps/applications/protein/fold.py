@@ -81,6 +81,28 @@ def alone(name: str, residues: np.ndarray) -> Alignment:
     return Alignment((name,), residues[None].astype(np.uint8), np.zeros((1, len(residues)), np.uint16))
 
 
+def features_of_rounds(
+    model: AlphaFold,
+    alignment: Alignment,
+    options: Options,
+    templates: Sequence[Template] = (),
+    rounds: int | None = None,
+) -> list[Features]:
+    """Return what a model reads of an alignment in each round, on the host.
+
+    Args:
+        model: the model, which may read templates.
+        alignment: an alignment whose first sequence is folded.
+        options: rounds, sequences and templates.
+        templates: related structures.
+        rounds: the number of rounds; None: that of the options.
+    """
+    draws = torch.Generator().manual_seed(options.seed)
+    count = 0 if model.template is None else min(options.templates, len(templates))
+    piece = Piece(1, options.sequences, options.extra, masking=Masking(options.masked), templates=count)
+    return query(alignment, piece, options.rounds if rounds is None else rounds, draws, templates)
+
+
 @torch.no_grad()
 def fold(
     model: AlphaFold, name: str, alignment: Alignment, options: Options, templates: Sequence[Template] = ()
@@ -94,10 +116,7 @@ def fold(
     Raises `DataError` for a prediction that is not finite.
     """
     reference = next(model.parameters())
-    draws = torch.Generator().manual_seed(options.seed)
-    count = 0 if model.template is None else min(options.templates, len(templates))
-    piece = Piece(1, options.sequences, options.extra, masking=Masking(options.masked), templates=count)
-    features_by_round = query(alignment, piece, options.rounds, draws, templates)
+    features_by_round = features_of_rounds(model, alignment, options, templates)
     rounds = [_on(features, reference) for features in features_by_round]
     last_round = model(rounds)
     atoms, scores = last_round.folded.atoms[0].double().cpu(), last_round.scores

@@ -159,15 +159,22 @@ def _fold(
     import torch
 
     from cai_apps.applications.protein.fold import Options, fold
+    from cai_apps.applications.protein.needs import available, check_needs, needs_of
     from cai_apps.run.launch.devices import choose_device
 
     device, _ = choose_device(options.device, 1)
     bf16 = options.dtype == "bf16" or (
         options.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported()
     )
-    model = model.to(device, torch.bfloat16 if bf16 else torch.float32)
-    options.output.mkdir(parents=True, exist_ok=True)
+    model = model.to(torch.bfloat16 if bf16 else torch.float32)
     how = Options(options.rounds, options.sequences, options.extra, MOST, seed=options.seed)
+    name, alignment = max(chains, key=lambda chain: chain[1].residues.shape[::-1])
+    rows, count = alignment.residues.shape
+    what = f"{count:,} residues and {rows:,} sequence{'s' * (rows > 1)} in {'bf16' if bf16 else 'fp32'} on {device}"
+    needs = needs_of(model, alignment, how, templates, device)
+    print(check_needs(name, needs, available(device), what), flush=True)
+    model = model.to(device)
+    options.output.mkdir(parents=True, exist_ok=True)
     for name, alignment in chains:
         prediction = fold(model, name, alignment, how, templates)
         files = prediction.write(options.output / f"{name}.cif")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from cai_mesh.errors import DataError
 
 STANDING_FOR = {"B": "D", "J": "X", "O": "X", "U": "C", "Z": "E"}
 """Letters that stand for one of two residues, or for a rare one."""
+_CHAINS = re.compile(r"#(\d+(?:,\d+)*)(?:[ \t]+(\d+(?:,\d+)*))?[ \t]*(?:\r?\n|$)")
 _NUMBERS = {letter: number for number, letter in enumerate(LETTERS)} | {"X": UNKNOWN, "-": GAP}
 _NUMBERS |= {letter: _NUMBERS[other] for letter, other in STANDING_FOR.items()}
 
@@ -81,9 +83,27 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
 def read_a3m(path: Path) -> Alignment:
     """An alignment whose first sequence is whole; residues of others beside none of its own are small letters.
 
-    Raises `DataError` for no sequence, a row of another length or a letter that is no residue, by name and line.
+    Raises `DataError` for no sequence, a row of another length or a letter that is no residue, by name and line; and
+    for an alignment of several chains, as ColabFold writes it.
     """
+    _check_chains(path)
     return _aligned(read_fasta(path), path)
+
+
+def _check_chains(path: Path) -> None:
+    """Raise `DataError` where the first line of an alignment has lengths and copies of several chains: #5,4 1,1."""
+    match = _CHAINS.match(_text(path))
+    if match is None:
+        return
+    lengths, copies = match[1].split(","), (match[2] or "1").split(",")
+    if len(lengths) > 1 or any(int(copy) != 1 for copy in copies):
+        raise DataError(
+            f"{path} is an alignment of several chains",
+            got=match[0].strip(),
+            expected="one chain, once",
+            cause="it is of a complex, as ColabFold writes it; chains are folded by themselves here",
+            fix="give the alignment of each chain by itself",
+        )
 
 
 def read_stockholm(path: Path) -> Alignment:
@@ -94,11 +114,11 @@ def read_stockholm(path: Path) -> Alignment:
     rows: dict[str, list[str]] = {}
     for line in _text(path).splitlines():
         if line.strip() and not line.startswith(("#", "//")):
-            name, _, part = line.partition(" ")
-            rows.setdefault(name, []).append(part.strip())
+            name, *parts = line.split()
+            rows.setdefault(name, []).append("".join(parts))
     if not rows:
         raise DataError(f"{path} has no sequence", expected="lines of a name and its aligned sequence")
-    sequences = [(name, "".join(parts).replace(".", "-")) for name, parts in rows.items()]
+    sequences = [(name, "".join(parts).replace(".", "-").replace("~", "-")) for name, parts in rows.items()]
     _check_lengths(sequences, path)
     query_columns = np.array([letter != "-" for letter in sequences[0][1]])
     written = [
@@ -156,7 +176,16 @@ def _deletions(row: str) -> np.ndarray:
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file without the NUL that MMseqs2 and ColabFold write behind it."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        parts = [part for part in path.read_text(encoding="utf-8-sig").split("\0") if part.strip()]
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no text", cause=str(error), expected="sequences, in UTF-8") from None
+    if len(parts) > 1:
+        raise DataError(
+            f"{path} has several alignments, with a NUL between them",
+            got=len(parts),
+            expected="one",
+            fix="write each into a file of its own",
+        )
+    return parts[0] if parts else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,21 @@ from typing import Any
 import numpy as np
 
 from cai_apps.applications.protein.chemistry import LETTERS, PLACES, UNKNOWN, residues
+from cai_apps.applications.protein.data.sequences import STANDING_FOR
 from cai_apps.config.places import check_regular
 from cai_mesh.errors import ConfigError, DataError
 from cai_mesh.files import write_text
 
-SAME = {"MSE": "MET"}
-"""Residues that are another with an atom exchanged: selenium is the sulfur's place."""
-ATOM = {"SE": "SD"}
+EXCHANGED = {"MSE": {"SE": "SD"}, "SEC": {"SE": "SG"}}
+"""Atoms of residues that stand at the place of another atom of their parent: selenium at the sulfur's."""
+FORCE_FIELDS = {
+    **dict.fromkeys(("HID", "HIE", "HIP", "HSD", "HSE", "HSP"), "HIS"),
+    **dict.fromkeys(("CYX", "CYM"), "CYS"),
+    "ASH": "ASP", "GLH": "GLU", "LYN": "LYS",
+}  # fmt: skip
+"""Residues of structures that Amber, CHARMM or GROMACS wrote, by their charge or hydrogen, and what they are."""
+BOND = 3.0
+"""Angstroms from the carbon of a residue to the nitrogen of the next one at most; the bond has 1.33."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,9 @@ def read_chain(path: Path, chain: str | None = None) -> Chain:
             f"{path} has no protein", got=", ".join(polymer_types) or "nothing but small molecules"
         )
     name = _chosen(path, polymers, chain)
-    return _chain(f"{path.name.split('.')[0]}_{name}", structure, *polymers[name])
+    polymer, entity = polymers[name]
+    sequence, placed = _laid_out(path, polymer, entity)
+    return _chain(f"{path.name.split('.')[0]}_{name}", structure, sequence, placed)
 
 
 def _polymers(gemmi: Any, structure: Any) -> dict[str, tuple[Any, Any]]:
@@ -111,25 +122,95 @@ def _places() -> list[list[str]]:
     return [*(list(amino_acid.atoms) for amino_acid in residues()), []]
 
 
-def _chain(name: str, structure: Any, polymer: Any, entity: Any) -> Chain:
-    full_sequence = [] if entity is None else [entry.split(",")[0] for entry in entity.full_sequence]
-    sequence = full_sequence or [residue.name for residue in polymer]
-    by_name = {amino_acid.name: number for number, amino_acid in enumerate(residues())}
-    number = np.array(
-        [by_name.get(SAME.get(residue_name, residue_name), UNKNOWN) for residue_name in sequence], np.int64
+def _laid_out(path: Path, polymer: Any, entity: Any) -> tuple[list[str], list[tuple[int, Any]]]:
+    """Return the names of a sequence, and the residues that have atoms with their places in it.
+
+    A file without the sequence has it from its residues; where their bond is broken, the numbers say how many residues
+    without atoms are between them, of which nothing else is known.
+    """
+    sequence = [] if entity is None else [entry.split(",")[0] for entry in entity.full_sequence]
+    if sequence:
+        residues_at: dict[int, Any] = {}
+        for residue in polymer:  # where two residues share a place, the one that the sequence names
+            at = residue.label_seq - 1
+            if at not in residues_at or residue.name == sequence[at]:
+                residues_at[at] = residue
+        return sequence, list(residues_at.items())
+    placed: list[tuple[int, Any]] = []
+    for residue in polymer.first_conformer():
+        sequence += ["UNK"] * (_missing(path, placed[-1][1], residue) if placed else 0)
+        placed.append((len(sequence), residue))
+        sequence.append(residue.name)
+    return sequence, placed
+
+
+def _missing(path: Path, before: Any, after: Any) -> int:
+    """Return how many residues are missing between two that follow each other in a file without a sequence."""
+    end, start = before.find_atom("C", "*"), after.find_atom("N", "*")
+    have_atoms = end is not None and start is not None
+    if have_atoms and end.pos.dist(start.pos) <= BOND:
+        return 0
+    first, last = (residue.label_seq or residue.seqid.num for residue in (before, after))
+    if last - first > 1:
+        return last - first - 1
+    if not have_atoms:
+        return 0
+    raise DataError(
+        f"{path} has a gap of unknown length",
+        got=f"{end.pos.dist(start.pos):.1f} angstroms from {before.name} {before.seqid} to {after.name} {after.seqid}",
+        expected="a bond, or numbers between which some are missing; or the whole sequence (SEQRES)",
+        cause="the file has no sequence, and its numbers go on where the chain does not",
+        fix="take the mmCIF of the entry, or number the residues as in the sequence",
     )
+
+
+def _parent(gemmi: Any, name: str, parents: Mapping[str, str]) -> int:
+    """Return the number of a residue, or of the one that it is a modification of.
+
+    Args:
+        gemmi: the library of structures, which knows the published modifications.
+        name: the name of the residue.
+        parents: names of parents by name, as the file has them.
+    """
+    by_name = {amino_acid.name: number for number, amino_acid in enumerate(residues())}
+    for candidate in (name, FORCE_FIELDS.get(name, ""), parents.get(name, "")):
+        if candidate in by_name:
+            return by_name[candidate]
+    letter = gemmi.find_tabulated_residue(name).one_letter_code.upper()
+    letter = STANDING_FOR.get(letter, letter)
+    return LETTERS.index(letter) if letter.strip() and letter in LETTERS else UNKNOWN
+
+
+def _chain(name: str, structure: Any, sequence: list[str], placed: list[tuple[int, Any]]) -> Chain:
+    gemmi = load_gemmi()
+    parents = {residue.res_id.name: residue.parent_comp_id for residue in structure.mod_residues}
+    number = np.array([_parent(gemmi, residue_name, parents) for residue_name in sequence], np.int64)
     atoms = np.zeros((len(sequence), PLACES, 3))
     occupancy = np.zeros((len(sequence), PLACES))
     order = _places()
-    for count, residue in enumerate(polymer):
-        at = residue.label_seq - 1 if full_sequence else count
-        places_of = order[number[at]]
+    for at, residue in placed:
+        places_of, exchanged = order[number[at]], EXCHANGED.get(residue.name, {})
         for atom in residue:
-            kind = ATOM.get(atom.name, atom.name) if residue.name in SAME else atom.name
+            kind = exchanged.get(atom.name, atom.name)
             if kind in places_of and atom.occ > occupancy[at, places_of.index(kind)]:
                 place = places_of.index(kind)
                 atoms[at, place], occupancy[at, place] = atom.pos.tolist(), atom.occ
+    _name_nitrogens(number, atoms, occupancy)
     return Chain(name, number, atoms, occupancy > 0, float(structure.resolution))
+
+
+def _name_nitrogens(number: np.ndarray, atoms: np.ndarray, occupancy: np.ndarray) -> None:
+    """Let NH1 of arginines be the nitrogen nearer to CD, in place: many files have the two names exchanged."""
+    arginine = [amino_acid.name for amino_acid in residues()].index("ARG")
+    order = _places()[arginine]
+    delta, first, second = (order.index(atom) for atom in ("CD", "NH1", "NH2"))
+    rows = np.flatnonzero((number == arginine) & (occupancy[:, [delta, first, second]] > 0).all(1))
+    near, far = (
+        np.linalg.norm(atoms[rows, place] - atoms[rows, delta], axis=-1) for place in (first, second)
+    )
+    for row in rows[near > far]:
+        for values in (atoms, occupancy):
+            values[row, [first, second]] = values[row, [second, first]]
 
 
 def write_chain(path: Path, chain: Chain, confidence: np.ndarray | None = None) -> None:

@@ -108,6 +108,7 @@ class AlphaFold(nn.Module):
 
     def __init__(self, sizes: Sizes):
         super().__init__()
+        self.sizes = sizes
         c_m, c_z, c_s = sizes.block.c_m, sizes.block.pair.c_z, sizes.structure.c_s
         self.input = InputEmbedder(sizes.target, sizes.alignment, c_m, c_z)
         self.recycling = RecyclingEmbedder(c_m, c_z)
