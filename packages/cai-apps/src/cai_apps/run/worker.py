@@ -16,7 +16,7 @@ from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
 from cai_apps.run.exit_codes import STOPPED
-from cai_apps.run.files import checkpoint
+from cai_apps.run.files import checkpoint, proof
 from cai_apps.run.files.pipeline_chart import draw_steps
 from cai_apps.run.files.position import Position
 from cai_apps.run.health.last_activity import LastActivity
@@ -29,6 +29,7 @@ from cai_apps.run.loop.placement import PlacementWatch
 from cai_apps.run.loop.progress import open_progress
 from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Job, Work
+from cai_mesh import checkpoint as files
 from cai_mesh.comm import DATA_AXES, degree, index
 from cai_mesh.files import remove
 
@@ -100,7 +101,8 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         if recorder:
             recorder.record(metrics)
         with watchdog.paused():
-            if checkpoint.is_due(job.config, position):
+            last = position.step == job.config.train.steps
+            if checkpoint.is_due(job.config, position) and (last or not metrics.left_out):
                 saver.save(position)
             if work.after_step is not None:
                 work.after_step(session, position.step)
@@ -116,6 +118,9 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         saver.wait()
     finally:
         watchdog.close()
+        if loop.last_finite is not None:
+            saver.doubt(loop.last_finite)
+            say_how_to_go_on(job)
         if recorder:
             recorder.close()
         if not loop.stopped:
@@ -143,6 +148,13 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
     guard.close()
     dist.destroy_process_group()  # NCCL warns of a process that ends without it
     sys.exit(STOPPED[stopped])
+
+
+def say_how_to_go_on(job: Job) -> None:
+    """Print on the first rank how a run that met what is not finite goes on, where it has a checkpoint for that."""
+    steps = files.steps(job.run.checkpoints)
+    if dist.get_rank() == 0 and set(steps) - proof.unproven(job.run.checkpoints, steps):
+        print(f"go on with {_to_go_on(job)} and a lower --optimizer.lr", flush=True)
 
 
 def leave_unfinished(job: Job, error: BaseException, guard: Guard) -> NoReturn:

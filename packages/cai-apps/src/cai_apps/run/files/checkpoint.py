@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from cai_apps.compose.average import AVERAGE
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.files import origin as origins
+from cai_apps.run.files import proof
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.finite import not_finite
 from cai_apps.run.files.origin import ORIGIN, Origin
@@ -25,6 +27,8 @@ AUTO, NEVER = "auto", "never"
 POSITION = "train"
 SHOWN = 4
 """Names in an error."""
+LEAST_KEPT = 2
+"""Checkpoints that are always kept: the newest, and the one before it, which is proven by the steps between."""
 
 
 def check(config: RunConfig, run: RunDirectory) -> None:
@@ -113,7 +117,7 @@ class Saver:
                 on from it.
         """
         self.wait()
-        state = self._session.state()
+        keep, state = self._options.keep_last, self._session.state()
         if broken := not_finite(state):
             raise DataError(
                 f"what step {position.step} has left is not finite, and is not saved",
@@ -125,10 +129,17 @@ class Saver:
             self._run.checkpoints,
             {**state, POSITION: asdict(position), ORIGIN: self._origin.value()},
             step=position.step,
-            keep_last=self._options.keep_last,
+            keep_last=None if keep is None else max(keep, LEAST_KEPT),
             async_=self._options.background,
             group=self._group,
         )
+
+    def doubt(self, last_finite: int) -> None:
+        """Write down that no step after `last_finite` was finite, by which checkpoints from there on are unproven."""
+        with suppress(CheckpointError, OSError):  # what is raised already tells of the run's end
+            self.wait()
+        if dist.get_rank() == 0 and checkpoint.steps(self._run.checkpoints):
+            proof.mark(self._run.checkpoints, last_finite)
 
     def wait(self) -> None:
         """Return once the last save is committed; raises what kept it from that."""
@@ -145,7 +156,8 @@ def is_due(config: RunConfig, position: Position) -> bool:
 def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: bool = False) -> Position:
     """Loads what `checkpoint.resume` names into the session; the position to go on from. Collective.
 
-    With "auto" the newest checkpoint is taken whose files verify and whose values are finite.
+    With "auto" the newest checkpoint is taken whose files verify, whose values are finite, and that is not left
+    unproven by a run which stopped because a step was not finite (`proof`).
 
     Args:
         session: the session that is filled.
@@ -178,15 +190,20 @@ def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: boo
 
 def _newest(session: Session, run: RunDirectory) -> tuple[Path | None, Position, dict[str, Any]]:
     """Load the newest checkpoint that verifies and is finite; return it, its position and its plain values."""
-    passed: list[str] = []
+    passed, aside = list[str](), list[Path]()
+    unproven = _unproven(run)
     source, damaged = checkpoint.newest_good(run.checkpoints)
     while source is not None:
         passed += damaged
-        position, broken, values = _load(session, source)
-        if not broken:
-            _say_passed(passed)
-            return source, position, values
-        passed.append(f"{source}: not finite: {_some(broken)}")
+        if source in unproven:
+            passed.append(f"{source}: unproven: the step after it was not finite")
+        else:
+            position, broken, values = _load(session, source)
+            if not broken:
+                _pass_over(run, passed, aside)
+                return source, position, values
+            passed.append(f"{source}: not finite: {_some(broken)}")
+        aside.append(source)
         source, damaged = checkpoint.newest_good(run.checkpoints, before=source)
     passed += damaged
     if passed:
@@ -198,9 +215,20 @@ def _newest(session: Session, run: RunDirectory) -> tuple[Path | None, Position,
     return None, Position(), {}
 
 
-def _say_passed(passed: list[str]) -> None:
-    if passed and dist.get_rank() == 0:
-        print("passing over damaged checkpoints:", *passed, sep="\n  ", flush=True)
+def _unproven(run: RunDirectory) -> set[Path]:
+    """Return what the first rank sees of unproven checkpoints."""
+    seen = [proof.unproven(run.checkpoints, checkpoint.steps(run.checkpoints))]
+    dist.broadcast_object_list(seen)
+    return seen[0]
+
+
+def _pass_over(run: RunDirectory, passed: list[str], aside: list[Path]) -> None:
+    """Say which checkpoints are not gone on from, and lay aside those that are whole. Collective."""
+    if dist.get_rank() == 0:
+        if passed:
+            print("passing over checkpoints:", *passed, sep="\n  ", flush=True)
+        proof.lay_aside(run.checkpoints, aside)
+    dist.barrier()
 
 
 def _load(session: Session, source: Path) -> tuple[Position, list[str], dict[str, Any]]:
