@@ -91,6 +91,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
     )
     saver = checkpoint.Saver(session, job.run, job.origin)
+    saver.check_final(position)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     placement = PlacementWatch(session.weights.offloaded, job.run)
     watchdog = Watchdog(job.run, position.step, at=lambda: activity.at)
@@ -101,9 +102,8 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         if recorder:
             recorder.record(metrics)
         with watchdog.paused():
-            last = position.step == job.config.train.steps
-            if checkpoint.is_due(job.config, position) and (last or not metrics.left_out):
-                saver.save(position)
+            if checkpoint.is_due(job.config, position, left_out=metrics.left_out):
+                saver.save(position, required=position.step == job.config.train.steps)
             if work.after_step is not None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
@@ -119,8 +119,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     finally:
         watchdog.close()
         if loop.last_finite is not None:
-            saver.doubt(loop.last_finite)
-            say_how_to_go_on(job)
+            doubt_checkpoints(job, saver, loop.last_finite)
         if recorder:
             recorder.close()
         if not loop.stopped:
@@ -150,8 +149,9 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
     sys.exit(STOPPED[stopped])
 
 
-def say_how_to_go_on(job: Job) -> None:
-    """Print on the first rank how a run that met what is not finite goes on, where it has a checkpoint for that."""
+def doubt_checkpoints(job: Job, saver: checkpoint.Saver, last_finite: int) -> None:
+    """Write down which checkpoints are unproven, and print how the run goes on, where it has one for that."""
+    saver.doubt(last_finite)
     steps = files.steps(job.run.checkpoints)
     if dist.get_rank() == 0 and set(steps) - proof.unproven(job.run.checkpoints, steps):
         print(f"go on with {_to_go_on(job)} and a lower --optimizer.lr", flush=True)

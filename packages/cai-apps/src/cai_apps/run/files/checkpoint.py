@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cai_apps.compose.average import AVERAGE
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.files import origin as origins
-from cai_apps.run.files import proof
+from cai_apps.run.files import proof, room
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.finite import not_finite
 from cai_apps.run.files.origin import ORIGIN, Origin
@@ -108,15 +108,27 @@ class Saver:
         apart = self._options.background and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if apart else None
         self._last: checkpoint.Saving | None = None
+        self._size = room.checkpoint_bytes(session.state())
 
-    def save(self, position: Position) -> None:
+    def check_final(self, position: Position) -> None:
+        """Raises ConfigError where steps are left and the checkpoint after the last has no room. Collective."""
+        if self._options.final and position.step < self._session.config.train.steps:
+            room.check_final(self._run.checkpoints, self._size)
+
+    def save(self, position: Position, *, required: bool = True) -> None:
         """Save the session and the position it has reached. Collective.
+
+        Args:
+            position: the position.
+            required: whether a disk without room ends the run; else there is a line, and no checkpoint.
 
         Raises:
             DataError: a weight, a moment or an average is not finite. Nothing is written then, for a run could not go
                 on from it.
         """
         self.wait()
+        if not required and not self._has_room(position):
+            return
         keep, state = self._options.keep_last, self._session.state()
         if broken := not_finite(state):
             raise DataError(
@@ -134,6 +146,19 @@ class Saver:
             group=self._group,
         )
 
+    def _has_room(self, position: Position) -> bool:
+        """Whether a checkpoint on the way has room; say why not. Collective."""
+        reason = [""]
+        if dist.get_rank() == 0:
+            options = self._options
+            reason[0] = room.make_room(
+                self._run.checkpoints, self._size, options.keep_last, final=options.final
+            )
+            if reason[0]:
+                print(f"no checkpoint after step {position.step}: {reason[0]}", flush=True)
+        dist.broadcast_object_list(reason)
+        return not reason[0]
+
     def doubt(self, last_finite: int) -> None:
         """Write down that no step after `last_finite` was finite, by which checkpoints from there on are unproven."""
         with suppress(CheckpointError, OSError):  # what is raised already tells of the run's end
@@ -147,10 +172,18 @@ class Saver:
             self._last.wait()
 
 
-def is_due(config: RunConfig, position: Position) -> bool:
-    """Whether a step is followed by a checkpoint."""
+def is_due(config: RunConfig, position: Position, *, left_out: bool = False) -> bool:
+    """Whether a step is followed by a checkpoint.
+
+    Args:
+        config: the config of the run.
+        position: where the step has led.
+        left_out: whether the step has changed no weight.
+    """
     every, last = config.checkpoint.every, position.step == config.train.steps
-    return (last and config.checkpoint.final) or bool(every and position.step % every == 0)
+    return (last and config.checkpoint.final) or bool(
+        every and position.step % every == 0 and (last or not left_out)
+    )
 
 
 def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: bool = False) -> Position:
