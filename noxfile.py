@@ -285,4 +285,6 @@ def docs(session: nox.Session) -> None:
     """The documentation, strictly, into site/; `-- serve` shows it while it is written."""
     session.install("mkdocs-material", "mkdocstrings[python]")
     session.env["NO_MKDOCS_2_WARNING"] = "1"
-    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
+    session.run(
+        "mkdocs", *(session.posargs or ["build", "--strict"])
+    )  # --quiet would hide warnings from --strict too

@@ -247,7 +247,7 @@ def test_what_a_schedule_or_stage_says_is_not_left_to_the_plan(changes, unshard)
 def test_what_is_open_is_said_with_what_it_became(monkeypatch, capsys):
     stages = STAGES | ZERO3
     assert main(["plan", "llama-8b", *(f"--{key}={value}" for key, value in stages.items())]) == 0
-    assert "recompute none, 1f1b, weights gathered once a step, on cuda" in capsys.readouterr().out
+    assert "recompute none, 1f1b, weights gathered once a step, on a GPU" in capsys.readouterr().out
     monkeypatch.setattr(devices, "device_memory", lambda: 141 * GIB)
     settle(LANGUAGE, LANGUAGE.resolve(recipes.load("llama-8b", stages), 2), 2, "cuda")
     assert capsys.readouterr().out.startswith("recompute none, unshard step: its planned peak of 8")

@@ -13,6 +13,7 @@ from cai_apps.cli import main
 from cai_apps.config.file import change
 from cai_apps.planner.memory import model_state, most_kept
 from cai_apps.planner.plan import unsharded_bytes
+from cai_apps.planner.text import notes, render
 from cai_mesh.errors import ConfigError, MeshError, PlanError
 from cai_pipeline import place, program
 
@@ -255,3 +256,14 @@ def test_a_pipeline_is_drawn_on_request(capsys):
     assert capsys.readouterr().out.endswith("\n  0  01.aA2bB3cCdD\n  1  .0a1bA2cB3dCD\n")
     assert main(["plan", "llama-1b", "--pipeline"]) == 2
     assert "this run has none" in capsys.readouterr().err
+
+
+def test_a_plan_says_where_what_it_is_for_is_not_here(tiny):
+    planned = plan(tiny)
+    assert planned.config.train.device == "auto" and planned.device == "cuda"
+    assert notes(planned, gpus=8, triton=True) == []
+    no_gpu, no_triton = notes(planned, gpus=0, triton=False)
+    assert "--train.device cpu" in no_gpu and "cai-kernels[triton]" in no_triton
+    on_cpu = plan(change(tiny, {"train.device": "cpu"}))
+    assert notes(on_cpu, gpus=0, triton=False) == []
+    assert "on a CPU" in render(on_cpu, "title", "batch") and "on a GPU" in render(planned, "title", "batch")

@@ -158,7 +158,8 @@ class Checkpoint:
     background: bool = False
     """Copy what a rank writes to host memory and write it while training goes on."""
     keep_last: Annotated[int | None, COUNT] = None
-    """Newest checkpoints to keep; None: all."""
+    """Newest checkpoints to keep, at least 2: a step after the newest may show that it leads to numbers that are not
+    finite. None: all."""
     resume: Annotated[str, FILLED] = "auto"
     """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
     checkpoint or of checkpoints."""

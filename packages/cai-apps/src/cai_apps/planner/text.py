@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from cai_apps.config.precision import splits_master
 from cai_apps.config.sections import Pipeline, RunConfig
@@ -27,10 +30,39 @@ def show_plan(
     Raises what `train` would raise before its ranks start.
     """
     verdict = judge(planner, config, ranks=ranks, memory=memory)
-    facts = {"title": title, "batch": batch} | _facts(verdict)
-    return Shown(
-        "\n".join(_lines(verdict, title, batch)), facts, _chart(verdict.plan.config.parallel.pipeline)
+    differences = notes(
+        verdict.plan, gpus=torch.cuda.device_count(), triton=importlib.util.find_spec("triton") is not None
     )
+    facts = {"title": title, "batch": batch, "notes": differences} | _facts(verdict)
+    lines = [*_lines(verdict, title, batch), *(f"note      {note}" for note in differences)]
+    return Shown("\n".join(lines), facts, _chart(verdict.plan.config.parallel.pipeline))
+
+
+DEVICES = {"cuda": "GPU", "cpu": "CPU"}
+"""Words for what a run is planned for."""
+
+
+def notes(plan: Plan, *, gpus: int, triton: bool) -> list[str]:
+    """Return how what a plan is for differs from what it was made on.
+
+    Args:
+        plan: the plan.
+        gpus: the GPUs of this machine.
+        triton: whether Triton is installed here.
+    """
+    if plan.device == "cpu":
+        return []
+    lines = []
+    if not gpus and plan.config.train.device == "auto":
+        lines.append(
+            "no GPU here: `cai train` would take the CPU on this machine, which --train.device cpu plans for"
+        )
+    if not triton:
+        lines.append(
+            "no Triton here: plain torch is counted in place of kernels, for AlphaFold up to three times what a GPU"
+            " keeps (pip install 'cai-kernels[triton]')"
+        )
+    return lines
 
 
 def _chart(pipeline: Pipeline) -> str:
@@ -87,7 +119,7 @@ def render(plan: Plan, title: str, batch: str) -> str:
             f"{title}, {plan.parameters:,} parameters{_learn(plan)}",
             f"mesh      {mesh}  ({plan.ranks} ranks)",
             f"training  ZeRO-{config.parallel.zero}, {config.precision.compute}{_halves(config)},"
-            f" recompute {config.memory.recompute}, {_schedule(config.parallel.pipeline)}, on {plan.device}",
+            f" recompute {config.memory.recompute}, {_schedule(config.parallel.pipeline)}, on a {DEVICES[plan.device]}",
             f"batch     {batch} a step; {parts} on each data rank",
             "",
             "bytes on each rank, by its place in the pipeline:",

@@ -16,7 +16,7 @@ from cai_apps.compose.apply import apply
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
 from cai_apps.run.exit_codes import STOPPED
-from cai_apps.run.files import checkpoint
+from cai_apps.run.files import checkpoint, proof
 from cai_apps.run.files.pipeline_chart import draw_steps
 from cai_apps.run.files.position import Position
 from cai_apps.run.health.last_activity import LastActivity
@@ -29,6 +29,7 @@ from cai_apps.run.loop.placement import PlacementWatch
 from cai_apps.run.loop.progress import open_progress
 from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Job, Work
+from cai_mesh import checkpoint as files
 from cai_mesh.comm import DATA_AXES, degree, index
 from cai_mesh.files import remove
 
@@ -90,6 +91,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
     )
     saver = checkpoint.Saver(session, job.run, job.origin)
+    saver.check_final(position)
     recorder = Recorder(job, position) if dist.get_rank() == 0 else None
     placement = PlacementWatch(session.weights.offloaded, job.run)
     watchdog = Watchdog(job.run, position.step, at=lambda: activity.at)
@@ -100,8 +102,8 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         if recorder:
             recorder.record(metrics)
         with watchdog.paused():
-            if checkpoint.is_due(job.config, position):
-                saver.save(position)
+            if checkpoint.is_due(job.config, position, left_out=metrics.left_out):
+                saver.save(position, required=position.step == job.config.train.steps)
             if work.after_step is not None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
@@ -116,6 +118,8 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         saver.wait()
     finally:
         watchdog.close()
+        if loop.last_finite is not None:
+            doubt_checkpoints(job, saver, loop.last_finite)
         if recorder:
             recorder.close()
         if not loop.stopped:
@@ -143,6 +147,14 @@ def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
     guard.close()
     dist.destroy_process_group()  # NCCL warns of a process that ends without it
     sys.exit(STOPPED[stopped])
+
+
+def doubt_checkpoints(job: Job, saver: checkpoint.Saver, last_finite: int) -> None:
+    """Write down which checkpoints are unproven, and print how the run goes on, where it has one for that."""
+    saver.doubt(last_finite)
+    steps = files.steps(job.run.checkpoints)
+    if dist.get_rank() == 0 and set(steps) - proof.unproven(job.run.checkpoints, steps):
+        print(f"go on with {_to_go_on(job)} and a lower --optimizer.lr", flush=True)
 
 
 def leave_unfinished(job: Job, error: BaseException, guard: Guard) -> NoReturn:

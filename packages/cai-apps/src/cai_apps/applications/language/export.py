@@ -14,6 +14,7 @@ from cai_apps.compose.models import model_config_for
 from cai_apps.config import file as config_file
 from cai_apps.config.sections import Memory, Parallel
 from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.run.files import proof
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.launch.rank import start_rank
 from cai_mesh import checkpoint
@@ -36,12 +37,21 @@ def find_run(path: Path) -> tuple[RunDirectory, Path]:
             f"neither a run directory nor a checkpoint of one: {path}",
             expected="RUN_DIR, or RUN_DIR/checkpoints/step-N",
         )
-    found = path if path.parent == run.checkpoints else checkpoint.newest_good(run.checkpoints)[0]
+    found = path if path.parent == run.checkpoints else _newest(run)
     if found is None:
         raise CheckpointError(
             f"the run {run.path} has no checkpoint that verifies", fix="`cai verify` says why"
         )
     return run, found
+
+
+def _newest(run: RunDirectory) -> Path | None:
+    """Return the newest checkpoint of a run that verifies and is not left unproven; None: there is none."""
+    unproven = proof.unproven(run.checkpoints, checkpoint.steps(run.checkpoints))
+    newest = checkpoint.newest_good(run.checkpoints)[0]
+    while newest in unproven:
+        newest = checkpoint.newest_good(run.checkpoints, before=newest)[0]
+    return newest
 
 
 def export(path: Path, directory: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from cai_apps.compose.average import AVERAGE
 from cai_apps.config.sections import RunConfig
 from cai_apps.run.files import origin as origins
+from cai_apps.run.files import proof, room
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.finite import not_finite
 from cai_apps.run.files.origin import ORIGIN, Origin
@@ -25,6 +27,8 @@ AUTO, NEVER = "auto", "never"
 POSITION = "train"
 SHOWN = 4
 """Names in an error."""
+LEAST_KEPT = 2
+"""Checkpoints that are always kept: the newest, and the one before it, which is proven by the steps between."""
 
 
 def check(config: RunConfig, run: RunDirectory) -> None:
@@ -104,16 +108,28 @@ class Saver:
         apart = self._options.background and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if apart else None
         self._last: checkpoint.Saving | None = None
+        self._size = room.checkpoint_bytes(session.state())
 
-    def save(self, position: Position) -> None:
+    def check_final(self, position: Position) -> None:
+        """Raises ConfigError where steps are left and the checkpoint after the last has no room. Collective."""
+        if self._options.final and position.step < self._session.config.train.steps:
+            room.check_final(self._run.checkpoints, self._size)
+
+    def save(self, position: Position, *, required: bool = True) -> None:
         """Save the session and the position it has reached. Collective.
+
+        Args:
+            position: the position.
+            required: whether a disk without room ends the run; else there is a line, and no checkpoint.
 
         Raises:
             DataError: a weight, a moment or an average is not finite. Nothing is written then, for a run could not go
                 on from it.
         """
         self.wait()
-        state = self._session.state()
+        if not required and not self._has_room(position):
+            return
+        keep, state = self._options.keep_last, self._session.state()
         if broken := not_finite(state):
             raise DataError(
                 f"what step {position.step} has left is not finite, and is not saved",
@@ -125,10 +141,30 @@ class Saver:
             self._run.checkpoints,
             {**state, POSITION: asdict(position), ORIGIN: self._origin.value()},
             step=position.step,
-            keep_last=self._options.keep_last,
+            keep_last=None if keep is None else max(keep, LEAST_KEPT),
             async_=self._options.background,
             group=self._group,
         )
+
+    def _has_room(self, position: Position) -> bool:
+        """Whether a checkpoint on the way has room; say why not. Collective."""
+        reason = [""]
+        if dist.get_rank() == 0:
+            options = self._options
+            reason[0] = room.make_room(
+                self._run.checkpoints, self._size, options.keep_last, final=options.final
+            )
+            if reason[0]:
+                print(f"no checkpoint after step {position.step}: {reason[0]}", flush=True)
+        dist.broadcast_object_list(reason)
+        return not reason[0]
+
+    def doubt(self, last_finite: int) -> None:
+        """Write down that no step after `last_finite` was finite, by which checkpoints from there on are unproven."""
+        with suppress(CheckpointError, OSError):  # what is raised already tells of the run's end
+            self.wait()
+        if dist.get_rank() == 0 and checkpoint.steps(self._run.checkpoints):
+            proof.mark(self._run.checkpoints, last_finite)
 
     def wait(self) -> None:
         """Return once the last save is committed; raises what kept it from that."""
@@ -136,16 +172,25 @@ class Saver:
             self._last.wait()
 
 
-def is_due(config: RunConfig, position: Position) -> bool:
-    """Whether a step is followed by a checkpoint."""
+def is_due(config: RunConfig, position: Position, *, left_out: bool = False) -> bool:
+    """Whether a step is followed by a checkpoint.
+
+    Args:
+        config: the config of the run.
+        position: where the step has led.
+        left_out: whether the step has changed no weight.
+    """
     every, last = config.checkpoint.every, position.step == config.train.steps
-    return (last and config.checkpoint.final) or bool(every and position.step % every == 0)
+    return (last and config.checkpoint.final) or bool(
+        every and position.step % every == 0 and (last or not left_out)
+    )
 
 
 def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: bool = False) -> Position:
     """Loads what `checkpoint.resume` names into the session; the position to go on from. Collective.
 
-    With "auto" the newest checkpoint is taken whose files verify and whose values are finite.
+    With "auto" the newest checkpoint is taken whose files verify, whose values are finite, and that is not left
+    unproven by a run which stopped because a step was not finite (`proof`).
 
     Args:
         session: the session that is filled.
@@ -178,15 +223,20 @@ def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: boo
 
 def _newest(session: Session, run: RunDirectory) -> tuple[Path | None, Position, dict[str, Any]]:
     """Load the newest checkpoint that verifies and is finite; return it, its position and its plain values."""
-    passed: list[str] = []
+    passed, aside = list[str](), list[Path]()
+    unproven = _unproven(run)
     source, damaged = checkpoint.newest_good(run.checkpoints)
     while source is not None:
         passed += damaged
-        position, broken, values = _load(session, source)
-        if not broken:
-            _say_passed(passed)
-            return source, position, values
-        passed.append(f"{source}: not finite: {_some(broken)}")
+        if source in unproven:
+            passed.append(f"{source}: unproven: the step after it was not finite")
+        else:
+            position, broken, values = _load(session, source)
+            if not broken:
+                _pass_over(run, passed, aside)
+                return source, position, values
+            passed.append(f"{source}: not finite: {_some(broken)}")
+        aside.append(source)
         source, damaged = checkpoint.newest_good(run.checkpoints, before=source)
     passed += damaged
     if passed:
@@ -198,9 +248,20 @@ def _newest(session: Session, run: RunDirectory) -> tuple[Path | None, Position,
     return None, Position(), {}
 
 
-def _say_passed(passed: list[str]) -> None:
-    if passed and dist.get_rank() == 0:
-        print("passing over damaged checkpoints:", *passed, sep="\n  ", flush=True)
+def _unproven(run: RunDirectory) -> set[Path]:
+    """Return what the first rank sees of unproven checkpoints."""
+    seen = [proof.unproven(run.checkpoints, checkpoint.steps(run.checkpoints))]
+    dist.broadcast_object_list(seen)
+    return seen[0]
+
+
+def _pass_over(run: RunDirectory, passed: list[str], aside: list[Path]) -> None:
+    """Say which checkpoints are not gone on from, and lay aside those that are whole. Collective."""
+    if dist.get_rank() == 0:
+        if passed:
+            print("passing over checkpoints:", *passed, sep="\n  ", flush=True)
+        proof.lay_aside(run.checkpoints, aside)
+    dist.barrier()
 
 
 def _load(session: Session, source: Path) -> tuple[Position, list[str], dict[str, Any]]:

@@ -49,6 +49,11 @@ class Metrics:
     host_bytes: int | None = None
     """The same in its host memory."""
 
+    @property
+    def left_out(self) -> bool:
+        """Whether the step changed no weight, as float16 overflowed: a checkpoint before it is as new."""
+        return not math.isfinite(self.grad_norm)
+
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl."""
         values = {

@@ -88,6 +88,8 @@ class Loop:
     """The signal that asked this rank to stop; 0: none did. Ranks agree on it in every step."""
     stopped: int = 0
     """The signal that ended the run after a step; 0: none did."""
+    last_finite: int | None = None
+    """The last step that was finite, of a run that ended because those after it were not."""
     _since: float = field(default_factory=time.perf_counter)
     _left_out: int = 0
     """Steps in a row that were left out for an overflow in float16."""
@@ -162,6 +164,7 @@ class Loop:
                 f"the global batch of step {step + 1} has no {self.work.counted}",
                 cause="all its labels are ignored, or the data is empty",
             )
+        self.last_finite = step + 1 - max(1, self._left_out)
         origins: list[str | None] = [None] * dist.get_world_size()
         self.session.steps = step  # the same random numbers again
         dist.all_gather_object(origins, self.session.find_broken(batch, total=total))
@@ -172,7 +175,8 @@ class Loop:
             f"the {'gradient norm' if math.isfinite(loss) else 'loss'} of step {step + 1} is not finite",
             got=f"loss {loss}, gradient norm {norm}; {where}",
             cause="often a learning rate that is too high, or a damaged sample",
-            fix="lower optimizer.lr or lengthen lr_schedule.warmup_steps; weights and checkpoints are those before it",
+            fix="lower optimizer.lr or lengthen lr_schedule.warmup_steps; started again in its directory, the run goes"
+            " on from its newest checkpoint after which a step was finite",
         )
 
     def _validate(self) -> float:

@@ -107,12 +107,12 @@ def file_names(names: Sequence[str], otherwise: str) -> list[str]:
     """
     firsts = [(name.split() or [""])[0][:60] for name in names]
     words = ["".join(c if c.isalnum() or c in "-." else "_" for c in first) or otherwise for first in firsts]
-    taken, used, chosen = {word.casefold() for word in words}, set[str](), list[str]()
+    reserved, used, chosen = {word.casefold() for word in words}, set[str](), list[str]()
     for number, word in enumerate(words, 1):  # file systems may not tell A from a
         if word.casefold() in used:
             numbered = (f"{word}_{n}" for n in count(number))
-            word = next(name for name in numbered if name.casefold() not in taken)
-            taken.add(word.casefold())
+            word = next(name for name in numbered if name.casefold() not in reserved)
+            reserved.add(word.casefold())
         used.add(word.casefold())
         chosen.append(word)
     return chosen
