@@ -177,7 +177,7 @@ def is_due(config: RunConfig, position: Position, *, left_out: bool = False) -> 
 
     Args:
         config: the config of the run.
-        position: where the step has led.
+        position: the position after the step.
         left_out: whether the step has changed no weight.
     """
     every, last = config.checkpoint.every, position.step == config.train.steps

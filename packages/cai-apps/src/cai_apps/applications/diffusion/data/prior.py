@@ -152,7 +152,8 @@ def _file(home: Path, number: int) -> Path:
 
 def drawing_digest(config: Config, design: Design, base: Path) -> str:
     """Return a digest of what pictures of a class depend on: prompt, options, parts of the pipeline and weights."""
-    folders = (design.family.folder, "vae", *TEXTS[: len(design.texts)])
+    latents = [] if design.autoencoder is None else ["vae"]
+    folders = (design.family.folder, *latents, *TEXTS[: len(design.texts)])
     weights = weights_digest(base, folders, config.data.cache)
     parts = [design.denoiser, design.autoencoder, list(design.texts), design.scheduler]
     tokenizers = tokenizers_digest(load_tokenizers(base, design.texts))
