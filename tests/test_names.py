@@ -30,8 +30,8 @@ PREPOSITIONS = {
 }  # fmt: skip
 QUESTIONS = {"what", "which", "who", "whose", "how", "when", "where", "why"}
 BUDGETS = {
-    "vague": 97,
-    "empty": 60,
+    "vague": 90,
+    "empty": 59,
     "shortened": 0,
     "numbered": 8,
     "one letter": 1997,
