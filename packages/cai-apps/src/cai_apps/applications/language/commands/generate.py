@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -25,6 +25,8 @@ class Arguments:
     temperature: Annotated[float, NATURAL] = 0.8
     """0: always the likeliest token."""
     seed: Annotated[int, SEED] = 0
+    special_tokens: Literal["text", "parse"] = "text"
+    """Control tokens written in the prompt, such as </s>: 'text' like any other, or 'parse' them."""
 
 
 def run(arguments: list[str]) -> int:
@@ -33,6 +35,6 @@ def run(arguments: list[str]) -> int:
 
     run_directory = RunDirectory(options.directory)
     directory = run_directory.export if run_directory.config_file.is_file() else options.directory
-    sampling = {"tokens": options.tokens, "temperature": options.temperature, "seed": options.seed}
-    print(generate(directory, options.prompt, **sampling))
+    names = ("tokens", "temperature", "seed", "special_tokens")
+    print(generate(directory, options.prompt, **{name: getattr(options, name) for name in names}))
     return 0
