@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cai_mesh.errors import CaiError, ConfigError, DataError
 
-ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^/\\]")
-"""Beginning of a URL; `Path` makes one slash of two."""
+ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,3}[^/\\]")
+"""Beginning of a URL; `Path` makes one slash of two, and file: may have three."""
 HUB = re.compile(r"https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 
 
