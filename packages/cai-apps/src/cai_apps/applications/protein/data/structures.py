@@ -177,7 +177,7 @@ def _parent(gemmi: Any, name: str, parents: Mapping[str, str]) -> int:
         if candidate in by_name:
             return by_name[candidate]
     letter = gemmi.find_tabulated_residue(name).one_letter_code.upper()
-    letter = STANDING_FOR.get(letter, letter)
+    letter = str(STANDING_FOR.get(letter, letter))
     return LETTERS.index(letter) if letter.strip() and letter in LETTERS else UNKNOWN
 
 
