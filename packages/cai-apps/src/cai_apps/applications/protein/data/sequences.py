@@ -115,7 +115,13 @@ def read_stockholm(path: Path) -> Alignment:
     for line in _text(path).splitlines():
         if line.strip() and not line.startswith(("#", "//")):
             name, *parts = line.split()
-            rows.setdefault(name, []).append("".join(parts))
+            if len(parts) != 1:
+                raise DataError(
+                    f"{path} has a line that is no row of an alignment",
+                    got=line.strip()[:60],
+                    expected="a name and its aligned sequence, which has no spaces",
+                )
+            rows.setdefault(name, []).append(parts[0])
     if not rows:
         raise DataError(f"{path} has no sequence", expected="lines of a name and its aligned sequence")
     sequences = [(name, "".join(parts).replace(".", "-").replace("~", "-")) for name, parts in rows.items()]
