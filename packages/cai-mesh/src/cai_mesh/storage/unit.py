@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients.gradient_views.parameters import raw_grad, set_raw_grad
+from cai_mesh.gradients.gradient_views.parameters import raw_grad, set_raw_data, set_raw_grad
 from cai_mesh.layout.chunk import FlatChunk, moved
 from cai_mesh.layout.record import Slice, attach, record_of, reduce_of
 from cai_mesh.storage.guards import mark_moved
@@ -107,7 +107,7 @@ class FlatUnit:
         self._set_version(_THERE)
         self.free_storage()
         for param in originals:
-            param.data = param.data.new_empty(0)
+            set_raw_data(param, param.data.new_empty(0))
             mark_moved(param)
 
     def _shard_parameters(

@@ -71,6 +71,11 @@ def set_raw_grad(param: torch.Tensor, gradient: torch.Tensor | None) -> None:
         _FIELD.__set__(param, gradient)
 
 
+def set_raw_data(param: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Put another tensor, of any shape, where a parameter has its values."""
+    _DATA.__set__(param, tensor)
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
