@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cai_apps.compose.causality import check_reads_forwards
 from cai_mesh.errors import ConfigError, did_you_mean
+from cai_mesh.files import check_weights, weight_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +99,7 @@ def pretrained_directory(name: str) -> Path:
     """The directory with the safetensors of a local HF directory, or of a hub id (downloaded if need be).
 
     Raises:
+        CheckpointError: the files of its weights are not sound.
         ConfigError: a preset, which has no weights, or nothing with safetensors under this name.
     """
     if name in presets():
@@ -115,29 +117,9 @@ def pretrained_directory(name: str) -> Path:
         except (OSError, ValueError) as error:
             cause = str(error).splitlines()[0]
             raise ConfigError(f"the weights of {name!r} cannot be downloaded", cause=cause) from None
-    check_safetensors(directory)
+    check_weights(directory)
+    weight_files(directory, error=ConfigError)
     return directory
-
-
-OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
-"""Names of files of weights that are not read: pickles can run code, and the others are of other programs."""
-
-
-def check_safetensors(directory: Path) -> None:
-    """Raises ConfigError for a directory without safetensors; it names weights of other formats that are there."""
-    if any(directory.glob("*.safetensors")):
-        return
-    others = sorted(path.name for pattern in OTHER_FORMATS for path in directory.glob(pattern))
-    raise ConfigError(
-        f"no weights at {directory}: it holds no safetensors",
-        got=", ".join(others[:4]) or None,
-        expected="model.safetensors, or several with their index, as save_pretrained writes them",
-        cause="files of pickles, as .bin and .pt, run code when they are read" if others else "",
-        fix="convert them with the library that wrote them, if you trust them: from_pretrained(DIR), then "
-        "save_pretrained(DIR)"
-        if others
-        else "download the repository's .safetensors; one that has .bin files alone must be converted first",
-    )
 
 
 def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:

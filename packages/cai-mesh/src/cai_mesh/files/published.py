@@ -77,14 +77,23 @@ def weight_files(directory: Path, *, error: type[CaiError] = CheckpointError) ->
         )
     chosen = _of_variant(directory, variants[0], error) if variants else None
     if chosen is None:
-        raise error(
-            f"{directory} holds no safetensors",
-            got=", ".join(sorted(path.name for ending in _OTHERS for path in directory.glob(f"*{ending}")))
-            or None,
-            expected=f"{TRANSFORMERS}.safetensors or {index_name(TRANSFORMERS)}, {DIFFUSERS}.safetensors or "
-            f"{index_name(DIFFUSERS)}, or these of one variant",
-        )
+        raise _no_weights(directory, error)
     return chosen
+
+
+def _no_weights(directory: Path, error: type[CaiError]) -> CaiError:
+    others = sorted(path.name for ending in _OTHERS for path in directory.glob(f"*{ending}"))
+    return error(
+        f"no weights at {directory}: it holds no safetensors",
+        got=", ".join(others[:4]) or None,
+        expected=f"{TRANSFORMERS}.safetensors or {index_name(TRANSFORMERS)}, {DIFFUSERS}.safetensors or "
+        f"{index_name(DIFFUSERS)}, or these of one variant",
+        cause="files of pickles, as .bin and .pt, run code when they are read" if others else "",
+        fix="convert them with the library that wrote them, if you trust them: from_pretrained(DIR), then "
+        "save_pretrained(DIR)"
+        if others
+        else "download the repository's .safetensors; one that has .bin files alone must be converted first",
+    )
 
 
 def _of_variant(directory: Path, variant: str | None, error: type[CaiError]) -> WeightFiles | None:

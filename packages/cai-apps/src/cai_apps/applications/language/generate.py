@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cai_apps.compose.models import check_safetensors
 from cai_apps.data.prepare import check_ids
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_mesh.errors import CheckpointError, ConfigError
-from cai_mesh.files import check_weights
+from cai_mesh.files import check_weights, weight_files
 
 COLDEST = 1e-3
 """Logits are divided by a temperature; by less they would leave the range of their dtype."""
@@ -77,7 +76,7 @@ def _model(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     check_weights(directory)
-    check_safetensors(directory)
+    weight_files(directory, error=ConfigError)
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True

@@ -8,7 +8,6 @@ from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.rules import check_model, check_numbers, check_settings
 from cai_apps.compose.models import check_causal, pretrained_directory
 from cai_apps.config import validation
-from cai_mesh.files import check_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,5 +28,5 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     check_numbers(model.to_dict())
     check_model(config, model)
     if config.model.weights == "pretrained":
-        check_weights(pretrained_directory(config.model.name))
+        pretrained_directory(config.model.name)
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 from cai_apps.applications.diffusion.model.design import RAW, Design
 from cai_apps.applications.diffusion.model.quantization import Kind, quantize_layers
 from cai_apps.compose.blocks import blocks_of
-from cai_apps.compose.models import check_safetensors
 from cai_apps.data.content import digest_of_files
 from cai_gemini import HostModel
 from cai_mesh.errors import CheckpointError, ConfigError
@@ -133,11 +131,6 @@ def _layers(module: nn.Module, names: Sequence[str], prefix: str = "") -> Iterat
             yield from _layers(child, names, f"{prefix}{name}.")
 
 
-WEIGHTS = re.compile(
-    r"^(?:diffusion_pytorch_)?model(?:\.(?P<variant>[\w-]+?))??(?:-\d+-of-\d+)?\.safetensors$"
-)
-
-
 def variant_of(folder: Path) -> str | None:
     """Which variant of the weights a folder of diffusers or transformers holds, such as "bf16"; None: the plain ones.
 
@@ -146,17 +139,7 @@ def variant_of(folder: Path) -> str | None:
         CheckpointError: an index names files outside the folder, or the header of a file is not sound.
     """
     check_weights(folder)
-    check_safetensors(folder)
-    variants = {match["variant"] for file in folder.iterdir() if (match := WEIGHTS.match(file.name))}
-    if None in variants:
-        return None
-    if len(variants) != 1:
-        raise ConfigError(
-            f"no weights at {folder}" if not variants else f"several variants of the weights at {folder}",
-            got=", ".join(sorted(str(name) for name in variants)) or "no .safetensors",
-            expected="a file as save_pretrained writes it, or several, of one variant",
-        )
-    return variants.pop()
+    return weight_files(folder, error=ConfigError).variant
 
 
 def weights_digest(directory: Path, folders: Sequence[str], cache: str) -> str:
