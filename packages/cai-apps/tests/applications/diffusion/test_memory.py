@@ -28,6 +28,7 @@ from cai_apps.applications.diffusion.sampling.scheduler import Options, make_sch
 from cai_apps.cli import main
 from cai_gemini import HostModel
 from cai_mesh.errors import ConfigError
+from cai_mesh.files import index_name
 from cai_mesh.testing import run_ranks
 
 PROMPTS = {"sd": CAPTIONS, "sd3": CAPTIONS, "sd3-t5": CAPTIONS, "dit": ["3", "700", "999"]}
@@ -495,6 +496,11 @@ def test_folders_of_weights(tmp_path):
         with pytest.raises(ConfigError, match="no weights at"):
             variant_of(folder)
         save_file({"weight": torch.zeros(1)}, folder / name)
+        if "-of-" in name:  # as published: nobody can read shards without their index
+            with pytest.raises(ConfigError, match="no weights at"):
+                variant_of(folder)
+            index = {"metadata": {}, "weight_map": {"weight": name}}
+            (folder / index_name("diffusion_pytorch_model", variant)).write_text(json.dumps(index))
         assert variant_of(folder) == variant
         save_file({"weight": torch.zeros(1)}, folder / "model.fp16.safetensors")
         if variant is None:
