@@ -76,8 +76,9 @@ def test_control_tokens_in_a_text_are_text(text):
     assert prompt_ids(tokenizer, text) == ids[:-1]
 
 
-def test_parsed_control_tokens_are_tokens_and_the_end_stands_once():
-    tokenizer = tokenizer_of("<s> $A")
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>", "$A </s>"])
+def test_parsed_control_tokens_are_tokens_and_the_end_stands_once(template):
+    tokenizer = tokenizer_of(template)
     ids = document_ids(tokenizer, ["a</s>b</s>"], "parse")[0]
     assert ids.count(END) == 2
     assert document_ids(tokenizer, ["a</s>b"])[0].count(END) == 1  # and no call changes the next one

@@ -113,11 +113,12 @@ def document_ids(
         special_tokens: whether control tokens in the texts are text, or parsed.
     """
     prefix, suffix = affixes(tokenizer)
-    end = [] if suffix[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
+    end = [tokenizer.eos_token_id]
+    closing = suffix if suffix[-1:] == end else [*suffix, *end]
     documents = []
     for ids in _text_ids(tokenizer, texts, special_tokens):
-        closed = not suffix and ids[-1:] == end
-        documents.append([*prefix, *ids, *suffix, *([] if closed else end)])
+        is_closed = closing == end and ids[-1:] == end
+        documents.append([*prefix, *ids, *([] if is_closed else closing)])
     return documents
 
 
