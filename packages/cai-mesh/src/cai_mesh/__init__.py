@@ -1,7 +1,7 @@
 """Mesh, layouts and contracts that the other cai packages share. Names load their file on first use.
 
-Rooms: `comm`, `layout`, `gradients`, `storage`, `checkpoint`, `trial`, `files`. What a room advertises stands in its
-`__all__`.
+Rooms: `comm`, `layout`, `gradients`, `attention`, `storage`, `checkpoint`, `trial`, `files`. What a room advertises
+stands in its `__all__`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cai_mesh.comm.spec import MeshSpec
 from cai_mesh.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from cai_mesh import checkpoint, gradients, rng, storage, testing, trial
+    from cai_mesh import attention, checkpoint, gradients, rng, storage, testing, trial
     from cai_mesh.comm.build import build_mesh
     from cai_mesh.comm.mesh import ParallelMesh
     from cai_mesh.gradients.norm import clip_grad_norm_
@@ -34,7 +34,7 @@ _HOMES = {
     "build_mesh": "comm",
     "clip_grad_norm_": "gradients",
 }
-_ROOMS = ("checkpoint", "gradients", "rng", "storage", "testing", "trial")
+_ROOMS = ("attention", "checkpoint", "gradients", "rng", "storage", "testing", "trial")
 
 __all__ = [
     "BoxedTensor",
@@ -44,6 +44,7 @@ __all__ = [
     "ModuleLifecycle",
     "ParallelMesh",
     "ReduceSpec",
+    "attention",
     "build_mesh",
     "checkpoint",
     "clip_grad_norm_",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from cai_mesh.comm.handles import CommHandle as CommHandle  # published here, beside the others
@@ -102,6 +103,45 @@ class LinearRule(Protocol):
     def write_weight_grad(
         self, operands: tuple[torch.Tensor, ...], out: torch.Tensor, *, fresh: bool
     ) -> None: ...
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What an attention layer asks of its rule, beside queries, keys and values.
+
+    Args:
+        scale: factor on q @ k.T.
+        causal: a query sees keys up to its own position; the last query is at the position of the last key.
+        window: a query sees its own position and window - 1 before it; None: all.
+        softcap: scores become softcap * tanh(score / softcap), before the mask; None: they stay.
+        dropout: probability of dropping a weight, 0 in evaluation.
+        cu_seqlens: [B, D + 1] int32: document d of row b is at cu_seqlens[b, d]..cu_seqlens[b, d + 1], and sees itself
+            alone. A row ends with Sk, repeated where it has fewer documents. None: a row is one document.
+        mask: bool, True is seen, or floating, added: [B, Sk] or broadcastable to [B, N, Sq, Sk]. It comes on top of
+            causality, window and documents.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    cu_seqlens: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+@runtime_checkable
+class AttentionRule(Protocol):
+    """How a layer attends: on one rank, over ranks that divide its sequence, or with keys that a cache has."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """q [B, N, Sq, H], k and v [B, Nkv, Sk, H] -> [B, N, Sq, H]; traceable by torch.compile.
+
+        Everything beside the tensors is in `call`, so that a forward that is run again in backward sees the same.
+        """
+        ...
 
 
 @runtime_checkable

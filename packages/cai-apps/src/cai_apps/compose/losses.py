@@ -70,15 +70,21 @@ class NextTokenLoss:
         return cls(sharded_logits(model, mesh, mode=mode), kernels)
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
-        """`output.logits` [B, S, V] in that form and labels [B, S] (-100: no target) -> scalar, float32 or wider."""
+        """Return the loss of each place's own label, which is its next token.
+
+        Args:
+            output: its `logits` [B, S, V] are in that form.
+            labels: int64 [B, S]; -100: no target.
+
+        Returns a scalar, float32 or wider.
+        """
+        logits, target = output.logits.flatten(0, 1), self.form.own(labels).flatten()
         if self.form.columns is None:
-            logits = output.logits[:, :-1].flatten(0, 1)
             wide = logits if logits.dtype == torch.float64 else logits.float()
-            return F.cross_entropy(wide, self.form.own(labels[:, 1:]).flatten(), reduction="sum")
-        logits = output.logits.flatten(0, 1)  # all: the last of a sample has no target, and no copy is made
+            return F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
         loss = vocab_parallel_cross_entropy(
             logits,
-            self.form.own(F.pad(labels[:, 1:], (0, 1), value=IGNORED)).flatten(),
+            target,
             self.form.columns,
             vocab_start=self.form.start,
             ignore_index=IGNORED,

@@ -32,7 +32,8 @@ class Split:
         """`input_ids` and `labels`, int64 [len(indices), sequence_length].
 
         The source's last sequence may be short: it is filled with end-of-text tokens whose labels are -100.
-        Labels are not shifted; the loss compares position t with label t + 1. Nothing is random, `positions` not used.
+        `labels` are those of the place they stand at: the next token of the sequence, of which the last has none.
+        Nothing is random, `positions` not used.
         """
         length = self.sequence_length
         ids = np.full((len(indices), length), self.prepared.end_of_text, dtype=np.int64)
@@ -40,7 +41,8 @@ class Split:
         for row, index in enumerate(indices):
             start = (self.first + int(index)) * length
             tokens = self._stream[start : start + length]
-            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
+            ids[row, : len(tokens)] = tokens
+            labels[row, : len(tokens) - 1] = tokens[1:]
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
@@ -72,5 +74,5 @@ def blank(rows: dict[str, Tensor], missing: Tensor) -> dict[str, Tensor]:
 
 
 def count_targets(batch: dict[str, Tensor]) -> int:
-    """Number of tokens with a loss: labels after each sequence's first that are not ignored."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
+    """Number of tokens with a loss: labels that are not ignored."""
+    return int((batch["labels"] != IGNORED).sum())

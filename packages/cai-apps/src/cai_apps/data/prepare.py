@@ -2,6 +2,7 @@
 
     <cache>/<key>/tokenizer/      the HF tokenizer directory that made the ids
     <cache>/<key>/tokens.bin      the ids of all documents, one after the other, uint16 or uint32
+    <cache>/<key>/starts.bin      where documents begin in them, and the end of the last, int64
     <cache>/<key>/dataset.json    dtype, number of tokens, and what they were made of
     <cache>/<key>/files.json      sizes and digests of all these, written last
 
@@ -39,7 +40,7 @@ from cai_mesh.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 3
+FORMAT = 4
 DOCUMENTS_AT_ONCE = 64
 TOKENIZER = "tokenizer"
 
@@ -72,6 +73,13 @@ class Prepared:
     def stream(self) -> np.ndarray:
         """Return all ids, [tokens] uint16 or uint32, mapped read-only."""
         return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
+
+    def starts(self) -> np.ndarray:
+        """Return where documents begin, and the end of the last, int64 [documents + 1], mapped read-only."""
+        return np.memmap(self.directory / "starts.bin", dtype=np.int64, mode="r")
+
+    def trained(self) -> None:
+        """Return None: every token of a text is learned."""
 
 
 def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Prepared:
@@ -119,15 +127,17 @@ def _write(
     directory: Path, data: Data, tokenizer: PreTrainedTokenizerFast, vocab_size: int, origin: dict[str, str]
 ) -> None:
     tokenizer.save_pretrained(directory / TOKENIZER)
-    count = 0
+    starts = [0]
     with (directory / "tokens.bin").open("wb") as file:
         texts = sources.documents(data.source, limit_bytes=data.limit_bytes)
         for ids in tokenize(tokenizer, texts, data.special_tokens):
             check_ids(ids, vocab_size)
             file.write(ids.astype(origin["dtype"]).tobytes())
-            count += len(ids)
+            starts += [starts[-1] + len(ids)] if len(ids) else []
+    count = starts[-1]
     if count == 0:
         raise DataError(f"the dataset is empty: {data.source}", got="no token", expected="some text")
+    np.array(starts, dtype=np.int64).tofile(directory / "starts.bin")
     description: dict[str, Any] = {**origin, "tokens": count, "end_of_text": tokenizer.eos_token_id}
     (directory / "dataset.json").write_text(json.dumps(description), encoding="utf-8")
 

@@ -17,6 +17,9 @@ class Data:
     """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
     special_tokens: Literal["text", "parse"] = "text"
     """Control tokens written in the text, such as </s>: 'text' like any other, or 'parse' them into what they spell."""
+    boundaries: Literal["ignore", "keep"] = "ignore"
+    """ignore: all documents are one stream, cut into sequences, and tokens see the end of the document before. keep: a
+    sequence holds whole documents where they fit, which do not see each other."""
     sequence_length: Annotated[int, Range(least=2)] = 256
     """Tokens of one packed sequence."""
     limit_bytes: Annotated[int | None, COUNT] = None

@@ -7,6 +7,7 @@ Softmax and sum are over the keys; the mask is -inf where a query does not see a
 """
 
 from cai_kernels.attention.choice import AttentionChoice
+from cai_kernels.attention.documents import document_attention
 from cai_kernels.attention.function import attention, explain_attention, varlen_attention
 from cai_kernels.attention.partial import attention_backward, attention_with_lse, merge_attention
 
@@ -15,6 +16,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_with_lse",
+    "document_attention",
     "explain_attention",
     "merge_attention",
     "varlen_attention",

@@ -62,6 +62,15 @@ def small_inputs(
     return inputs | ({"decoder_input_ids": ids.flip(1)} if decodes else {})
 
 
+def documents() -> dict[str, torch.Tensor]:
+    """`position_ids` [2, 12] and `cu_seqlens` [2, 4] of rows with several documents, one of them empty."""
+    lengths = ((5, 7, 0), (3, 4, 5))
+    places = [[place for length in row for place in range(length)] for row in lengths]
+    ends = torch.tensor(lengths).cumsum(1)
+    starts = torch.nn.functional.pad(ends, (1, 0)).int()
+    return {"position_ids": torch.tensor(places), "cu_seqlens": starts}
+
+
 def encoder_states(config: Any) -> dict[str, torch.Tensor]:
     """`encoder_hidden_states` [2, 7, features] in float64 for a decoder, the same at every call."""
     text = config.get_text_config()

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from cai_mesh.attention import NAME as ROUTED
 from cai_mesh.errors import PlanError
-from cai_mesh.trial.inputs import encoder_states, forms_of, parts_of, small_inputs
+from cai_mesh.trial.inputs import documents, encoder_states, forms_of, parts_of, small_inputs
 from cai_mesh.trial.instance import Change, changes_of
 
 
@@ -71,6 +72,8 @@ _SMALL = {
     "max_source_positions": 16,
     "max_target_positions": 64,
     "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "keep_window_size": 4,
     "rotary_dim": 4,
     "mamba_chunk_size": 8,
     "vocab_size": VOCABULARY,
@@ -117,10 +120,15 @@ class SmallModel:
         return (flat * torch.linspace(-1.0, 1.0, flat.numel(), dtype=flat.dtype)).sum()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of its forward, see `small_inputs`: for text ids, attention mask and labels, all [2, 12]."""
+        """The arguments of its forward, see `small_inputs`: for text ids, attention mask and labels, all [2, 12].
+
+        A model whose attention goes by a rule gets rows of several documents in place of a mask.
+        """
         words = getattr(self.config.get_text_config(), "vocab_size", None) or VOCABULARY
         words = min(words, VOCABULARY)
         inputs = small_inputs(self.model_class, self.config, words, labelled=self.labelled, form=self.form)
+        if self.attention == ROUTED and inputs.pop("attention_mask", None) is not None:
+            inputs |= documents()
         return inputs | (encoder_states(self.config) if self.crossed else {})
 
 
@@ -256,7 +264,7 @@ def _shrink(config: Any, shrink: Callable[[Any, int], None], heads: int) -> Any:
         text.decoder_start_token_id = 1
     if getattr(small, "_experts_implementation", None) is not None:
         small._experts_implementation = "eager"
-    if small._attn_implementation not in ("eager", "sdpa"):
+    if small._attn_implementation not in ("eager", "sdpa", ROUTED):
         small._attn_implementation = "sdpa"
     return small
 

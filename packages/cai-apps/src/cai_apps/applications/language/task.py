@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import generate
 from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.documents import check_keeps_documents_apart, document_rule
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
     causal_model,
@@ -28,6 +29,8 @@ from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_names
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
+from cai_apps.data.batches import Samples
+from cai_apps.data.document_rows import split_documents
 from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.data.prepare import Prepared, prepare
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
@@ -36,11 +39,12 @@ from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
+from cai_mesh.attention import route_attention
 from cai_mesh.checkpoint import load_hf, save_hf
 from cai_mesh.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from cai_apps.compose.session import Session
     from cai_apps.run.files.directory import RunDirectory
@@ -79,11 +83,11 @@ def tokenizer_of(run: RunDirectory, config: Config) -> Path | None:
 def workload(config: Config, model: PretrainedConfig) -> Workload:
     """A causal language model of transformers, and its loss on the next token."""
     return Workload(
-        build=lambda: causal_model(model),
-        inputs=lambda batch: {"input_ids": batch["input_ids"]},
+        build=partial(_build, config, model),
+        inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"},
         target=lambda batch: batch["labels"],
         loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
-        example=lambda samples: _example(samples, config.data.sequence_length),
+        example=partial(_example, config),
         initializer=initializer,
         running=PositionsKnown(),
         pretrained=_pretrained(config),
@@ -97,9 +101,21 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     return lambda model: load_hf(model, directory, keys=partial(present_names, model))
 
 
-def _example(samples: int, length: int) -> dict[str, Tensor]:
+def _build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
+    built = causal_model(model)
+    if config.data.boundaries == "keep":
+        route_attention(built, document_rule)
+    return built
+
+
+def _example(config: Config, samples: int) -> dict[str, Tensor]:
+    length = config.data.sequence_length
     ids = torch.zeros(samples, length, dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids}
+    batch = {"input_ids": ids, "labels": ids}
+    if config.data.boundaries == "ignore":
+        return batch
+    starts = torch.tensor([[0, length // 2, length]], dtype=torch.int32).expand(samples, 3).contiguous()
+    return batch | {"position_ids": ids, "cu_seqlens": starts}
 
 
 class LanguageTask:
@@ -113,9 +129,11 @@ class LanguageTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
         check_made(config.model.name)
+        if config.data.boundaries == "keep":
+            check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
         prepared = prepare(config.data, rows, None if before is None else tokenizer_of(before, config))
-        training, _ = split(prepared, config.data.sequence_length, config.data.validation_fraction)
+        training, _ = _split(config, prepared)
         if training.size < config.train.global_batch:
             raise DataError(
                 "a global batch has more samples than the data",
@@ -140,11 +158,11 @@ class LanguageTask:
         length = config.data.sequence_length
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
         flops = token_flops(meta_model(model), model, length)
-        training, validation = split(job.prepared, length, config.data.validation_fraction)
+        training, validation = _split(config, job.prepared)
         return Work(
             workload(config, model),
             training,
-            validation if validation.size else None,
+            validation,
             count=count_targets,
             counted="target tokens",
             unit=Unit("tokens", length),
@@ -163,6 +181,13 @@ class LanguageTask:
 
 
 LANGUAGE = LanguageTask()
+
+
+def _split(config: Config, prepared: Prepared) -> tuple[Samples, Samples | None]:
+    """The sequences that are trained on, and those for validation."""
+    divide = split_documents if config.data.boundaries == "keep" else split
+    training, validation = divide(prepared, config.data.sequence_length, config.data.validation_fraction)
+    return training, validation if validation is not None and validation.size else None
 
 
 def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:

@@ -1,0 +1,14 @@
+"""The seam of attention: a rule computes what the attention layers of a model of transformers ask for."""
+
+from __future__ import annotations
+
+from cai_mesh.attention.masked import document_mask, masked_attention
+from cai_mesh.attention.registry import NAME, attention_layers, route_attention
+
+__all__ = [
+    "NAME",
+    "attention_layers",
+    "document_mask",
+    "masked_attention",
+    "route_attention",
+]

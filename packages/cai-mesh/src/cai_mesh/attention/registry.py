@@ -1,0 +1,127 @@
+"""The entry in transformers' registry of attention functions, through which its layers reach their rule.
+
+A model's layers look the function up by a name in their config. `NAME` is in the registry of functions and not in that
+of masks: transformers then makes no mask, and does not look at positions for documents, for which the host would wait
+in every forward. What a mask would say is in the arguments of the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from cai_mesh.attention.masked import masked_attention
+from cai_mesh.errors import PlanError
+from cai_mesh.protocols import AttentionCall, AttentionRule
+
+NAME = "cai"
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""The name of transformers' registry, which the forward of a layer that uses it names."""
+RULE = "attention_rule"
+"""The attribute of a layer that has its rule."""
+UNUSED = ("s_aux",)
+"""Arguments that change what attention is and that no rule takes: the sinks of gpt-oss."""
+
+
+def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | None = None) -> list[str]:
+    """Let the attention layers of a model of transformers compute by a rule; return their names.
+
+    The model's forward then takes `cu_seqlens` [B, D + 1] int32 beside `position_ids` [B, S] that restart with every
+    document. Whether the model keeps documents apart is not shown by that: its other layers may mix them.
+
+    Args:
+        model: of transformers, on any device; of a part of it that `split` left, the layers that are here.
+        rule: what computes; `masked_attention` is the plain one.
+        window: only layers that have a sliding window, or only those that have none; None: all.
+
+    Raises:
+        PlanError: the model's layers do not look attention up where it could be exchanged.
+    """
+    from transformers import AttentionInterface
+
+    layers = dict(attention_layers(model))
+    if not layers:
+        raise PlanError(
+            "the attention of this model cannot be exchanged",
+            got=type(model).__name__,
+            cause="none of its layers looks its attention up in transformers' registry of attention functions",
+            fix="take a model that does, as most of transformers do (LLaMA, Qwen, Gemma, Mistral, Phi, GPT-2)",
+        )
+    AttentionInterface.register(NAME, attend)
+    if window is not None:
+        layers = {name: layer for name, layer in layers.items() if _has_window(layer) == window}
+    for layer in layers.values():
+        setattr(layer, RULE, rule)
+        layer.config._attn_implementation = NAME  # type: ignore[union-attr]
+    return list(layers)
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules, with their names, whose forward takes its attention from transformers' registry."""
+    for name, module in model.named_modules():
+        source = inspect.unwrap(type(module).forward)
+        if hasattr(module, "config") and isinstance(source, types.FunctionType) and TABLE in _names(source):
+            yield name, module
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute what a layer of transformers asks for by the layer's rule; the registry's function under `NAME`.
+
+    Raises PlanError for arguments that no rule takes.
+    """
+    for name in UNUSED:
+        if others.get(name) is not None:
+            raise PlanError(
+                f"the attention of {type(module).__name__} takes {name}, which no rule has",
+                fix="train it without documents, or another model",
+            )
+    call = AttentionCall(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+        cu_seqlens=cu_seqlens,
+        mask=attention_mask,
+    )
+    rule: AttentionRule = getattr(module, RULE, masked_attention)
+    return rule(query, key, value, call).transpose(1, 2), None
+
+
+def _has_window(layer: nn.Module) -> bool:
+    """Whether a layer slides: as it says itself, or by its kind in the config."""
+    window = getattr(layer, "sliding_window", None)
+    kinds, number = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    if kinds and number is not None:
+        return kinds[number] == "sliding_attention"
+    return window is not None
+
+
+def _names(source: types.FunctionType) -> set[str]:
+    return {name for code in _codes(source.__code__) for name in code.co_names}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
