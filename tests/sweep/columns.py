@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from cai_apps.applications.language.config import Config
@@ -152,7 +153,11 @@ def _microbatches(session: Session, step: int) -> tuple[list[dict[str, torch.Ten
     data = group(session.mesh, ("dp_replicate", "dp_shard"))
     index, ranks = (0, 1) if data is None else (dist.get_rank(data), dist.get_world_size(data))
     rows = slice(index * BATCH // ranks, (index + 1) * BATCH // ranks)
-    pairs = zip(ids[rows].split(MICROBATCH), labels[rows].split(MICROBATCH), strict=True)
+    pairs = zip(
+        ids[rows].split(MICROBATCH),
+        F.pad(labels[rows, 1:], (0, 1), value=-100).split(MICROBATCH),
+        strict=True,
+    )
     return [{"input_ids": i, "labels": t} for i, t in pairs], targets(labels)
 
 

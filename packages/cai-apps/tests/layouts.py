@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -46,6 +47,7 @@ class Case:
     unshard: str = "pass"
     master: str = "whole"
     average: float | None = None
+    documents: bool = False
 
     @property
     def world(self) -> int:
@@ -105,14 +107,32 @@ UNPLANNED = {
     "mamba": {**HIDDEN, "state_size": 4},
 }
 """Types without a tensor-parallel plan, one of them without attention; sizes of their configs."""
+DOCUMENTED = {
+    "qwen3": {**HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8},
+    "gemma3_text": {
+        **HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8,
+        "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mistral": {
+        **HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "sliding_window": 4,
+    },
+    "phi3": {
+        **HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0,
+        "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "olmoe": {**HIDDEN, "num_attention_heads": 4, "intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""Types that are trained on rows of documents beside llama and GPT-2, two of them with windows."""
 
 
 def model_config(name: str):
     """A llama with grouped key/value heads, a GPT-2 (tied embeddings, Conv1D) or one of `UNPLANNED`, no dropout."""
     from transformers import AutoConfig
 
-    if name in UNPLANNED:
-        return AutoConfig.for_model(name, **UNPLANNED[name])
+    if name in UNPLANNED | DOCUMENTED:
+        config = AutoConfig.for_model(name, **(UNPLANNED | DOCUMENTED)[name])
+        config._experts_implementation = "eager"  # torch's grouped products take no float64
+        return config
 
     if name == "llama":
         return AutoConfig.for_model(
@@ -151,7 +171,7 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
     return Config(
         parallel=parallel,
         train=train,
-        data=Data(sequence_length=LENGTH),
+        data=Data(sequence_length=LENGTH, boundaries="keep" if case.documents else "ignore"),
         precision=c.Precision(compute=dtype, master=case.master, linear=case.linear),  # type: ignore[arg-type]
         memory=c.Memory(recompute=case.recompute),  # type: ignore[arg-type]
         optimizer=c.Optimizer(lr=1e-2, clip=1.0, ema_decay=case.average),
@@ -184,8 +204,12 @@ def twin(
     linear: str = "compute",
     microbatch: int = BATCH,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    one_by_one: bool = False,
 ):
-    """Losses, first gradients and final parameters of a plain loop. `lr_scale` of a param group multiplies its rate."""
+    """Losses, first gradients and final parameters of a plain loop. `lr_scale` of a param group multiplies its rate.
+
+    One by one: each document of `bounds` alone, as a row of its own.
+    """
     model = materialize(
         meta_model(model_config(name)), initializer, seed=7, dtype=DTYPES[dtype], device=torch.device("cpu")
     )
@@ -195,8 +219,14 @@ def twin(
     losses, first = [], {}
     for step in range(steps):
         ids, labels = batch(step)
+        if one_by_one:
+            labels, _ = documents(step)
         total, loss = int((labels[:, 1:] != -100).sum()), 0.0
-        for i, t in zip(ids.split(microbatch), labels.split(microbatch), strict=True):
+        for i, t in (
+            _alone(ids, labels, step)
+            if one_by_one
+            else zip(ids.split(microbatch), labels.split(microbatch), strict=True)
+        ):
             logits = model(input_ids=i, use_cache=False).logits[:, :-1].flatten(0, 1)
             part = nn.functional.cross_entropy(logits, t[:, 1:].flatten(), reduction="sum") / total
             part.backward()
@@ -212,14 +242,40 @@ def twin(
     return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+def _alone(ids: torch.Tensor, labels: torch.Tensor, step: int):
+    for row, places in enumerate(bounds(step)):
+        for first, end in itertools.pairwise(places):
+            yield ids[row : row + 1, first:end], labels[row : row + 1, first:end]
+
+
 def session_of(name: str, case: Case, dtype: str, steps: int = STEPS) -> Session:
     config = run_config(case, dtype, steps)
     return apply(config, workload(config, model_config(name)), device=torch.device("cpu"))
 
 
+def bounds(step: int) -> list[list[int]]:
+    """Where the documents of each row of a global batch begin and end: up to four, the first row one."""
+    random = torch.Generator().manual_seed(2000 + step)
+    cuts = [torch.randperm(LENGTH - 1, generator=random)[: row % 4] + 1 for row in range(BATCH)]
+    return [[0, *sorted(places.tolist()), LENGTH] for places in cuts]
+
+
+def documents(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Labels whose boundaries have no target, and what a batch says of them."""
+    labels, rows = batch(step)[1], bounds(step)
+    for row, places in enumerate(rows):
+        labels[row, places[:-1]] = -100
+    positions = [[p for a, b in itertools.pairwise(places) for p in range(b - a)] for places in rows]
+    starts = torch.tensor([[*places, *[LENGTH] * (5 - len(places))] for places in rows], dtype=torch.int32)
+    return labels, {"position_ids": torch.tensor(positions), "cu_seqlens": starts}
+
+
 def microbatches_of(session: Session, case: Case, step: int):
     """This data rank's microbatches of a global step, and the targets in the whole of it."""
     ids, labels = batch(step)
+    more: dict[str, torch.Tensor] = {}
+    if case.documents:
+        labels, more = documents(step)
     total = int((labels[:, 1:] != -100).sum())
     ranks = case.data * case.replicate
     mine = (
@@ -227,8 +283,14 @@ def microbatches_of(session: Session, case: Case, step: int):
     )
     rows = slice(mine * BATCH // ranks, (mine + 1) * BATCH // ranks)
     size = session.config.train.microbatch_size
-    pairs = zip(ids[rows].split(size), labels[rows].split(size), strict=True)
-    return [{"input_ids": i, "labels": t} for i, t in pairs], total
+    whole = {"input_ids": ids, "labels": shifted(labels)} | more
+    pieces = {name: value[rows].split(size) for name, value in whole.items()}
+    return [dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)], total
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels as a batch has them: each place's is the next token's."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def train_steps(

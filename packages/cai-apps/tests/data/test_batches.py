@@ -23,14 +23,14 @@ def test_sequences_are_cut_from_the_stream(prepared):
     training, _ = split(prepared, 10, 0.0)
     rows = training.rows(np.array([0, 3]), np.arange(2))
     assert rows["input_ids"].tolist() == [list(range(10, 20)), list(range(40, 50))]
-    assert torch.equal(rows["labels"], rows["input_ids"])
+    assert rows["labels"].tolist() == [[*range(11, 20), IGNORED], [*range(41, 50), IGNORED]]
 
 
 def test_short_last_sequence_is_filled_and_not_a_target(prepared):
     training, _ = split(prepared, 10, 0.0)
     rows = training.rows(np.array([10]), np.arange(1))
     assert rows["input_ids"].tolist() == [[110, 111, 112, *[END] * 7]]
-    assert rows["labels"].tolist() == [[110, 111, 112, *[IGNORED] * 7]]
+    assert rows["labels"].tolist() == [[111, 112, *[IGNORED] * 8]]
     assert count_targets(rows) == 2
 
 

@@ -110,7 +110,7 @@ class AttentionCall:
     """What an attention layer asks of its rule, beside queries, keys and values.
 
     Args:
-        scale: factor on q @ k.T.
+        scale: factor on query @ key.T.
         causal: a query sees keys up to its own position; the last query is at the position of the last key.
         window: a query sees its own position and window - 1 before it; None: all.
         softcap: scores become softcap * tanh(score / softcap), before the mask; None: they stay.
@@ -135,9 +135,9 @@ class AttentionRule(Protocol):
     """How a layer attends: on one rank, over ranks that divide its sequence, or with keys that a cache has."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        """q [B, N, Sq, H], k and v [B, Nkv, Sk, H] -> [B, N, Sq, H]; traceable by torch.compile.
+        """[B, N, Sq, H], [B, Nkv, Sk, H] twice -> [B, N, Sq, H]; traceable by torch.compile.
 
         Everything beside the tensors is in `call`, so that a forward that is run again in backward sees the same.
         """

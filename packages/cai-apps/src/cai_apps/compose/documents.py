@@ -29,15 +29,15 @@ LENGTHS = ((5, 7), (3, 9))
 """Documents of the rows that are tried."""
 
 
-def document_rule(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Attend by the fastest form: an `AttentionRule` of cai_kernels."""
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
     options |= {"softcap": call.softcap, "dropout": call.dropout}
-    if call.mask is not None or q.shape[-2] != k.shape[-2]:
-        return masked_attention(q, k, v, call)
+    if call.mask is not None or query.shape[-2] != key.shape[-2]:
+        return masked_attention(query, key, value, call)
     if call.cu_seqlens is None:
-        return attention(q, k, v, **options)
-    return document_attention(q, k, v, call.cu_seqlens, **options)
+        return attention(query, key, value, **options)
+    return document_attention(query, key, value, call.cu_seqlens, **options)
 
 
 def check_keeps_documents_apart(model: PreTrainedModel, name: str) -> None:

@@ -44,11 +44,11 @@ class DocumentRows:
     Args:
         source: the documents.
         length: tokens of a row.
-        first: where each piece begins in the stream, int64 [pieces].
+        first: the first place of each piece in the stream, int64 [pieces].
         sizes: tokens of each piece, int64 [pieces].
         last: whether a piece ends its document, bool [pieces].
         order: the pieces row by row, int64 [pieces].
-        rows_at: where the pieces of each row begin in `order`, int64 [rows + 1].
+        rows_at: the first place of each row in `order`, int64 [rows + 1].
     """
 
     source: TokenizedDocuments
@@ -125,11 +125,11 @@ class DocumentRows:
         ids, end = self._stream[first : first + size + 1], at + size
         batch["input_ids"][row, at:end] = ids[:size]
         batch["position_ids"][row, at:end] = np.arange(size)
-        known = size - 1 if self.last[piece] else size
-        labels = ids[1 : known + 1].astype(np.int64)
+        labelled = size - 1 if self.last[piece] else size
+        labels = ids[1 : labelled + 1].astype(np.int64)
         if self._trained is not None:
-            labels = np.where(self._trained[first + 1 : first + known + 1], labels, IGNORED)
-        batch["labels"][row, at : at + known] = labels
+            labels = np.where(self._trained[first + 1 : first + labelled + 1], labels, IGNORED)
+        batch["labels"][row, at : at + labelled] = labels
         return end
 
 

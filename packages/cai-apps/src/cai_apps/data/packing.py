@@ -13,7 +13,7 @@ def cut(starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where the pieces of documents begin, and their sizes, int64 [pieces] each.
 
     Args:
-        starts: where documents begin in their stream, and the end of the last, int64 [documents + 1].
+        starts: the documents' first places in their stream, and the end of the last, int64 [documents + 1].
         length: the largest size of a piece. A longer document is cut; only its last piece is shorter.
     """
     sizes = np.diff(starts)
@@ -28,7 +28,7 @@ def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return which pieces lie in which row: the pieces' numbers row by row, and where each row's begin.
 
     Args:
-        sizes: of the pieces, at least 1 and at most `length`, int64 [pieces].
+        sizes: tokens of each piece, at least 1 and at most `length`, int64 [pieces].
         length: the size of a row.
 
     Returns int64 [pieces] and [rows + 1]. In a row the pieces keep their order. The same sizes give the same rows.

@@ -112,7 +112,6 @@ def varlen_attention(
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """Attention within each of many sequences that are packed one after the other.
@@ -124,11 +123,10 @@ def varlen_attention(
         cu_seqlens_k: the same for k and v; by default cu_seqlens.
         max_seqlen: the longest sequence of q and of k, or more; by default T or Tk, whichever is larger. An exact
             value avoids empty programs.
-        causal, window, softcap: as in `attention`; where lengths differ, the last query is at the position of the last
-            key.
+        causal, window: as in `attention`; where lengths differ, the last query is at the position of the last key.
         scale: factor on q @ k.T; None: 1 / sqrt(H).
-        backend: "auto" (torch's flash operator on CUDA for bfloat16 and float16 with H a multiple of 8 up to 256 and no
-            soft cap, else Triton on CUDA, else the reference), "triton" or "reference".
+        backend: "auto" (torch's flash operator on CUDA for bfloat16 and float16 with H a multiple of 8 up to 256,
+            else Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns [T, N, H] in q's dtype. Differentiable in q, k and v. A query that sees no key gives zeros. Nothing waits
     for the lengths on the host, except the reference. Raises `KernelError` naming the argument that does not fit.
@@ -142,15 +140,11 @@ def varlen_attention(
         if tensor.shape != starts[0].shape or tensor.dim() != 1 or not tensor.numel():
             raise KernelError(f"{name} has a wrong shape", got=tuple(tensor.shape), expected="[B + 1]")
     _check_window(window)
-    _check_softcap(softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if form == "reference":
-        return reference.varlen_attention(
-            q, k, v, starts, scale=scale, causal=causal, window=window, softcap=softcap
-        )
+        return reference.varlen_attention(q, k, v, starts, scale=scale, causal=causal, window=window)
     longest = max(q.shape[0], k.shape[0]) if max_seqlen is None else max_seqlen
-    flash = softcap is None and why_not_flash(q) is None
-    if backend == "auto" and flash and q.numel() and k.numel():
+    if backend == "auto" and why_not_flash(q) is None and q.numel() and k.numel():
         window_left = -1 if window is None else window - 1
         return torch.ops.aten._flash_attention_forward(
             q, k, v, *starts, longest, longest, 0.0, causal, False,
@@ -160,7 +154,7 @@ def varlen_attention(
 
     if q.shape[-1] > triton.MAX_HEAD:
         raise KernelError("head dim is too large for Triton", got=q.shape[-1], expected=triton.MAX_HEAD)
-    options = triton.Options(scale, causal, window or 0, softcap or 0.0, longest, longest)
+    options = triton.Options(scale, causal, window=window or 0, longest_query=longest, longest_key=longest)
     heads_first = (t.transpose(0, 1) for t in (q, k, v))
     query_starts, key_starts = starts
     out, _ = triton.attention(*heads_first, options, query_starts=query_starts, key_starts=key_starts)
@@ -259,7 +253,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, question: Question
             got=f"{q.shape[2]} queries, {k.shape[2]} keys",
             fix="pass a mask, or varlen_attention, where the last query stands at the last key",
         )
-    _check_softcap(question.softcap)
+    if question.softcap is not None and not question.softcap > 0:
+        raise KernelError("softcap must be positive", got=question.softcap)
     if not 0 <= question.dropout < 1:
         raise KernelError("dropout must be in [0, 1)", got=question.dropout)
 
@@ -267,11 +262,6 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, question: Question
 def _check_window(window: int | None) -> None:
     if window is not None and window < 1:
         raise KernelError("window must be positive", got=window, fix="None for no window")
-
-
-def _check_softcap(softcap: float | None) -> None:
-    if softcap is not None and not softcap > 0:
-        raise KernelError("softcap must be positive", got=softcap)
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:

@@ -81,7 +81,6 @@ def varlen_attention(
     scale: float,
     causal: bool = False,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """q [T, N, H], k and v [Tk, Nkv, H] -> [T, N, H]: one attention a sequence. The host waits for the starts."""
     pieces = []
@@ -89,6 +88,5 @@ def varlen_attention(
         *(itertools.pairwise(s.tolist()) for s in starts), strict=True
     ):
         one = (t.transpose(0, 1) for t in (q[first:end], k[key_first:key_end], v[key_first:key_end]))
-        out, _ = attention(*one, scale=scale, causal=causal, window=window, softcap=softcap)
-        pieces.append(out.transpose(0, 1))
+        pieces.append(attention(*one, scale=scale, causal=causal, window=window)[0].transpose(0, 1))
     return torch.cat([*pieces, q.new_zeros(q.shape[0] - sum(len(p) for p in pieces), *q.shape[1:])])

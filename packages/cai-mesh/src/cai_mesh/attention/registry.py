@@ -35,15 +35,13 @@ def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | Non
     document. Whether the model keeps documents apart is not shown by that: its other layers may mix them.
 
     Args:
-        model: of transformers, on any device; of a part of it that `split` left, the layers that are here.
-        rule: what computes; `masked_attention` is the plain one.
+        model: a model of transformers on any device, or the part of one that `split` left.
+        rule: the computation; `masked_attention` is the plain one.
         window: only layers that have a sliding window, or only those that have none; None: all.
 
     Raises:
         PlanError: the model's layers do not look attention up where it could be exchanged.
     """
-    from transformers import AttentionInterface
-
     layers = dict(attention_layers(model))
     if not layers:
         raise PlanError(
@@ -52,10 +50,10 @@ def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | Non
             cause="none of its layers looks its attention up in transformers' registry of attention functions",
             fix="take a model that does, as most of transformers do (LLaMA, Qwen, Gemma, Mistral, Phi, GPT-2)",
         )
-    AttentionInterface.register(NAME, attend)
     if window is not None:
         layers = {name: layer for name, layer in layers.items() if _has_window(layer) == window}
     for layer in layers.values():
+        _table(layer).register(NAME, attend)
         setattr(layer, RULE, rule)
         layer.config._attn_implementation = NAME  # type: ignore[union-attr]
     return list(layers)
@@ -64,9 +62,16 @@ def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | Non
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules, with their names, whose forward takes its attention from transformers' registry."""
     for name, module in model.named_modules():
-        source = inspect.unwrap(type(module).forward)
-        if hasattr(module, "config") and isinstance(source, types.FunctionType) and TABLE in _names(source):
+        if hasattr(module, "config") and _table(module) is not None:
             yield name, module
+
+
+def _table(module: nn.Module) -> Any:
+    """The registry that the code of a module's forward names; None: it names none."""
+    source = inspect.unwrap(type(module).forward)
+    if not isinstance(source, types.FunctionType) or TABLE not in _names(source):
+        return None
+    return source.__globals__.get(TABLE)
 
 
 def attend(
@@ -75,32 +80,32 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute what a layer of transformers asks for by the layer's rule; the registry's function under `NAME`.
 
-    Raises PlanError for arguments that no rule takes.
+    Args:
+        module: the layer.
+        query, key, value: [B, N, Sq, H] and [B, Nkv, Sk, H].
+        attention_mask: as in `AttentionCall`.
+        options: those that transformers gives every such function, and `cu_seqlens`.
+
+    Returns [B, Sq, N, H], and no weights. Raises PlanError for arguments that no rule takes.
     """
     for name in UNUSED:
-        if others.get(name) is not None:
+        if options.get(name) is not None:
             raise PlanError(
                 f"the attention of {type(module).__name__} takes {name}, which no rule has",
                 fix="train it without documents, or another model",
             )
+    scaling, causal = options.get("scaling"), options.get("is_causal")
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-        window=sliding_window,
-        softcap=softcap,
-        dropout=dropout,
-        cu_seqlens=cu_seqlens,
+        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        dropout=options.get("dropout", 0.0),
+        cu_seqlens=options.get("cu_seqlens"),
         mask=attention_mask,
     )
     rule: AttentionRule = getattr(module, RULE, masked_attention)

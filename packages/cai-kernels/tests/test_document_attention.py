@@ -1,0 +1,112 @@
+"""Rows of documents: each document's attention is its own, in every form and with its gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from kernel_checks import DEVICE
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cai_kernels import KernelError, document_attention
+from cai_kernels.attention import reference
+from cai_kernels.testing import results
+
+BOUNDS = ((0, 5, 5, 33, 37), (0, 37, 37, 37, 37), (0, 1, 2, 20, 37))
+"""Where documents of three rows of 37 begin; some are empty."""
+FORMS = [{}, {"window": 6}, {"softcap": 2.0}, {"causal": False}, {"window": 4, "softcap": 3.0, "scale": 0.3}]
+
+
+def tensors(heads=4, key_heads=2, head=16, length=37, dtype=torch.float32, device=DEVICE):
+    random = torch.Generator().manual_seed(head)
+    shapes = [(3, length, n, head) for n in (heads, key_heads, key_heads, heads)]
+    return [torch.randn(s, generator=random).to(device, dtype).transpose(1, 2) for s in shapes]
+
+
+def one_by_one(bounds, **form):
+    form = {"causal": True, "scale": 0.25} | form
+
+    def run(q, k, v):
+        rows = [
+            torch.cat(
+                [
+                    reference.attention(q[row, :, a:b], k[row, :, a:b], v[row, :, a:b], **form)[0]
+                    for a, b in itertools.pairwise(places)
+                    if a < b
+                ],
+                1,
+            )
+            for row, places in enumerate(bounds)
+        ]
+        return torch.stack(rows)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_each_document_is_alone(form, backend):
+    q, k, v, dout = tensors()
+    starts = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
+    form = {"scale": 0.25} | form
+    ours = results(
+        lambda q, k, v: document_attention(q, k, v, starts, backend=backend, **form), [q, k, v], [dout]
+    )
+    theirs = results(one_by_one(BOUNDS, **form), [q, k, v], [dout])
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_float64_and_dropout_take_the_mask():
+    q, k, v, _ = tensors(dtype=torch.float64)
+    starts = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
+    torch.testing.assert_close(
+        document_attention(q, k, v, starts, scale=0.25), one_by_one(BOUNDS)(q, k, v), rtol=1e-9, atol=1e-12
+    )
+    torch.manual_seed(0)
+    dropped = document_attention(q, k, v, starts, dropout=0.5)
+    assert not torch.equal(dropped, document_attention(q, k, v, starts))
+    assert torch.equal(dropped[2, :, 0] != 0, dropped[2, :, 0] != 0) and dropped.isfinite().all()
+
+
+def test_one_graph_and_no_values():
+    q, k, v, _ = tensors()
+    starts = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
+    compiled = torch.compile(document_attention, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v, starts), document_attention(q, k, v, starts))
+    torch.testing.assert_close(compiled(q, k, v, starts.flip(0)), document_attention(q, k, v, starts.flip(0)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        shapes = [fake.from_tensor(t) for t in (q, k, v, starts)]
+        assert document_attention(*shapes).shape == q.shape
+
+
+def test_what_does_not_fit_is_named():
+    q, k, v, _ = tensors()
+    starts = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
+    for match, arguments in (
+        ("cu_seqlens has a wrong shape", (q, k, v, starts[0])),
+        ("cu_seqlens has a wrong shape", (q, k, v, starts[:2])),
+        ("cu_seqlens has an unsupported dtype", (q, k, v, starts.long())),
+        ("as many queries as keys", (q, k[:, :, 1:], v[:, :, 1:], starts)),
+    ):
+        with pytest.raises(KernelError, match=match):
+            document_attention(*arguments)
+    with pytest.raises(KernelError, match='"triton" attention cannot run here'):
+        document_attention(q, k, v, starts, dropout=0.1, backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_on_the_gpu(form, dtype):
+    q, k, v, dout = tensors(8, 2, 64, 37, dtype, "cuda")
+    starts = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
+    form = {"scale": 0.25} | form
+    ours = results(lambda q, k, v: document_attention(q, k, v, starts, **form), [q, k, v], [dout])
+    exact = results(one_by_one(BOUNDS, **form), [t.double() for t in (q, k, v)], [dout.double()])
+    for got, want in zip(ours, exact, strict=True):
+        torch.testing.assert_close(
+            got, want.to(dtype), rtol=2e-2, atol=5e-2 if dtype != torch.float32 else 2e-3
+        )

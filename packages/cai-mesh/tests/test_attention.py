@@ -1,0 +1,108 @@
+"""The seam of attention: a model's layers compute by a rule, and what they ask for is what transformers would do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cai_mesh.attention import NAME, attention_layers, masked_attention, route_attention
+from cai_mesh.errors import PlanError
+from cai_mesh.protocols import AttentionCall, AttentionRule
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+KINDS = {
+    "llama": {},
+    "gemma2": {"sliding_window": 3, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {"sliding_window": 3},
+    "gpt_neox": {"attention_dropout": 0.0},
+}
+
+
+def model_of(kind, attention="eager"):
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})
+    torch.manual_seed(0)
+    return (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_rule_is_what_transformers_does(kind):
+    ids = torch.randint(1, 64, (2, 9))
+    expected = model_of(kind)(input_ids=ids).logits
+    model = model_of(kind)
+    assert len(route_attention(model, masked_attention)) == 2
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 7:] = False
+    expected = model_of(kind)(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(
+        model(input_ids=ids, attention_mask=mask).logits[mask], expected[mask], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_a_row_are_alone(kind):
+    ids, plain, model = torch.randint(1, 64, (1, 9)), model_of(kind), model_of(kind)
+    route_attention(model, masked_attention)
+    rows = model(
+        input_ids=ids,
+        position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]),
+        cu_seqlens=torch.tensor([[0, 5, 9, 9]], dtype=torch.int32),
+    ).logits
+    for first, end in ((0, 5), (5, 9)):
+        torch.testing.assert_close(
+            rows[:, first:end], plain(input_ids=ids[:, first:end]).logits, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_layers_of_one_kind_take_another_rule():
+    model, calls = model_of("gemma3_text"), []
+
+    def rule(q, k, v, call: AttentionCall):
+        calls.append(call.window)
+        return masked_attention(q, k, v, call)
+
+    assert isinstance(rule, AttentionRule)
+    assert route_attention(model, rule, window=True) == ["model.layers.0.self_attn"]
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert calls == [3]
+    route_attention(model, rule, window=False)
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert calls == [3, 3, None]
+    assert all(layer.config._attn_implementation == NAME for _, layer in attention_layers(model))
+
+
+def test_a_cache_of_earlier_keys():
+    model, plain = model_of("llama"), model_of("llama")
+    route_attention(model, masked_attention)
+    ids = torch.randint(1, 64, (1, 9))
+    first = model(input_ids=ids[:, :5], use_cache=True)
+    rest = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(rest, plain(input_ids=ids).logits[:, 5:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_the_registry_is_refused():
+    with pytest.raises(PlanError, match="cannot be exchanged"):
+        route_attention(nn.Linear(2, 2), masked_attention)
+
+
+def test_sinks_are_refused():
+    config = transformers.AutoConfig.for_model("gpt_oss", **{**SIZES, "num_local_experts": 2})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    route_attention(model, masked_attention)
+    with pytest.raises(PlanError, match="s_aux"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
