@@ -14,7 +14,6 @@ of its own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cai_apps.data import sources
-from cai_apps.data.sealed import open_or_make
+from cai_apps.data.documents import TOKENIZER, TOKENS, dtype_of
+from cai_apps.data.sealed import key_of, open_or_make
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import (
     SpecialTokens,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 DOCUMENTS_AT_ONCE = 64
-TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Prepared:
 
     def stream(self) -> np.ndarray:
         """Return all ids, [tokens] uint16 or uint32, mapped read-only."""
-        return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
+        return np.memmap(self.directory / TOKENS, dtype=self.dtype, mode="r", shape=(self.tokens,))
 
 
 def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Prepared:
@@ -87,20 +86,16 @@ def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Prepa
             loaded.
         DataError: the source is missing, empty or broken, or the tokenizer has ids the model has no row for.
     """
-    text = _digest(sources.content(data.source, data.cache), data.limit_bytes)
+    text = key_of(sources.content(data.source, data.cache), data.limit_bytes)
     loaded = load_tokenizer(_tokenizer(data, vocab_size, text) if tokenizer is None else tokenizer)
-    vocabulary, dtype = tokenizer_digest(loaded), "uint16" if vocab_size <= 2**16 else "uint32"
+    vocabulary, dtype = tokenizer_digest(loaded), dtype_of(vocab_size)
     origin = {"text": text, "vocabulary": vocabulary, "dtype": dtype}
     directory = open_or_make(
         data.cache,
-        _digest(FORMAT, origin, data.special_tokens, vocab_size),
+        key_of(FORMAT, origin, data.special_tokens, vocab_size),
         lambda scratch: _write(scratch, data, loaded, vocab_size, origin),
     )
     return Prepared(directory, **json.loads((directory / "dataset.json").read_text(encoding="utf-8")))
-
-
-def _digest(*inputs: object) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def _tokenizer(data: Data, vocab_size: int, text: str) -> str | Path:
@@ -112,7 +107,7 @@ def _tokenizer(data: Data, vocab_size: int, text: str) -> str | Path:
         trained = train_tokenizer(sources.documents(data.source, limit_bytes=data.limit_bytes), vocab_size)
         trained.save_pretrained(directory / TOKENIZER)
 
-    return open_or_make(data.cache, _digest(FORMAT, TOKENIZER, text, vocab_size), train) / TOKENIZER
+    return open_or_make(data.cache, key_of(FORMAT, TOKENIZER, text, vocab_size), train) / TOKENIZER
 
 
 def _write(
@@ -120,7 +115,7 @@ def _write(
 ) -> None:
     tokenizer.save_pretrained(directory / TOKENIZER)
     count = 0
-    with (directory / "tokens.bin").open("wb") as file:
+    with (directory / TOKENS).open("wb") as file:
         texts = sources.documents(data.source, limit_bytes=data.limit_bytes)
         for ids in tokenize(tokenizer, texts, data.special_tokens):
             check_ids(ids, vocab_size)
