@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from chat_templates import Form
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from cai_apps.data.chat.template import load_template
 
 TEXTS = [
     "Hello there! So long, and be kind. It is 5. Hi, bye; user assistant system tool",
@@ -54,3 +59,10 @@ def tokenizer_of(family: str, tokens=(), *, bos=None, eos=None, template=None, r
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, bos_token=bos, eos_token=eos)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def setting(form: Form, family: str = "bytes", **options) -> SimpleNamespace:
+    """A form's tokenizer and template."""
+    own = {"bos": form.bos, "eos": form.eos, "template": form.template, "rstrip": form.rstrip}
+    tokenizer = tokenizer_of(family, form.tokens, **{**own, **options})
+    return SimpleNamespace(tokenizer=tokenizer, template=load_template(tokenizer))

@@ -156,6 +156,11 @@ class ControlTokens:
         return Pieces(text, [number for ids, _ in encodings for number in ids], offsets[:, 0], offsets[:, 1])
 
 
+def place_without(mark: str, text: str, place: int) -> int:
+    """Return a place of a text as it is without the marks before it."""
+    return place - text.count(mark, 0, place) if mark else place
+
+
 def _any_of(names: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, _longest_first(names))) or "(?!)")
 

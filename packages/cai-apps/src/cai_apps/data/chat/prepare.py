@@ -90,23 +90,13 @@ def conversation_of(record: Record) -> Conversation:
     """
     if isinstance(record.value, DataError):
         raise record.value
-    with _placed(record.place):
+    with placed(record.place):
         return read_conversation(record.value)
 
 
-def example_of(record: Record, conversation: Conversation, renderer: Renderer) -> Example:
-    """Return the example of a record's conversation.
-
-    Raises:
-        DataError: it cannot be rendered; names the record's place.
-    """
-    with _placed(record.place):
-        return renderer.render(conversation)
-
-
 @contextmanager
-def _placed(place: str) -> Iterator[None]:
-    """Inside, what is wrong with a record is raised with its place."""
+def placed(place: str) -> Iterator[None]:
+    """Inside, what is wrong with a record is raised with its place before it."""
     try:
         yield
     except DataError as error:
@@ -162,7 +152,8 @@ def _examples(data: ChatData, renderer: Renderer) -> Iterator[Example]:
     for record in read_records(data.source):
         try:
             conversation = conversation_of(record)
-            example = example_of(record, conversation, renderer)
+            with placed(record.place):
+                example = renderer.render(conversation)
         except DataError as error:
             fix = f"{error.fix}; `cai data check` lists every such line".removeprefix("; ")
             raise _changed(error, fix=fix) from None

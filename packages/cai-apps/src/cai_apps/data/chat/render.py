@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cai_apps.data.chat.control import ControlTokens, Pieces
+from cai_apps.data.chat.control import ControlTokens, Pieces, place_without
 from cai_apps.data.chat.messages import ASSISTANT, ROLES, Conversation
 from cai_apps.data.chat.spans import LETTERS, Places
 from cai_apps.data.chat.template import ChatTemplate, roles_of
@@ -106,18 +106,20 @@ class Renderer:
         places.check_complete()
         turns = self._turns(safe)
         answers = [turn for turn in turns if safe.messages[turn].role == ASSISTANT]
-        spans, contents = (
-            places.answers(answers),
-            places.contents([turn for turn in turns if turn not in answers]),
-        )
+        questions = [turn for turn in turns if turn not in answers]
         tokens = self._control.tokenize(rendering.text, mark)
         trained = np.zeros(len(tokens.ids), dtype=bool)
-        for parts in spans:
-            marks = [_tokens_within(tokens, start, end) for start, end in parts]
-            self._check_end(tokens, marks[-1], parts[-1][1])
+
+        def within(span: tuple[int, int], *, is_answer: bool) -> np.ndarray:
+            start, end = (place_without(mark, rendering.text, place) for place in span)
+            return _tokens_within(tokens, start, end, is_answer=is_answer)
+
+        for spans in places.answers(answers):
+            marks = [within(span, is_answer=True) for span in spans]
+            self._check_end(tokens, marks[-1])
             trained |= np.any(marks, axis=0)
-        for start, end in contents:
-            trained |= _tokens_within(tokens, start, end, is_answer=False)
+        for span in places.contents(questions):
+            trained |= within(span, is_answer=False)
         ids = np.array(tokens.ids, dtype=np.int64)
         if len(ids) > 1 and ids[0] == ids[1] == self._bos != self._eos:
             raise DataError(
@@ -126,6 +128,11 @@ class Renderer:
                 fix="write {{ bos_token }} once in the chat template",
             )
         return Example(ids, trained), _parts(tokens, trained)
+
+    def end_of(self, example: Example) -> int:
+        """Return the id of the last control token that is trained on; -1: there is none."""
+        numbers = reversed(example.ids[example.trained].tolist())
+        return next((number for number in numbers if self._control.is_control(number)), -1)
 
     def _turns(self, conversation: Conversation) -> list[int]:
         """Return the numbers of the messages that are trained on."""
@@ -141,13 +148,15 @@ class Renderer:
             )
         return turns[-1:] if self._trained == (LAST,) else turns
 
-    def _check_end(self, tokens: Pieces, marks: np.ndarray, end: int) -> None:
+    def _check_end(self, tokens: Pieces, marks: np.ndarray) -> None:
         """Raise DataError where the last token of an answer, but for white space, is no control token."""
-        for number in reversed(np.flatnonzero(marks).tolist()):
+        numbers = np.flatnonzero(marks).tolist()
+        for number in reversed(numbers):
             if self._control.is_control(tokens.ids[number]):
                 return
             if not tokens.text[tokens.starts[number] : tokens.ends[number]].isspace():
                 break
+        end = tokens.ends[numbers[-1]] if numbers else 0
         raise DataError(
             "an answer ends with no token of its own, by which the model would stop",
             got=repr(tokens.text[max(0, end - LETTERS) : end]),
@@ -189,7 +198,7 @@ def truncate(example: Example, length: int) -> Example | None:
     return shortened if shortened.trained.any() else None
 
 
-def _tokens_within(tokens: Pieces, start: int, end: int, *, is_answer: bool = True) -> np.ndarray:
+def _tokens_within(tokens: Pieces, start: int, end: int, *, is_answer: bool) -> np.ndarray:
     """Return which tokens stand for a part of a text, bool [n].
 
     Args:
