@@ -39,6 +39,8 @@ ALLOWED = {
             "matplotlib",
             "safetensors",
             "tokenizers",
+            "jinja2",
+            "pyarrow",
             "datasets",
             "diffusers",
             "peft",

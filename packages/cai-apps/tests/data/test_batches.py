@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from cai_apps.data.batches import Batches
+from cai_apps.data.documents import Documents
 from cai_apps.data.packed import IGNORED, blank, count_targets, split
-from cai_apps.data.prepare import Prepared
 from cai_mesh.errors import DataError
 
 END = 7
@@ -16,7 +16,7 @@ END = 7
 def prepared(tmp_path):
     tokens = np.arange(10, 10 + 103, dtype=np.uint16)
     tokens.tofile(tmp_path / "tokens.bin")
-    return Prepared(tmp_path, len(tokens), "uint16", END, "text", "vocabulary")
+    return Documents(tmp_path, 1, len(tokens), "uint16", END, "text", "vocabulary")
 
 
 def test_sequences_are_cut_from_the_stream(prepared):

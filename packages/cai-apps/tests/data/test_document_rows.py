@@ -17,7 +17,7 @@ from cai_mesh.errors import DataError
 @dataclass(frozen=True)
 class Source:
     sizes: tuple[int, ...]
-    marks: tuple[bool, ...] | None = None
+    learned: tuple[bool, ...] | None = None
     end_of_text: int = 0
 
     def stream(self):
@@ -26,8 +26,8 @@ class Source:
     def starts(self):
         return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
-    def trained(self):
-        return None if self.marks is None else np.array(self.marks)
+    def marks(self):
+        return None if self.learned is None else np.array(self.learned)
 
 
 def test_pieces_of_long_documents():

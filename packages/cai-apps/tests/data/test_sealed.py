@@ -32,7 +32,7 @@ def cut(file):
 
 
 @pytest.mark.parametrize("harm", [flip, cut, os.unlink], ids=["flip", "cut", "gone"])
-@pytest.mark.parametrize("name", ["tokens.bin", "tokenizer/tokenizer.json", "dataset.json", "files.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "tokenizer/tokenizer.json", "documents.json", "files.json"])
 def test_what_is_damaged_is_made_anew_and_told(data, harm, name, capsys):
     first = prepare(data, 300)
     before = first.stream().copy()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.applications.language.config import Config
 from cai_apps.data.batches import Batches
+from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
-from cai_apps.data.prepare import Prepared
 from cai_apps.run.files.position import Position, Unit
 from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Work
@@ -82,7 +82,7 @@ class OneWeight:
 def train(directory, config=CONFIG, start=None, weight=1.0, validation_fraction=0.3):
     """(weight, [(metrics, position)]) of a run on all ranks; the last of its sequences is mostly ignored."""
     tokens = (np.arange(1, 8 * 10 + 4) % 17).astype(np.uint16)
-    prepared = Prepared(Path(directory), len(tokens), "uint16", 0, "text", "vocabulary")
+    prepared = Documents(Path(directory), 1, len(tokens), "uint16", 0, "text", "vocabulary")
     if torch.distributed.get_rank() == 0:
         tokens.tofile(Path(directory) / "tokens.bin")
     torch.distributed.barrier()

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cai_apps.data.documents import Documents
 from cai_apps.data.packed import IGNORED
 from cai_apps.data.packing import best_fit, cut
 from cai_apps.data.shuffle import permute
 from cai_mesh.errors import DataError
-
-
-class TokenizedDocuments(Protocol):
-    """Documents as ids, one after the other."""
-
-    @property
-    def end_of_text(self) -> int:
-        """The id that fills rows."""
-        ...
-
-    def stream(self) -> np.ndarray:
-        """Return all ids, [tokens]."""
-        ...
-
-    def starts(self) -> np.ndarray:
-        """Return where documents begin, and the end of the last, int64 [documents + 1]."""
-        ...
-
-    def trained(self) -> np.ndarray | None:
-        """Return which ids are learned to be predicted, bool [tokens]; None: all."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +30,7 @@ class DocumentRows:
         rows_at: the first place of each row in `order`, int64 [rows + 1].
     """
 
-    source: TokenizedDocuments
+    source: Documents
     length: int
     first: np.ndarray
     sizes: np.ndarray
@@ -60,7 +39,7 @@ class DocumentRows:
     rows_at: np.ndarray
 
     @classmethod
-    def of(cls, source: TokenizedDocuments, documents: np.ndarray, length: int) -> DocumentRows:
+    def of(cls, source: Documents, documents: np.ndarray, length: int) -> DocumentRows:
         """Pack some documents, by number."""
         starts = source.starts()
         sizes = np.diff(starts)[documents]
@@ -93,7 +72,7 @@ class DocumentRows:
 
     @cached_property
     def _trained(self) -> np.ndarray | None:
-        return self.source.trained()
+        return self.source.marks()
 
     def rows(self, indices: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
         """Return rows by number, all int64 [n, length] but for the boundaries.
@@ -134,7 +113,7 @@ class DocumentRows:
 
 
 def split_documents(
-    source: TokenizedDocuments, length: int, validation_fraction: float
+    source: Documents, length: int, validation_fraction: float
 ) -> tuple[DocumentRows, DocumentRows | None]:
     """The rows of documents that are trained on, and of those kept for validation: one at least, None for none.
 

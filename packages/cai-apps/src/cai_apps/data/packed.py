@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cai_apps.data.prepare import Prepared
+from cai_apps.data.documents import Documents
 from cai_mesh.errors import DataError
 
 IGNORED = -100
@@ -19,7 +19,7 @@ IGNORED = -100
 class Split:
     """The sequences [first, first + size) of a tokenized source."""
 
-    prepared: Prepared
+    prepared: Documents
     sequence_length: int
     first: int
     size: int
@@ -46,7 +46,7 @@ class Split:
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
-def split(prepared: Prepared, sequence_length: int, validation_fraction: float) -> tuple[Split, Split]:
+def split(prepared: Documents, sequence_length: int, validation_fraction: float) -> tuple[Split, Split]:
     """The training and validation sequences; validation has at least one when its fraction is above 0.
 
     Raises:

@@ -1,9 +1,8 @@
 """Tokenizes a source once into files that every rank maps into memory.
 
     <cache>/<key>/tokenizer/      the HF tokenizer directory that made the ids
-    <cache>/<key>/tokens.bin      the ids of all documents, one after the other, uint16 or uint32
-    <cache>/<key>/starts.bin      where documents begin in them, and the end of the last, int64
-    <cache>/<key>/dataset.json    dtype, number of tokens, and what they were made of
+    <cache>/<key>/*.bin           the documents, as `cai_apps.data.documents` has them
+    <cache>/<key>/documents.json  dtype, number of tokens, and what they were made of
     <cache>/<key>/files.json      sizes and digests of all these, written last
 
 The key is a digest of the content of everything the files depend on: the bytes of the source, the tokenizer's rules.
@@ -15,18 +14,23 @@ of its own.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cai_apps.data import sources
-from cai_apps.data.sealed import open_or_make
+from cai_apps.data.documents import (
+    TOKENIZER,
+    Documents,
+    describe,
+    dtype_of,
+    open_documents,
+    write_documents,
+)
+from cai_apps.data.sealed import key_of, open_or_make
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import (
     SpecialTokens,
@@ -42,47 +46,9 @@ if TYPE_CHECKING:
 
 FORMAT = 4
 DOCUMENTS_AT_ONCE = 64
-TOKENIZER = "tokenizer"
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A tokenized source on disk.
-
-    Args:
-        directory: the directory of its files.
-        tokens: the number of ids.
-        dtype: "uint16" or "uint32".
-        end_of_text: the id of the end-of-sequence token.
-        text: digest of the source's bytes, and of how much of them is read.
-        vocabulary: digest of the tokenizer's rules.
-    """
-
-    directory: Path
-    tokens: int
-    dtype: str
-    end_of_text: int
-    text: str
-    vocabulary: str
-
-    @property
-    def tokenizer(self) -> Path:
-        """The directory of the tokenizer that made the ids."""
-        return self.directory / TOKENIZER
-
-    def stream(self) -> np.ndarray:
-        """Return all ids, [tokens] uint16 or uint32, mapped read-only."""
-        return np.memmap(self.directory / "tokens.bin", dtype=self.dtype, mode="r", shape=(self.tokens,))
-
-    def starts(self) -> np.ndarray:
-        """Return where documents begin, and the end of the last, int64 [documents + 1], mapped read-only."""
-        return np.memmap(self.directory / "starts.bin", dtype=np.int64, mode="r")
-
-    def trained(self) -> None:
-        """Return None: every token of a text is learned."""
-
-
-def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Prepared:
+def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Documents:
     """Train or load the tokenizer and tokenize the source, unless the cache already holds what comes of it.
 
     Args:
@@ -95,20 +61,16 @@ def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Prepa
             loaded.
         DataError: the source is missing, empty or broken, or the tokenizer has ids the model has no row for.
     """
-    text = _digest(sources.content(data.source, data.cache), data.limit_bytes)
+    text = key_of(sources.content(data.source, data.cache), data.limit_bytes)
     loaded = load_tokenizer(_tokenizer(data, vocab_size, text) if tokenizer is None else tokenizer)
-    vocabulary, dtype = tokenizer_digest(loaded), "uint16" if vocab_size <= 2**16 else "uint32"
+    vocabulary, dtype = tokenizer_digest(loaded), dtype_of(vocab_size)
     origin = {"text": text, "vocabulary": vocabulary, "dtype": dtype}
     directory = open_or_make(
         data.cache,
-        _digest(FORMAT, origin, data.special_tokens, vocab_size),
+        key_of(FORMAT, origin, data.special_tokens, vocab_size),
         lambda scratch: _write(scratch, data, loaded, vocab_size, origin),
     )
-    return Prepared(directory, **json.loads((directory / "dataset.json").read_text(encoding="utf-8")))
-
-
-def _digest(*inputs: object) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+    return open_documents(directory)
 
 
 def _tokenizer(data: Data, vocab_size: int, text: str) -> str | Path:
@@ -120,26 +82,24 @@ def _tokenizer(data: Data, vocab_size: int, text: str) -> str | Path:
         trained = train_tokenizer(sources.documents(data.source, limit_bytes=data.limit_bytes), vocab_size)
         trained.save_pretrained(directory / TOKENIZER)
 
-    return open_or_make(data.cache, _digest(FORMAT, TOKENIZER, text, vocab_size), train) / TOKENIZER
+    return open_or_make(data.cache, key_of(FORMAT, TOKENIZER, text, vocab_size), train) / TOKENIZER
 
 
 def _write(
     directory: Path, data: Data, tokenizer: PreTrainedTokenizerFast, vocab_size: int, origin: dict[str, str]
 ) -> None:
     tokenizer.save_pretrained(directory / TOKENIZER)
-    starts = [0]
-    with (directory / "tokens.bin").open("wb") as file:
-        texts = sources.documents(data.source, limit_bytes=data.limit_bytes)
+    texts = sources.documents(data.source, limit_bytes=data.limit_bytes)
+
+    def checked() -> Iterator[tuple[np.ndarray, None]]:
         for ids in tokenize(tokenizer, texts, data.special_tokens):
             check_ids(ids, vocab_size)
-            file.write(ids.astype(origin["dtype"]).tobytes())
-            starts += [starts[-1] + len(ids)] if len(ids) else []
-    count = starts[-1]
-    if count == 0:
+            yield ids, None
+
+    count, tokens = write_documents(directory, checked(), origin["dtype"])
+    if tokens == 0:
         raise DataError(f"the dataset is empty: {data.source}", got="no token", expected="some text")
-    np.array(starts, dtype=np.int64).tofile(directory / "starts.bin")
-    description: dict[str, Any] = {**origin, "tokens": count, "end_of_text": tokenizer.eos_token_id}
-    (directory / "dataset.json").write_text(json.dumps(description), encoding="utf-8")
+    describe(directory, origin, count, tokens, tokenizer.eos_token_id)
 
 
 def tokenize(

@@ -50,6 +50,11 @@ def open_or_make(cache: str, key: str, write: Callable[[Path], None]) -> Path:
     return directory
 
 
+def key_of(*inputs: object) -> str:
+    """Return the key of what a directory is made of: a digest of numbers, texts, and lists and objects of them."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+
+
 def seal(directory: Path) -> None:
     """Writes what the files of a directory are, and forces them to disk."""
     told = {}

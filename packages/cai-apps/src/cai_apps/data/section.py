@@ -13,13 +13,22 @@ class Data:
     source: Annotated[str, FILLED] = "stdlib"
     """'stdlib' (the Python standard library's text), a text file, a .jsonl file with a "text" field, a glob
     of either, or a directory written by datasets.save_to_disk."""
-    tokenizer: Annotated[str, FILLED] = "train"
-    """'train' (a byte-level BPE on this source, of the model's size), an HF directory or a hub id."""
+    tokenizer: Annotated[str, FILLED] = "auto"
+    """'auto' (that of the model, where its weights are pretrained, else 'train'), 'train' (a byte-level BPE on this
+    source, of the model's size), an HF directory or a hub id."""
+    format: Literal["text", "chat"] = "text"
+    """text: documents that are all learned. chat: conversations, of which answers are; `cai data check` shows them."""
+    chat_template: Annotated[str | None, FILLED] = None
+    """A file with the Jinja template that writes conversations; None: the tokenizer's own."""
+    trained: tuple[str, ...] = ("all",)
+    """What is learned of conversations: "all" answers of the assistant, the "last" of each, or the messages of the
+    roles that are named."""
     special_tokens: Literal["text", "parse"] = "text"
     """Control tokens written in the text, such as </s>: 'text' like any other, or 'parse' them into what they spell."""
-    boundaries: Literal["ignore", "keep"] = "ignore"
+    boundaries: Literal["auto", "ignore", "keep"] = "auto"
     """ignore: all documents are one stream, cut into sequences, and tokens see the end of the document before. keep: a
-    sequence holds whole documents where they fit, which do not see each other."""
+    sequence holds whole documents where they fit, which do not see each other. auto: keep those of conversations,
+    ignore those of texts."""
     sequence_length: Annotated[int, Range(least=2)] = 256
     """Tokens of one packed sequence."""
     limit_bytes: Annotated[int | None, COUNT] = None

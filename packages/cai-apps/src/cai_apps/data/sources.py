@@ -6,17 +6,23 @@ files reads the same documents.
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from cai_apps.config.places import check_regular
 from cai_apps.data.content import digest_of_files
+from cai_apps.data.files import (
+    LINES,
+    broken_line,
+    content_of,
+    dataset_table,
+    files_of,
+    is_dataset_directory,
+    lines_of,
+    parse_line,
+)
 from cai_mesh.errors import DataError
 
 STDLIB = "stdlib"
@@ -59,16 +65,13 @@ def content(source: str, cache: str) -> str:
         cache: the directory `data.cache`, where digests of files are kept.
 
     Raises:
-        DataError: nothing is there, or a file cannot be read.
+        ConfigError: the cache is another user's, or others may write there.
+        DataError: the source is missing, or cannot be read.
     """
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return digest_of_files({f"stdlib/{file.relative_to(root)}": file for file in _stdlib_files()}, cache)
-    files = _files_of(source)
-    if is_dataset_directory(source):
-        root = Path(source).expanduser()
-        return digest_of_files({f"dataset/{file.relative_to(root)}": file for file in files}, cache)
-    return digest_of_files({f"{number:09d}{kind(file)}": file for number, file in enumerate(files)}, cache)
+    return content_of(source, _files_of(source), kind, cache)
 
 
 def _read(source: str) -> Iterator[str]:
@@ -79,35 +82,11 @@ def _read(source: str) -> Iterator[str]:
     return _read_files(_files_of(source))
 
 
-def is_dataset_directory(source: str) -> bool:
-    """Whether the path was written by `datasets.save_to_disk`."""
-    directory = Path(source).expanduser()
-    return (directory / "dataset_info.json").is_file() or (directory / "dataset_dict.json").is_file()
-
-
 def _files_of(source: str) -> list[Path]:
-    path = Path(source).expanduser()
-    if is_dataset_directory(source):
-        return sorted(file for file in path.rglob("*") if file.is_file())
-    if path.is_dir():
-        raise DataError(
-            f"data.source is a directory that is not an HF dataset: {source}",
-            expected="a directory written by datasets.save_to_disk, a file, or a glob",
-            fix=f"for its text files use the glob '{source.rstrip('/')}/**/*.txt'",
-        )
-    check_regular(path)
-    matches = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
-    files = sorted(file for file in matches if file.is_file())
-    if not files:
-        raise DataError(
-            f"data.source matches no file: {source}",
-            expected=f"{STDLIB!r}, a text or .jsonl file, a glob, or an HF dataset directory",
-            fix="check the path; relative paths start at the current directory",
-        )
-    return files
+    expected = f"{STDLIB!r}, a text or .jsonl file, a glob, or an HF dataset directory"
+    return files_of(source, example="**/*.txt", expected=expected)
 
 
-LINES = (".jsonl", ".ndjson")
 OTHER_FORMATS = {
     (".json", ".geojson", ".ipynb"): 'write one object a line, {"text": "..."}, into a .jsonl file',
     (
@@ -180,44 +159,20 @@ def read_jsonl(file: Path) -> Iterator[str]:
     Raises:
         DataError: a line is not a JSON object with a string "text"; names the file and the line number.
     """
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-                if not isinstance(text, str):
-                    raise TypeError(f'"text" is {type(text).__name__}')
-                text.encode()  # half of a surrogate pair, as JSON can say it, is no text
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                cause = 'the object has no "text" field' if isinstance(error, KeyError) else str(error)
-                raise DataError(
-                    f"broken JSONL line at {file}:{number}",
-                    got=line.strip()[:80].decode(errors="replace"),
-                    expected='one object with a string field, {"text": "..."}',
-                    cause=cause,
-                    fix=f"correct or delete line {number}",
-                ) from None
-            yield text
+    for number, line in lines_of(file):
+        try:
+            text = parse_line(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError(f'"text" is {type(text).__name__}')
+        except (ValueError, KeyError, TypeError) as error:
+            cause = 'the object has no "text" field' if isinstance(error, KeyError) else str(error)
+            expected = 'one object with a string field, {"text": "..."}'
+            raise broken_line(file, number, line, expected=expected, cause=cause) from None
+        yield text
 
 
 def _read_dataset(directory: Path) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"{directory} is an HF dataset directory and the package 'datasets' is not installed",
-            fix="pip install 'cai-apps[data]'",
-        ) from None
-    try:
-        table: Any = datasets.load_from_disk(str(directory))
-    except Exception as error:  # of pyarrow, too
-        raise DataError(
-            f"{directory} is damaged", cause=str(error), expected="what datasets.save_to_disk wrote"
-        ) from None
-    if hasattr(table, "keys"):
-        split = "train" if "train" in table else sorted(table)[0]
-        table = table[split]
+    table = dataset_table(directory)
     if "text" not in table.column_names:
         raise DataError(
             f"{directory} has no column 'text'", got=", ".join(table.column_names), expected="text"

@@ -26,8 +26,10 @@ END_OF_TEXT = "<|endoftext|>"
 ALPHABET = 256
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with at most `vocab_size` tokens, id 0 being the end-of-text token.
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, controls: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with at most `vocab_size` tokens, id 0 being the end-of-text token, control tokens the next.
 
     Raises:
         ConfigError: the vocabulary cannot hold the 256 bytes and the end-of-text token.
@@ -36,11 +38,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size <= ALPHABET:
+    if vocab_size <= ALPHABET + len(controls):
         raise ConfigError(
             "the model's vocabulary is too small for a byte-level tokenizer",
             got=vocab_size,
-            expected=f"at least {ALPHABET + 1}",
+            expected=f"at least {ALPHABET + 1 + len(controls)}",
         )
     texts = iter(documents)
     first = next(texts, None)
@@ -56,7 +58,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *controls],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

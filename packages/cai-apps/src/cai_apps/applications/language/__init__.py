@@ -48,6 +48,10 @@ APPLICATION = Application(
     LOOP.plan,
     _report,
     commands={
+        "data": (
+            "look through a file of conversations: data check FILE",
+            "cai_apps.applications.language.commands.data",
+        ),
         "export": (
             "write a checkpoint's weights as an HF directory",
             "cai_apps.applications.language.commands.export",

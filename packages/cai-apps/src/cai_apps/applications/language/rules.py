@@ -37,7 +37,13 @@ def check_settings(config: Config) -> None:
         raise ConfigError(
             'model.weights = "pretrained" needs the tokenizer the weights were trained with',
             got='data.tokenizer = "train"',
-            fix=f'set data.tokenizer to its directory or hub id, e.g. "{config.model.name}"',
+            fix='set data.tokenizer to "auto", which takes that of model.name',
+        )
+    if config.data.format == "chat" and config.data.boundaries == "ignore":
+        raise ConfigError(
+            'data.format = "chat" keeps conversations apart',
+            got='data.boundaries = "ignore"',
+            expected='"keep"',
         )
     validation.check_validation(config, config.data.validation_fraction)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.generate import generate
+from cai_apps.applications.language.generate import Drawing, continued, generate
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.documents import check_keeps_documents_apart, document_rule
 from cai_apps.compose.losses import NextTokenLoss
@@ -30,9 +30,11 @@ from cai_apps.compose.published_names import present_names
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
+from cai_apps.data.chat.prepare import length_report, prepare_chat
 from cai_apps.data.document_rows import split_documents
+from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
-from cai_apps.data.prepare import Prepared, prepare
+from cai_apps.data.prepare import prepare
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
 from cai_apps.planner.flops import token_flops
 from cai_apps.report.outcome import show_outcome
@@ -112,7 +114,7 @@ def _example(config: Config, samples: int) -> dict[str, Tensor]:
     length = config.data.sequence_length
     ids = torch.zeros(samples, length, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
-    if config.data.boundaries == "ignore":
+    if config.data.boundaries != "keep":
         return batch
     starts = torch.tensor([[0, length // 2, length]], dtype=torch.int32).expand(samples, 3).contiguous()
     return batch | {"position_ids": ids, "cu_seqlens": starts}
@@ -127,12 +129,14 @@ class LanguageTask:
     def workload(self, config: Config) -> Workload:
         return workload(config, load_model_config(config.model.name))
 
-    def prepare(self, config: Config, before: RunDirectory | None = None) -> Prepared:
+    def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
-        prepared = prepare(config.data, rows, None if before is None else tokenizer_of(before, config))
+        tokenizer = None if before is None else tokenizer_of(before, config)
+        chats = config.data.format == "chat"
+        prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
         training, _ = _split(config, prepared)
         if training.size < config.train.global_batch:
             raise DataError(
@@ -144,10 +148,13 @@ class LanguageTask:
             )
         return prepared
 
-    def announce(self, config: Config, prepared: Prepared) -> str:
-        return f"{config.model.name} on {prepared.tokens:,} tokens of text"
+    def announce(self, config: Config, prepared: Documents) -> str:
+        if config.data.format == "text":
+            return f"{config.model.name} on {prepared.tokens:,} tokens of text"
+        about = "\n".join(length_report(prepared).lines())
+        return f"{about}\n{config.model.name} on {prepared.count:,} conversations"
 
-    def origin(self, prepared: Prepared) -> Origin:
+    def origin(self, prepared: Documents) -> Origin:
         return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
 
     def fill(self, job: Job) -> None:
@@ -177,13 +184,23 @@ class LanguageTask:
         show_outcome(job.run, job.config)
         print(f"HF export      {job.run.export}")
         if job.config.log.sample_tokens:
-            print(f"sample         {generate(job.run.export, tokens=job.config.log.sample_tokens)}")
+            print(f"sample         {_sample(job)}")
 
 
 LANGUAGE = LanguageTask()
 
 
-def _split(config: Config, prepared: Prepared) -> tuple[Samples, Samples | None]:
+def _sample(job: Job) -> str:
+    """Text of the exported model; of conversations, what it answers where the first of them is answered."""
+    drawing = Drawing(job.config.log.sample_tokens)
+    if job.config.data.format == "text":
+        return generate(job.run.export, drawing=drawing)
+    documents: Documents = job.prepared
+    prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
+    return continued(job.run.export, load_tokenizer(job.run.export), prompt, drawing)
+
+
+def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None]:
     """The sequences that are trained on, and those for validation."""
     divide = split_documents if config.data.boundaries == "keep" else split
     training, validation = divide(prepared, config.data.sequence_length, config.data.validation_fraction)

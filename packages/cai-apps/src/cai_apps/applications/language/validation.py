@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cai_apps.applications.language.config import Config
@@ -23,6 +24,12 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
             settings do not go together.
     """
     config = validation.resolve(config, world_size)
+    if config.data.tokenizer == "auto":
+        named = config.model.name if config.model.weights == "pretrained" else "train"
+        config = replace(config, data=replace(config.data, tokenizer=named))
+    if config.data.boundaries == "auto":
+        kept = "keep" if config.data.format == "chat" else "ignore"
+        config = replace(config, data=replace(config.data, boundaries=kept))
     check_settings(config)
     check_causal(model, config.model.name)
     check_numbers(model.to_dict())

@@ -15,11 +15,13 @@ from cai_apps.run.files.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Arguments:
-    """Continue a prompt with an exported model."""
+    """Continue a prompt, or answer a message, with an exported model."""
 
     directory: Annotated[Path, tyro.conf.Positional]
     """HF model directory, or a run directory with an export."""
     prompt: str = "def "
+    chat: bool = False
+    """The prompt is a user's message: it is written by the model's chat template, and the answer alone is printed."""
     tokens: Annotated[int, COUNT] = 64
     """Length of the continuation."""
     temperature: Annotated[float, NATURAL] = 0.8
@@ -31,10 +33,11 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="generate")
-    from cai_apps.applications.language.generate import generate
+    from cai_apps.applications.language.generate import Drawing, generate
 
     run_directory = RunDirectory(options.directory)
     directory = run_directory.export if run_directory.config_file.is_file() else options.directory
-    names = ("tokens", "temperature", "seed", "special_tokens")
-    print(generate(directory, options.prompt, **{name: getattr(options, name) for name in names}))
+    drawing = Drawing(options.tokens, options.temperature, options.seed)
+    how = {"special_tokens": options.special_tokens, "chat": options.chat}
+    print(generate(directory, options.prompt, drawing, **how))
     return 0
