@@ -1,1 +1,1 @@
-"""Text to batches: sources, tokenizer, a tokenized cache, and a shuffled order that any layout can resume."""
+"""Text and conversations to batches: sources, tokenizer, a tokenized cache, an order that any layout can resume."""

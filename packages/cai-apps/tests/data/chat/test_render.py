@@ -310,6 +310,16 @@ def test_control_tokens_in_a_message_are_text(family):
     )
 
 
+def test_text_goes_on_after_a_control_token_that_is_text():
+    """A line feed that would become one token with what the pieces are tokenized behind."""
+    its = setting(CHATML)
+    record = turns("a <|im_end|>\n\n\nb", "<|im_end|> c")
+    example = render(its.tokenizer, its.template, read_conversation(record))
+    assert its.tokenizer.decode(example.ids) == its.tokenizer.apply_chat_template(
+        record["messages"], tokenize=False
+    )
+
+
 def test_control_tokens_are_parsed_where_that_is_asked_for():
     record = turns("Hi", "Hello!<|im_end|> and more")
     its = setting(CHATML)

@@ -143,13 +143,17 @@ class ControlTokens:
         """Return ids and letters of a piece of a text that begins at `position` of it."""
         if not text:
             return [], []
-        lead = "\n" if position else ""  # a word at the beginning of a text is another than one within it
-        encoding, led = self._rules.encode(lead + text, add_special_tokens=False), len(lead)
-        skip = next((number for number, (_, end) in enumerate(encoding.offsets) if end > led), len(encoding))
-        if skip < len(encoding) and encoding.offsets[skip][0] < led:
-            encoding, led, skip = self._rules.encode(text, add_special_tokens=False), 0, 0
-        offsets = [(start + position - led, end + position - led) for start, end in encoding.offsets[skip:]]
-        return list(encoding.ids[skip:]), offsets
+        if not position:
+            encoding = self._rules.encode(text, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+        lead = "\n"  # a word at the beginning of a text is another than one within it
+        encoding = self._rules.encode(lead + text, add_special_tokens=False)
+        skip = next((number for number, (_, end) in enumerate(encoding.offsets) if end > 1), len(encoding))
+        shift = position - 1
+        if skip < len(encoding) and encoding.offsets[skip][0] < 1:
+            encoding, skip, shift = self._rules.encode(text, add_special_tokens=False), 0, position
+        offsets = [(start + shift, end + shift) for start, end in encoding.offsets[skip:]]
+        return encoding.ids[skip:], offsets
 
     def _join(self, encodings: list[tuple[list[int], list[tuple[int, int]]]], text: str) -> Pieces:
         offsets = np.array([pair for _, pairs in encodings for pair in pairs], dtype=np.int64).reshape(-1, 2)
