@@ -13,6 +13,7 @@ from chat_tokenizers import setting
 
 from cai_apps.data.chat import prepare
 from cai_apps.data.chat.prepare import length_report, prepare_chat
+from cai_apps.data.chat.tokenizer import END, TEMPLATE
 from cai_apps.data.documents import Documents, write_documents
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import load_tokenizer
@@ -143,10 +144,18 @@ def test_what_the_model_has_no_row_for(data):
 
 
 @pytest.mark.parametrize("name", ["train", "auto"])
-def test_no_tokenizer(name, data, tmp_path):
-    with pytest.raises(ConfigError, match="for a model's own tokenizer"):
-        prepare_chat(replace(data, tokenizer=name), 500)
+def test_a_tokenizer_is_trained_on_what_messages_say(name, data, tmp_path):
+    documents = prepare_chat(replace(data, tokenizer=name), 300)
+    tokenizer = load_tokenizer(documents.tokenizer)
+    assert tokenizer.eos_token == END and tokenizer.chat_template == TEMPLATE
+    assert tokenizer.decode(documents.ids(1)[documents.trained(1)]) == f"Hello!{END}"
     assert prepare_chat(replace(data, tokenizer=name), 500, tmp_path / "model") == prepare_chat(data, 500)
+
+
+def test_a_template_of_a_file_goes_with_the_tokenizer(data, tmp_path):
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    documents = prepare_chat(replace(data, chat_template=str(tmp_path / "template.jinja")), 500)
+    assert load_tokenizer(documents.tokenizer).chat_template == TEMPLATE
 
 
 def test_a_tokenizer_without_an_end(data, tmp_path):

@@ -70,7 +70,7 @@ def generate(
         return continued(directory, tokenizer, ids if prompt else [], drawing)
     conversation = Conversation((Message(USER, prompt),))
     ids = Renderer(tokenizer, load_template(tokenizer, None)).question(conversation)
-    return continued(directory, tokenizer, ids, drawing, whole=False)
+    return continued(directory, tokenizer, ids, drawing, only_new=True)
 
 
 def continued(
@@ -79,7 +79,7 @@ def continued(
     prompt: Sequence[int],
     drawing: Drawing,
     *,
-    whole: bool = True,
+    only_new: bool = False,
 ) -> str:
     """Return the text of a prompt's ids and those drawn after them, or of the latter alone; errors as `generate`."""
     import torch
@@ -114,7 +114,7 @@ def continued(
             )
         options = {"max_new_tokens": drawing.tokens, "pad_token_id": tokenizer.eos_token_id, **sampling}
         ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    return str(tokenizer.decode(ids[0, 0 if whole else length :], skip_special_tokens=True))
+    return str(tokenizer.decode(ids[0, length if only_new else 0 :], skip_special_tokens=True))
 
 
 def _model(directory: Path) -> Any:

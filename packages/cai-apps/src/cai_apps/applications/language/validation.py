@@ -28,8 +28,8 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
         named = config.model.name if config.model.weights == "pretrained" else "train"
         config = replace(config, data=replace(config.data, tokenizer=named))
     if config.data.boundaries == "auto":
-        kept = "keep" if config.data.format == "chat" else "ignore"
-        config = replace(config, data=replace(config.data, boundaries=kept))
+        boundaries = "keep" if config.data.format == "chat" else "ignore"
+        config = replace(config, data=replace(config.data, boundaries=boundaries))
     check_settings(config)
     check_causal(model, config.model.name)
     check_numbers(model.to_dict())

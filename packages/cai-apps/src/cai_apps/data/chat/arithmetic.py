@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,10 @@ COUNT, SEED = 4000, 0
 TERMS = 30
 """Numbers are below this."""
 QUESTIONS = (
-    ("What is {a} + {b}?", lambda a, b: a + b),
-    ("{a} plus {b}", lambda a, b: a + b),
-    ("What is {a} - {b}?", lambda a, b: a - b),
-    ("Add {a} to {b}.", lambda a, b: a + b),
+    ("What is {} + {}?", operator.add),
+    ("{} plus {}", operator.add),
+    ("What is {} - {}?", operator.sub),
+    ("Add {} to {}.", operator.add),
 )
 
 
@@ -33,7 +34,7 @@ def conversations(count: int = COUNT, seed: int = SEED) -> Iterator[dict[str, An
             text, answer = draw.choice(QUESTIONS)
             first, second = draw.randrange(TERMS), draw.randrange(TERMS)
             messages += [
-                {"role": "user", "content": text.format(a=first, b=second)},
+                {"role": "user", "content": text.format(first, second)},
                 {"role": "assistant", "content": str(answer(first, second))},
             ]
         yield {"messages": messages}

@@ -81,7 +81,7 @@ def prepare_chat(data: Data, vocab_size: int, tokenizer: Path | None = None) -> 
 
 def _tokenizer(data: Data, vocab_size: int, content: str) -> str | Path:
     """Return what names the tokenizer: that which is asked for, or the directory of one trained on the source."""
-    if data.tokenizer != "train":
+    if data.tokenizer not in ("train", "auto"):
         return data.tokenizer
 
     def train(directory: Path) -> None:
