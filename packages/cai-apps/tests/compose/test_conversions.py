@@ -67,10 +67,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["model.layers.1.feed_forward.experts.3.gate_proj.weight", "model.layers.1.feed_forward.router.weight"],
     ),
 }  # fmt: skip
-"""Sizes of a config, and names that stand in the family's files on the hub: index files of
-mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen1.5-MoE-A2.7B, Qwen/Qwen3-30B-A3B, allenai/OLMoE-1B-7B-0924,
-deepseek-ai/DeepSeek-V2-Lite, deepseek-ai/DeepSeek-V3, microsoft/Phi-3.5-MoE-instruct, MiniMaxAI/MiniMax-M2,
-ai21labs/Jamba-v0.1."""
+"""Sizes of a config, and names that the family's published files have: those of mistralai/Mixtral-8x7B-v0.1,
+Qwen/Qwen1.5-MoE-A2.7B, Qwen/Qwen3-30B-A3B, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3,
+microsoft/Phi-3.5-MoE-instruct, MiniMaxAI/MiniMax-M2 and ai21labs/Jamba-v0.1."""
 
 
 def config_of(family: str) -> Any:
