@@ -280,11 +280,25 @@ def build(session: nox.Session) -> None:
         )
 
 
+STRICT = ("build", "--strict")
+"""The command of mkdocs that a warning fails: --quiet would hide warnings from --strict too."""
+
+
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The documentation, strictly, into site/; `-- serve` shows it while it is written."""
     session.install("mkdocs-material", "mkdocstrings[python]")
     session.env["NO_MKDOCS_2_WARNING"] = "1"
-    session.run(
-        "mkdocs", *(session.posargs or ["build", "--strict"])
-    )  # --quiet would hide warnings from --strict too
+    if not session.posargs:
+        broken = _broken_page(Path(session.create_tmp()) / "broken")
+        session.run("mkdocs", *STRICT, "--config-file", str(broken), success_codes=[1], silent=True)
+    session.run("mkdocs", *(session.posargs or STRICT))
+
+
+def _broken_page(directory: Path) -> Path:
+    """Write a page whose only fault is a warning, which must fail; returns its configuration."""
+    (directory / "docs").mkdir(parents=True, exist_ok=True)
+    (directory / "docs" / "index.md").write_text("[a page](that-is-nowhere.md)\n")
+    configuration = directory / "mkdocs.yml"
+    configuration.write_text("site_name: broken\n")
+    return configuration

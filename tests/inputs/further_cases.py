@@ -120,7 +120,7 @@ FURTHER: dict[str, list[Case]] = {
             "--parallel.shard=2 --parallel.wire_weights=int8 --parallel.copy_engines=on", "copy engines"
         ),
         language(
-            "--memory.residency=nvme --memory.nvme={here} --checkpoint.background=true",
+            "--memory.residency=nvme --memory.nvme={here} --checkpoint.background=on",
             "checkpoint.background",
         ),
         language("--application=protein", "application"),

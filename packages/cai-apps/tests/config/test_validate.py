@@ -150,9 +150,9 @@ def test_memory_that_can_be(tiny, ranks, memory):
 
 def test_a_disk_and_a_host_copy_of_all_of_it(tiny):
     config = changed(
-        tiny, **ALONE, memory__residency="nvme", memory__nvme="/tmp", checkpoint__background=True
+        tiny, **ALONE, memory__residency="nvme", memory__nvme="/tmp", checkpoint__background="on"
     )
-    with pytest.raises(ConfigError, match=r"keeps out of it(.|\n)*set checkpoint.background to false"):
+    with pytest.raises(ConfigError, match=r'keeps out of it(.|\n)*set checkpoint.background to "auto"'):
         resolved(config, 1)
 
 

@@ -261,9 +261,11 @@ def test_a_pipeline_is_drawn_on_request(capsys):
 def test_a_plan_says_where_what_it_is_for_is_not_here(tiny):
     planned = plan(tiny)
     assert planned.config.train.device == "auto" and planned.device == "cuda"
-    assert notes(planned, gpus=8, triton=True) == []
-    no_gpu, no_triton = notes(planned, gpus=0, triton=False)
-    assert "--train.device cpu" in no_gpu and "cai-kernels[triton]" in no_triton
+    assert notes(planned, gpus=8, kernels=True) == []
+    (no_gpu,) = notes(planned, gpus=0, kernels=True)
+    assert "kernels are counted" in no_gpu and "--train.device cpu" in no_gpu
+    (no_kernels,) = notes(planned, gpus=8, kernels=False)
+    assert "plain torch is counted" in no_kernels and "cai-kernels[triton]" in no_kernels
     on_cpu = plan(change(tiny, {"train.device": "cpu"}))
-    assert notes(on_cpu, gpus=0, triton=False) == []
+    assert notes(on_cpu, gpus=0, kernels=True) == []
     assert "on a CPU" in render(on_cpu, "title", "batch") and "on a GPU" in render(planned, "title", "batch")

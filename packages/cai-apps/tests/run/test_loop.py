@@ -117,6 +117,30 @@ def test_data_ranks_change_nothing(single, tmp_path):
                 assert getattr(metrics, name) == pytest.approx(getattr(expected, name), abs=1e-12), name
 
 
+def due_of(directory):
+    """Whether a checkpoint is due after each step, where before the third the last rank's clock alone says so."""
+    global Loop
+    asked, due = [], []
+
+    class Listening(Loop):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.by_clock = lambda: asked.append(0) or (len(asked) == 3 and torch.distributed.get_rank() == 1)
+            self.on_step = lambda metrics, position: due.append(self.due)
+
+    plain, Loop = Loop, Listening
+    try:
+        train(directory)
+    finally:
+        Loop = plain
+    return due
+
+
+def test_one_rank_of_whose_clock_a_checkpoint_is_due_is_enough(tmp_path):
+    for due in run_ranks(2, due_of, str(tmp_path)):
+        assert due == [False, False, True, False, False, False]
+
+
 def test_position_and_records(single):
     metrics, positions = zip(*single[1], strict=True)
     assert positions == tuple(Position(step, 4 * step, 4 * 8 * step) for step in range(1, 7))

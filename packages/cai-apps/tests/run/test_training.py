@@ -20,7 +20,7 @@ def story(tmp_path_factory):
     done = train(run, cache, CUBE, train__steps=6, checkpoint__every=3)
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-6")
-    again = train(resumed, cache, PAIR, train__steps=6, checkpoint__every=1, checkpoint__background="True")
+    again = train(resumed, cache, PAIR, train__steps=6, checkpoint__every=1, checkpoint__background="on")
     alone = place / "alone"
     train(alone, cache, ALONE, train__steps=6, checkpoint__resume="never")
     return SimpleNamespace(

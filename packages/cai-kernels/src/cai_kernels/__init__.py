@@ -12,7 +12,7 @@ from cai_kernels.attention import (
     merge_attention,
     varlen_attention,
 )
-from cai_kernels.backend import Backend, choose, planning_for, why_not_triton
+from cai_kernels.backend import Backend, choose, planning_for, plans_kernels, why_not_triton
 from cai_kernels.cross_entropy import (
     CrossEntropyParts,
     cross_entropy,
@@ -114,6 +114,7 @@ __all__ = [
     "paged_attention",
     "pair_bias_attention",
     "planning_for",
+    "plans_kernels",
     "rms_norm",
     "rope",
     "sample",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from cai_kernels.compiler import tl, triton
 from cai_kernels.tiles import exp
 
 LOG2E = tl.constexpr(1.4426950408889634)

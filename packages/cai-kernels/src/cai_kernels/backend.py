@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,22 +11,23 @@ from typing import Literal
 
 import torch
 
+from cai_kernels.compiler import INSTALLED
 from cai_kernels.errors import KernelError
 
 Backend = Literal["auto", "triton", "reference"]
 
-_INSTALLED = importlib.util.find_spec("triton") is not None
 _warned: set[str] = set()
-_planned: ContextVar[str] = ContextVar("planned", default="cpu")
+_planned: ContextVar[bool] = ContextVar("planned", default=False)
 
 
 @contextlib.contextmanager
 def planning_for(device: torch.device) -> Iterator[None]:
     """Inside, tensors without values (`FakeTensorMode`) on the CPU stand for tensors on `device`.
 
-    "auto" takes the form that would run there, so that a plan sees what that form keeps for backward.
+    "auto" takes the form that would run there, so that a plan sees what that form keeps for backward: on a GPU of this
+    machine, or on one elsewhere where this machine has none.
     """
-    before = _planned.set(device.type)
+    before = _planned.set(device.type == "cuda" and plans_kernels())
     try:
         yield
     finally:
@@ -43,14 +43,19 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def plans_kernels() -> bool:
+    """Whether a plan for a GPU counts Triton kernels: always but where this machine has GPUs that cannot run them."""
+    return not torch.cuda.is_available() or why_not_triton(torch.device("cuda")) is None
+
+
 def _on_paper() -> bool:
-    """Whether a plan for a GPU is being made. Not to be asked under Dynamo, which cannot trace context variables."""
-    return _INSTALLED and _planned.get() == "cuda"
+    """Whether a plan is made of kernels. Not to be asked under Dynamo, which cannot trace context variables."""
+    return _planned.get()
 
 
 def why_not_triton(device: torch.device) -> str | None:
     """The reason why Triton kernels cannot run on a device, or None when they can."""
-    if not _INSTALLED:
+    if not INSTALLED:
         return "triton is not installed (pip install cai-kernels[triton])"
     if device.type == "cuda":
         major, minor = capability(device)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.launch import pdl_options, power_of_2
 from cai_kernels.tiles import wait_for_previous
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from cai_kernels import row_norm_kernels as kernels
 from cai_kernels import row_pieces
 from cai_kernels.column_sums import column_sums_into
+from cai_kernels.compiler import triton
 from cai_kernels.launch import power_of_2, shared_memory, uses_pdl, waves
 from cai_kernels.rows import as_rows
 

@@ -6,9 +6,7 @@ KIND is "llama" (RMS, rounded to x's dtype before the weight), "gemma" (RMS, wei
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from cai_kernels.compiler import tl, triton
 from cai_kernels.tiles import launch_dependents
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.launch import power_of_2, shared_memory, uses_pdl, waves
 from cai_kernels.tiles import launch_dependents, to_float32
 

@@ -6,35 +6,37 @@ every file of it on the hub. `from_pretrained` renames what it reads, by tables 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from cai_apps.compose.conversions import loaded_tensors
+from cai_mesh.checkpoint import Assembly
 
 CLIP, FOLDED = "CLIPTextModel", "text_model."
 """A text encoder, and the part of it that files name and the model does not."""
 
 
-def present_names(model: nn.Module, names: Iterable[str]) -> Mapping[str, str]:
-    """Return the files' names of tensors by the names that the model has for them.
+def present_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Assembly]:
+    """Return what the tensors of a model are made of, by the names that the model has for them.
 
     Args:
         model: a model of transformers or diffusers; another's names are its own.
-        names: the files' names.
+        shapes: those of the files' tensors, by the files' names.
+
+    Raises:
+        CheckpointError: one of several tensors is missing that make one of the model.
     """
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, apply_renamings
-
-        renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
-        return {apply_renamings(name, renamings): name for name in names}
-    renamed = {name: name for name in names}
+        return loaded_tensors(model, shapes)
+    renamed = {name: name for name in shapes}
     if hasattr(model, "_fix_state_dict_keys_on_load"):  # of diffusers
         diffusers_model: Any = model
         diffusers_model._fix_state_dict_keys_on_load(renamed)
-    return renamed
+    return {present: Assembly.of(name, shapes[name]) for present, name in renamed.items()}
 
 
 def hub_name(model: nn.Module, name: str) -> str:

@@ -50,11 +50,11 @@ def check_memory(config: RunConfig, ranks: int) -> None:
         raise ConfigError(
             'memory.residency = "nvme" needs a directory', fix="set memory.nvme to one on a local disk"
         )
-    if memory.nvme is not None and config.checkpoint.background:
+    if memory.nvme is not None and config.checkpoint.background == "on":
         raise ConfigError(
             "checkpoint.background copies to host memory what memory.nvme keeps out of it",
-            got="checkpoint.background = true",
-            fix="set checkpoint.background to false: chunks are then written one by one",
+            got='checkpoint.background = "on"',
+            fix='set checkpoint.background to "auto" or "off": chunks are then written one by one',
         )
     for name in ("device_memory", "host_memory"):
         check_size(f"memory.{name}", getattr(memory, name))

@@ -151,15 +151,19 @@ class Train:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    minutes: Annotated[float, Range(least=0)] = 15.0
+    """Minutes between checkpoints on the way; 0: none by time. Where the disk has no room, a line says that one is left
+    out."""
     every: Annotated[int, NATURAL] = 0
-    """Steps between checkpoints; 0: none on the way."""
+    """Steps between further checkpoints; 0: none by steps."""
     final: bool = True
-    """Write a checkpoint after the last step."""
-    background: bool = False
-    """Copy what a rank writes to host memory and write it while training goes on."""
-    keep_last: Annotated[int | None, COUNT] = None
-    """Newest checkpoints to keep, at least 2: a step after the newest may show that it leads to numbers that are not
-    finite. None: all."""
+    """Write a checkpoint after the last step; a disk that has no room for it is refused before the first."""
+    background: Literal["auto", "on", "off"] = "auto"
+    """Copy what a rank writes to host memory and write it while training goes on; auto: where the copies fit there. The
+    checkpoint after the last step is waited for at once."""
+    keep_last: Annotated[int | None, COUNT] = 2
+    """Newest checkpoints to keep. 1 keeps 2: the newest is proven by the step after it, which may show that it leads to
+    numbers that are not finite; the run then goes on from the one before. None: all."""
     resume: Annotated[str, FILLED] = "auto"
     """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
     checkpoint or of checkpoints."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +12,7 @@ from cai_apps.config.sections import Pipeline, RunConfig
 from cai_apps.planner.fit import Planner, Verdict, judge, needed
 from cai_apps.planner.plan import Plan, StagePlan
 from cai_apps.planner.shown import Shown
+from cai_kernels import plans_kernels
 from cai_pipeline import begin_with, draw, place, placement_of, simulate
 
 
@@ -30,9 +30,7 @@ def show_plan(
     Raises what `train` would raise before its ranks start.
     """
     verdict = judge(planner, config, ranks=ranks, memory=memory)
-    differences = notes(
-        verdict.plan, gpus=torch.cuda.device_count(), triton=importlib.util.find_spec("triton") is not None
-    )
+    differences = notes(verdict.plan, gpus=torch.cuda.device_count(), kernels=plans_kernels())
     facts = {"title": title, "batch": batch, "notes": differences} | _facts(verdict)
     lines = [*_lines(verdict, title, batch), *(f"note      {note}" for note in differences)]
     return Shown("\n".join(lines), facts, _chart(verdict.plan.config.parallel.pipeline))
@@ -42,27 +40,27 @@ DEVICES = {"cuda": "GPU", "cpu": "CPU"}
 """Words for what a run is planned for."""
 
 
-def notes(plan: Plan, *, gpus: int, triton: bool) -> list[str]:
+def notes(plan: Plan, *, gpus: int, kernels: bool) -> list[str]:
     """Return how what a plan is for differs from what it was made on.
 
     Args:
         plan: the plan.
         gpus: the GPUs of this machine.
-        triton: whether Triton is installed here.
+        kernels: whether Triton kernels are counted.
     """
     if plan.device == "cpu":
         return []
-    lines = []
-    if not gpus and plan.config.train.device == "auto":
-        lines.append(
-            "no GPU here: `cai train` would take the CPU on this machine, which --train.device cpu plans for"
-        )
-    if not triton:
-        lines.append(
-            "no Triton here: plain torch is counted in place of kernels, for AlphaFold up to three times what a GPU"
-            " keeps (pip install 'cai-kernels[triton]')"
-        )
-    return lines
+    if not gpus:
+        line = "no GPU here: Triton kernels are counted, as GPUs from compute capability 8.0 on run them"
+        if plan.config.train.device == "auto":
+            line += "; `cai train` would take the CPU on this machine, which --train.device cpu plans for"
+        return [line]
+    if not kernels:
+        return [
+            "plain torch is counted in place of Triton kernels, as a run here takes it, for AlphaFold up to three"
+            " times what kernels keep: `cai doctor` says why (pip install 'cai-kernels[triton]' if Triton is missing)"
+        ]
+    return []
 
 
 def _chart(pipeline: Pipeline) -> str:

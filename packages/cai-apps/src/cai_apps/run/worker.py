@@ -102,18 +102,18 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         if recorder:
             recorder.record(metrics)
         with watchdog.paused():
-            if checkpoint.is_due(job.config, position, left_out=metrics.left_out):
+            if checkpoint.is_due(job.config, position, left_out=metrics.left_out, by_clock=loop.due):
                 saver.save(position, required=position.step == job.config.train.steps)
             if work.after_step is not None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
         activity.record(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
 
-    loop = Loop(session, work, training, validation, device, on_step, lambda: guard.asked)
+    loop = Loop(session, work, training, validation, device, on_step, lambda: guard.asked, saver.by_clock)
     guard.take_signals()
     try:
         position = loop.run(position)
-        if loop.stopped and not checkpoint.is_due(job.config, position):
+        if loop.stopped and saver.step != position.step:
             saver.save(position)
         saver.wait()
     finally:

@@ -22,7 +22,7 @@ from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.model.loading import read_part, variant_of
 from cai_apps.applications.diffusion.sampling.sampler import Sampler
 from cai_apps.applications.diffusion.sampling.scheduler import Options, make_scheduler
-from cai_apps.compose.published_names import hub_name, present_names
+from cai_apps.compose.published_names import hub_name, present_tensors
 from cai_mesh.checkpoint import load_hf, save_hf
 from cai_mesh.errors import CheckpointError, ConfigError
 
@@ -95,7 +95,7 @@ def test_training_reads_what_from_pretrained_reads(pipelines, tmp_path, layout, 
             type(expected)(expected.config) if part == "text_encoder" else kind.from_config(expected.config)
         )
     model.to_empty(device="cpu")
-    load_hf(model, home / part, keys=partial(present_names, model))
+    load_hf(model, home / part, tensors=partial(present_tensors, model))
     values = dict(model.named_parameters())
     for name, value in expected.named_parameters():
         assert torch.equal(values[name].float(), value.float()), name
@@ -106,8 +106,8 @@ def test_the_text_encoder_of_a_whole_model(pipelines, tmp_path):
     design = load_design(str(home))
     model = build(design, train_text=True)
     for within, folder in parts(design, train_text=True).items():
-        keys = partial(present_names, model.get_submodule(within.removesuffix(".")))
-        load_hf(model, home / folder, within=within, keys=keys)
+        tensors = partial(present_tensors, model.get_submodule(within.removesuffix(".")))
+        load_hf(model, home / folder, within=within, tensors=tensors)
     text = CLIPTextModel.from_pretrained(home / "text_encoder")
     for value, expected in zip(model.texts["0"].parameters(), text.parameters(), strict=True):
         assert torch.equal(value, expected)
@@ -128,7 +128,7 @@ def test_old_attention_of_a_unet(tmp_path):
         old[name] = value
     save_file(old, file, metadata={"format": "pt"})
     again = diffusers.UNet2DModel.from_config(unet.config)
-    load_hf(again, tmp_path, keys=partial(present_names, again))
+    load_hf(again, tmp_path, tensors=partial(present_tensors, again))
     for value, expected in zip(again.parameters(), unet.parameters(), strict=True):
         assert torch.equal(value, expected)
 

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from cai_kernels.adamw.options import AdamWOptions, Tensors
+from cai_kernels.compiler import tl, triton
 from cai_kernels.ops import define
 
 BLOCK = 2048

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
 from cai_kernels.attention.kernels import (
     LOG2E,
     Head,
@@ -19,6 +16,7 @@ from cai_kernels.attention.kernels import (
     span,
     store_rows,
 )
+from cai_kernels.compiler import tl, triton
 from cai_kernels.tiles import dot
 
 

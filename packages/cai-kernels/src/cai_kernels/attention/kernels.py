@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
+from cai_kernels.compiler import tl, triton
 from cai_kernels.tiles import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from cai_kernels.attention import gradients
 from cai_kernels.attention.kernels import Blocks, Flags, Operands, Sizes, Strides, forward
 from cai_kernels.column_sums import column_sums_into
+from cai_kernels.compiler import triton
 from cai_kernels.launch import dot_precision, power_of_2, waves
 from cai_kernels.ops import define
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
+from cai_kernels.compiler import tl, triton
 from cai_kernels.cross_entropy.options import ENTROPY, LOGIT_SUM, PLAIN
 from cai_kernels.tiles import exp
 

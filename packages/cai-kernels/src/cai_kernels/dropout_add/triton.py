@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.ops import define
 
 BLOCK = 1024

@@ -8,9 +8,8 @@ has of an id that began before it, `tail` of what begins in it and goes on. A se
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.launch import power_of_2
 from cai_kernels.ops import define
 

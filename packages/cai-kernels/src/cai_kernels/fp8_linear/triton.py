@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cai_kernels.compiler import TensorDescriptor, tl, triton
 from cai_kernels.fp8_linear.reference import BLOCK, ROW, SIDE, SQUARE, TENSOR, Cast, empty_cast
 
 _TENSOR, _ROW, _BLOCK = tl.constexpr(TENSOR), tl.constexpr(ROW), tl.constexpr(BLOCK)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from cai_kernels.activations import activation
 from cai_kernels.column_sums import column_sums
+from cai_kernels.compiler import tl, triton
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.ops import define
 from cai_kernels.rows import as_rows

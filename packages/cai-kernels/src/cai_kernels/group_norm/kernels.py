@@ -8,10 +8,8 @@ sum each channel over a part of the positions (`statistics`, `sums`), one progra
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from cai_kernels.activations import activation
+from cai_kernels.compiler import tl, triton
 
 
 @triton.jit

@@ -6,9 +6,9 @@ Backward computes SiLU's input again and keeps nothing of it.
 from __future__ import annotations
 
 import torch
-import triton
 
 from cai_kernels.column_sums import column_sums_into
+from cai_kernels.compiler import triton
 from cai_kernels.group_norm import kernels, reference
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.ops import define, gradients_of

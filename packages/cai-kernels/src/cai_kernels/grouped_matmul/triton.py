@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.grouped_matmul.operators import differentiable
 from cai_kernels.launch import dot_precision, power_of_2, waves
 from cai_kernels.tiles import dot

@@ -7,9 +7,8 @@ hits the L2 cache.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.cross_entropy import triton as kernels
 from cai_kernels.cross_entropy.device import (
     Row,

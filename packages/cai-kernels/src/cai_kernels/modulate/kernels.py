@@ -6,8 +6,7 @@ keeps the sums over them in registers; they are added up by `column_sums`, witho
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from cai_kernels.compiler import tl, triton
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from cai_kernels.column_sums import column_sums_into
+from cai_kernels.compiler import triton
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.modulate import kernels, reference
 from cai_kernels.ops import define, gradients_of

@@ -6,9 +6,7 @@ bias of AlphaFold's is so read once for several rows of an alignment, and its gr
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from cai_kernels.compiler import tl, triton
 from cai_kernels.tiles import exp, to_float32
 
 

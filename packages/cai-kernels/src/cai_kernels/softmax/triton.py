@@ -8,10 +8,9 @@ gradient too, so that they are read once; otherwise, and for a second bias, the 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from cai_kernels.column_sums import column_sums
+from cai_kernels.compiler import tl, triton
 from cai_kernels.launch import power_of_2, waves
 from cai_kernels.ops import define
 from cai_kernels.softmax.shared import backward_shared, forward_shared, offset, place_of

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from cai_kernels.compiler import tl, triton
 from cai_kernels.launch import power_of_2, row_warps
 from cai_kernels.ops import define
 

@@ -5,18 +5,21 @@ A checkpoint is a directory `step-N` with torch DCP's files (`.metadata`, `*.dis
 file ends with the id of its save, and `save.lock` keeps other jobs out meanwhile.
 """
 
+from cai_mesh.checkpoint.assembly import Assembly, concatenate, stack
 from cai_mesh.checkpoint.commit import latest, steps
-from cai_mesh.checkpoint.hf import load_hf, save_hf
+from cai_mesh.checkpoint.hf import load_hf, save_hf, unchanged
 from cai_mesh.checkpoint.loading import Contents, contents, load, newest_good
 from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import Manifest, verify
 from cai_mesh.checkpoint.saving import Saving, save
 
 __all__ = [
+    "Assembly",
     "Contents",
     "Lock",
     "Manifest",
     "Saving",
+    "concatenate",
     "contents",
     "latest",
     "load",
@@ -24,6 +27,8 @@ __all__ = [
     "newest_good",
     "save",
     "save_hf",
+    "stack",
     "steps",
+    "unchanged",
     "verify",
 ]

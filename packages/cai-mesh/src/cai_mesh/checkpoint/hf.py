@@ -12,8 +12,9 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_mesh.checkpoint.agree import agreed, control_group
+from cai_mesh.checkpoint.assembly import Assembly, Part, reversed_parts
 from cai_mesh.checkpoint.loading import SHOWN
 from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import fsync
+from cai_mesh.checkpoint.stored import StoredTensors
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
-from cai_mesh.files.headers import check_header
-from cai_mesh.files.published import DIFFUSERS, TRANSFORMERS, index_name, weight_files
+from cai_mesh.files.published import DIFFUSERS, TRANSFORMERS, index_name
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
 from cai_mesh.layout.record import canonical_name
@@ -56,8 +58,9 @@ def _same(name: str) -> str | None:
     return name
 
 
-def _unchanged(names: Iterable[str]) -> dict[str, str]:
-    return {name: name for name in names}
+def unchanged(shapes: Mapping[str, Sequence[int]]) -> dict[str, Assembly]:
+    """Return every tensor of these shapes by its own name, made of itself."""
+    return {name: Assembly.of(name, shape) for name, shape in shapes.items()}
 
 
 def load_hf(
@@ -66,7 +69,7 @@ def load_hf(
     *,
     within: str = "",
     names: Callable[[str], str | None] = _same,
-    keys: Callable[[Iterable[str]], Mapping[str, str]] = _unchanged,
+    tensors: Callable[[Mapping[str, Sequence[int]]], Mapping[str, Assembly]] = unchanged,
 ) -> None:
     """Fill a model's parameters, on any layout, from a directory of safetensors (one file, or several and an index).
 
@@ -76,45 +79,54 @@ def load_hf(
     Args:
         within: load only parameters whose names begin so; the files have them without it.
         names: the files' name of a parameter of that name; None: they do not have it, and it stays as it is.
-        keys: the map from present names to those in the files, worked out from all of these, as a library may have
-            renamed parts of a model since the files were written.
+        tensors: a function of the shapes of the files' tensors that returns what the model's are made of, by present
+            name: a library may have renamed parts since the files were written, or have made one tensor of several.
 
-    A name is looked up as it is, then with and without the model's `base_model_prefix`. Raises `CheckpointError`
+    A name is looked up as it is, then with and without the model's `base_model_prefix`, and a tied parameter's under
+    each of its names. Raises `CheckpointError`
     with a table of the parameters that are missing or of another shape, before anything is written.
     """
     directory = Path(directory)
-    where = weight_files(directory).tensors
-    renamed = keys(where)
+    stored = StoredTensors(directory)
+    assemblies = tensors(stored.shapes)
     params = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     targets = _within(_named(params, names), within)
     prefix = getattr(model.get_submodule(within.removesuffix(".")), "base_model_prefix", "")
     buffers = _within({n: BoxedTensor.from_param(b) for n, b in _buffers(model).items()}, within)
-    targets |= {name: boxed for name, boxed in buffers.items() if _find(name, renamed, prefix)}
-    file_keys = {name: _find(name, renamed, prefix) for name in targets}
-    files = {
-        file: _open(directory / file, {k for k in file_keys.values() if k and where[k] == file})
-        for file in sorted({where[k] for k in file_keys.values() if k})
-    }
+    targets |= {name: boxed for name, boxed in buffers.items() if _find([name], assemblies, prefix)}
+    aliases = _aliases(model, lambda name: (names(name) or "").removeprefix(within))
+    chosen: dict[str, Assembly] = {}
     rows = []
-    for name, key in file_keys.items():
-        shape = tuple(files[where[key]].get_slice(key).get_shape()) if key else None
-        if shape != targets[name].global_shape:
-            rows.append(f"{name}: this model {targets[name].global_shape}, directory {shape or 'nothing'}")
-        elif key and not _converts(
-            dtype := str(files[where[key]].get_slice(key).get_dtype()), targets[name].dtype
-        ):
-            rows.append(f"{name}: {dtype} in the directory, which needs a scale to be {targets[name].dtype}")
+    for name, boxed in targets.items():
+        assembly = _find(aliases.get(name, [name]), assemblies, prefix)
+        if assembly is None or assembly.shape != boxed.global_shape:
+            rows.append(f"{name}: this model {boxed.global_shape}, directory {_described(assembly)}")
+            continue
+        dtypes = {stored.dtype(source) for source in assembly.sources}
+        if wrong := sorted(dtype for dtype in dtypes if not _converts(dtype, boxed.dtype)):
+            rows.append(f"{name}: {wrong[0]} in the directory, which needs a scale to be {boxed.dtype}")
+        chosen[name] = assembly
     if rows:
         raise CheckpointError(
             f"{directory} holds another model: {len(rows)} of {len(targets)} parameters differ",
             got="\n             ".join(rows[:SHOWN]),
             fix="check that config.json is the one these weights were made with",
         )
-    for name, key in file_keys.items():
-        assert key is not None
-        stored = files[where[key]].get_slice(key)
+    for name, assembly in chosen.items():
         for box, view in targets[name].pieces:
-            view.copy_(stored[box.slices()] if box.shape else files[where[key]].get_tensor(key))
+            for part in assembly.parts:
+                if (inside := part.box.intersect(box)) is not None:
+                    values = stored.read(part.source, part.region(inside))
+                    view[inside.within(box)].copy_(part.arranged(values))
+
+
+def _described(assembly: Assembly | None) -> str:
+    if assembly is None:
+        return "nothing"
+    sources = assembly.sources
+    return str(assembly.shape) + (
+        f", of {len(sources)} tensors up to {sources[-1]}" if len(sources) > 1 else ""
+    )
 
 
 def _converts(stored: str, dtype: torch.dtype) -> bool:
@@ -133,18 +145,6 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in persistent.items() if not buffer.is_meta}
 
 
-def _open(file: Path, keys: set[str]) -> Any:
-    """A file of safetensors that holds these tensors, opened once its header has been checked."""
-    from safetensors import SafetensorError, safe_open
-
-    if missing := sorted(keys - check_header(file).keys()):
-        raise CheckpointError(f"{file} lacks tensors that its index says are there", got=missing[:SHOWN])
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} cannot be read", cause=str(error)) from None
-
-
 def _within(boxes: Mapping[str, BoxedTensor], prefix: str) -> dict[str, BoxedTensor]:
     return {name.removeprefix(prefix): boxed for name, boxed in boxes.items() if name.startswith(prefix)}
 
@@ -154,10 +154,21 @@ def _named(boxes: Mapping[str, BoxedTensor], names: Callable[[str], str | None])
     return {name: boxed for name, boxed in pairs if name is not None}
 
 
-def _find(name: str, renamed: Mapping[str, str], prefix: str) -> str | None:
-    """Return the files' name of a tensor; None: they lack it."""
-    candidates = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-    return next((renamed[key] for key in candidates if key in renamed), None)
+def _aliases(model: nn.Module, name_in_files: Callable[[str], str]) -> dict[str, list[str]]:
+    """Every name that the files may have for a parameter, by its first, which is canonical."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first = canonical_name(name, param)
+        names.setdefault(id(param), [name_in_files(first)]).append(name_in_files(name))
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def _find(names: Sequence[str], assemblies: Mapping[str, Assembly], prefix: str) -> Assembly | None:
+    """Return what a tensor of these names is made of; None: the files lack it."""
+    candidates = [
+        key for name in names for key in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    ]
+    return next((assemblies[key] for key in candidates if key in assemblies), None)
 
 
 @dataclass(frozen=True)
@@ -182,6 +193,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     within: str = "",
     names: Callable[[str], str | None] = _same,
+    tensors: Callable[[Mapping[str, Sequence[int]]], Mapping[str, Assembly]] = unchanged,
     max_file_bytes: int = 5 * 1000**3,
 ) -> None:
     """Write a directory that `from_pretrained` of transformers or diffusers opens. Collective.
@@ -194,6 +206,8 @@ def save_hf(
         dtype: the dtype of floating-point tensors; None keeps each tensor's.
         within: write only what has names that begin so, without it: `model.get_submodule` of it, with its config.
         names: the files' name of a parameter of that name; None: it is not written.
+        tensors: a function of the shapes of the model's tensors that returns what the files' are made of, by the
+            files' name; the same on all ranks.
         max_file_bytes: a file holds at least one tensor and otherwise no more than this.
 
     A tied parameter is written once, under its canonical name. Raises `CheckpointError` when the directory is not
@@ -210,11 +224,14 @@ def save_hf(
     boxes = {name: boxed for name, boxed in boxes.items() if name not in replaced}
     boxes = _within(_named(boxes | dict(weights or {}), names), within)
     model = model.get_submodule(within.removesuffix("."))
-    entries = _lay_out(_everyones(boxes, group), dtype, max_file_bytes, _stem(model))
+    present = _everyones(boxes, group)
+    files = tensors({name: shape for name, (shape, _) in present.items()})
+    entries = _lay_out(_typed(files, present), dtype, max_file_bytes, _stem(model))
+    parts = reversed_parts(files)
     export = _Export(final, agreed(lambda: uuid.uuid4().hex, group)[0])
     try:
         agreed(lambda: export.begin(entries) if rank == 0 else None, group)
-        agreed(lambda: _write_boxes(export.temporary, entries, boxes, _unshared(boxes, group)), group)
+        agreed(lambda: _write_boxes(export.temporary, entries, boxes, parts, _unshared(boxes, group)), group)
         agreed(lambda: export.finish(model, entries) if rank == 0 else None, group)
     finally:
         export.close()
@@ -266,6 +283,17 @@ def _everyones(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None
         for name, what in rank_tensors.items():
             tensors.setdefault(name, what)
     return tensors
+
+
+def _typed(files: Mapping[str, Assembly], present: Mapping[str, tuple[tuple[int, ...], torch.dtype]]):
+    """Shape and dtype of every tensor of the files, by name."""
+    return {
+        name: (
+            assembly.shape,
+            reduce(torch.promote_types, [present[source][1] for source in assembly.sources]),
+        )
+        for name, assembly in files.items()
+    }
 
 
 def _unshared(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):
@@ -350,22 +378,33 @@ def _write_boxes(
     directory: Path,
     entries: Mapping[str, _Entry],
     boxes: Mapping[str, BoxedTensor],
+    parts: Mapping[str, Sequence[Part]],
     mine: Mapping[str, Container[Box]],
 ) -> None:
     """Write those boxes of each tensor that are `mine`, in the order given; what is lent is asked for once."""
     maps: dict[str, np.memmap] = {}
     begins = {file: len(_header(inside)) for file, inside in _by_file(entries).items()}
-    for name, boxed in boxes.items():
+
+    def stored(name: str) -> torch.Tensor:
         entry = entries[name]
-        if entry.nbytes == 0 or not mine[name]:
-            continue
         if entry.file not in maps:
             maps[entry.file] = np.memmap(directory / entry.file, dtype=np.uint8, mode="r+")
         begin = begins[entry.file] + entry.start
         raw = torch.from_numpy(maps[entry.file][begin : begin + entry.nbytes])
+        return raw.view(entry.dtype).view(entry.shape)
+
+    for name, boxed in boxes.items():
+        if math.prod(boxed.global_shape) == 0 or not mine[name]:
+            continue
+        dtype = entries[parts[name][0].source].dtype
         for box, view in boxed.present.pieces:
-            if box in mine[name]:
-                raw.view(entry.dtype).view(entry.shape)[box.slices()] = view.detach().to("cpu", entry.dtype)
+            if box not in mine[name]:
+                continue
+            values = view.detach().to("cpu", dtype)
+            for part in parts[name]:
+                if (inside := part.box.intersect(box)) is not None:
+                    region = stored(part.source)[part.region(inside).slices()]
+                    part.arranged(region).copy_(values[inside.within(box)])
     for mapped in maps.values():
         mapped.flush()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate
 from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart, document_rule
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
@@ -26,7 +27,7 @@ from cai_apps.compose.models import (
     pretrained_directory,
 )
 from cai_apps.compose.positions import PositionsKnown
-from cai_apps.compose.published_names import present_names
+from cai_apps.compose.published_names import present_tensors
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
@@ -100,7 +101,8 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     if config.model.weights != "pretrained":
         return None
     directory = pretrained_directory(config.model.name)
-    return lambda model: load_hf(model, directory, keys=partial(present_names, model))
+    tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
+    return lambda model: load_hf(model, directory, tensors=tensors)
 
 
 def _build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
@@ -208,9 +210,14 @@ def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None
 
 
 def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
-    """Write a Hugging Face directory, in the compute dtype, from the master weights. Collective."""
+    """Write a Hugging Face directory, in the compute dtype, from the master weights. Collective.
+
+    Tensors have the names and the cuts of files on the hub: each expert of a layer stands by itself.
+    """
     dtype = DTYPES[session.config.precision.compute]
-    save_hf(session.model, directory, weights=session.weights.masters(), dtype=dtype)
+    model: Any = session.model
+    tensors = partial(saved_tensors, meta_model(model.config))
+    save_hf(session.model, directory, weights=session.weights.masters(), dtype=dtype, tensors=tensors)
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(directory)
     dist.barrier()

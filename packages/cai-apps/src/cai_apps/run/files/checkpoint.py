@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -99,16 +101,24 @@ def run_before(config: RunConfig, run: RunDirectory) -> RunDirectory | None:
 class Saver:
     """Writes checkpoints/step-N of a run; with `checkpoint.background` while training goes on.
 
-    There is one write at a time: the next save waits for it, and with it for the host copy it reads from.
+    There is one write at a time: the next save waits for it, and with it for the host copy it reads from. `step` is the
+    last step that was saved; None: none was.
     """
 
     def __init__(self, session: Session, run: RunDirectory, origin: Origin):
         self._session, self._run, self._origin = session, run, origin
         self._options = session.config.checkpoint
-        apart = self._options.background and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if apart else None
+        self._group: dist.ProcessGroup | None = None
         self._last: checkpoint.Saving | None = None
         self._size = room.checkpoint_bytes(session.state())
+        self._since = time.monotonic()
+        self._lacks_room = False
+        self.step: int | None = None
+
+    def by_clock(self) -> bool:
+        """Whether `checkpoint.minutes` have passed on this rank since the last save, or the last without room."""
+        minutes = self._options.minutes
+        return minutes > 0 and time.monotonic() - self._since >= 60 * minutes
 
     def check_final(self, position: Position) -> None:
         """Raises ConfigError where steps are left and the checkpoint after the last has no room. Collective."""
@@ -127,6 +137,7 @@ class Saver:
                 on from it.
         """
         self.wait()
+        self._since = time.monotonic()
         if not required and not self._has_room(position):
             return
         keep, state = self._options.keep_last, self._session.state()
@@ -142,22 +153,35 @@ class Saver:
             {**state, POSITION: asdict(position), ORIGIN: self._origin.value()},
             step=position.step,
             keep_last=None if keep is None else max(keep, LEAST_KEPT),
-            async_=self._options.background,
+            async_=not required and self._in_background(state),
             group=self._group,
         )
+        self.step = position.step
+
+    def _in_background(self, state: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is written while training goes on. Collective, as is the group that is made for it."""
+        config = self._session.config
+        if self._options.background == "auto":
+            chosen = config.memory.nvme is None and room.has_memory(state, self._size)
+        else:
+            chosen = self._options.background == "on"
+        if chosen and self._group is None and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
+        return chosen
 
     def _has_room(self, position: Position) -> bool:
-        """Whether a checkpoint on the way has room; say why not. Collective."""
+        """Whether a checkpoint on the way has room; say why not, once until there is some again. Collective."""
         reason = [""]
         if dist.get_rank() == 0:
             options = self._options
             reason[0] = room.make_room(
                 self._run.checkpoints, self._size, options.keep_last, final=options.final
             )
-            if reason[0]:
+            if reason[0] and not self._lacks_room:
                 print(f"no checkpoint after step {position.step}: {reason[0]}", flush=True)
         dist.broadcast_object_list(reason)
-        return not reason[0]
+        self._lacks_room = bool(reason[0])
+        return not self._lacks_room
 
     def doubt(self, last_finite: int) -> None:
         """Write down that no step after `last_finite` was finite, by which checkpoints from there on are unproven."""
@@ -172,18 +196,20 @@ class Saver:
             self._last.wait()
 
 
-def is_due(config: RunConfig, position: Position, *, left_out: bool = False) -> bool:
+def is_due(config: RunConfig, position: Position, *, left_out: bool = False, by_clock: bool = False) -> bool:
     """Whether a step is followed by a checkpoint.
 
     Args:
         config: the config of the run.
         position: the position after the step.
         left_out: whether the step has changed no weight.
+        by_clock: whether `checkpoint.minutes` have passed.
     """
     every, last = config.checkpoint.every, position.step == config.train.steps
-    return (last and config.checkpoint.final) or bool(
-        every and position.step % every == 0 and (last or not left_out)
-    )
+    by_steps = bool(every) and position.step % every == 0
+    if last:
+        return config.checkpoint.final or by_steps
+    return (by_steps or by_clock) and not left_out
 
 
 def resume(session: Session, run: RunDirectory, origin: Origin, *, new_data: bool = False) -> Position:

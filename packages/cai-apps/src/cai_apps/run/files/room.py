@@ -1,8 +1,9 @@
-"""Room on the disk of a run's checkpoints: looked at before the first step, and before each save."""
+"""Room for a run's checkpoints: on the disk, before the first step and each save, and in the host's memory."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,10 @@ from cai_mesh.layout import BoxedTensor
 
 BESIDE = 2**20
 """Bytes for what stands beside the tensors of a checkpoint."""
+SPARE = 0.5
+"""The part of free host memory that copies may take."""
+CONTAINER = "/sys/fs/cgroup"
+"""The place of a container's limits (cgroup v2)."""
 
 
 def checkpoint_bytes(state: Mapping[str, Any]) -> int:
@@ -34,6 +39,50 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         value = BoxedTensor.from_param(value)
     return math.prod(value.global_shape) * value.dtype.itemsize if isinstance(value, BoxedTensor) else 0
+
+
+def has_memory(state: Mapping[str, Any], size: int) -> bool:
+    """Whether every host has memory for copies of what its ranks write of a checkpoint of `size` bytes. Collective.
+
+    A host that does not say what it has free has none.
+    """
+    values = [
+        BoxedTensor.from_param(value) if isinstance(value, Tensor) else value for value in state.values()
+    ]
+    mine = sum(
+        box.numel * value.dtype.itemsize
+        for value in values
+        if isinstance(value, BoxedTensor)
+        for box, _ in value.pieces
+    )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    fits_on_hosts = [False] * dist.get_world_size()
+    dist.all_gather_object(fits_on_hosts, min(size, ranks * mine) <= SPARE * free_memory())
+    return all(fits_on_hosts)
+
+
+def free_memory() -> int:
+    """Return the bytes of host memory that this process may still take, under a limit of its container too."""
+    sizes = [
+        int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")
+    ]
+    limit = "".join(_lines(f"{CONTAINER}/memory.max"))
+    if limit.isdecimal():
+        used = int("".join(_lines(f"{CONTAINER}/memory.current")) or 0)
+        cached = [
+            line.split()[1]
+            for line in _lines(f"{CONTAINER}/memory.stat")
+            if line.startswith("inactive_file ")
+        ]
+        sizes.append(int(limit) - used + sum(map(int, cached)))
+    return min(sizes, default=0)
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def check_final(directory: Path, size: int) -> None:

@@ -86,6 +86,10 @@ class Loop:
     """Called on every rank after every step."""
     asked: Callable[[], int] = int
     """The signal that asked this rank to stop; 0: none did. Ranks agree on it in every step."""
+    by_clock: Callable[[], bool] = bool
+    """Whether a checkpoint is due by this rank's clock. Ranks agree on it in every step: one is enough."""
+    due: bool = False
+    """Whether a checkpoint is due by a clock after the step that was just done."""
     stopped: int = 0
     """The signal that ended the run after a step; 0: none did."""
     last_finite: int | None = None
@@ -128,13 +132,13 @@ class Loop:
         on_host, batch = prefetch.take(position.samples, last=position.step + 1 == self._steps)
         total = self._total(on_host)
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
-        agreed = greatest_of_ranks(self.device, self.asked())
+        agreed = greatest_of_ranks(self.device, self.asked(), self.by_clock())
         read = reading([losses, norms, total, *agreed], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, targets, memory, stopped = read()
+        loss, norm, targets, memory, stopped, due = read()
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
-        self.stopped = int(stopped)
+        self.stopped, self.due = int(stopped), bool(due)
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
         endless = self._left_out > (MOST_LEFT_OUT if session.skips else 0)
         if not math.isfinite(loss) or endless:

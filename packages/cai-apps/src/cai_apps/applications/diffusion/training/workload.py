@@ -23,7 +23,7 @@ from cai_apps.applications.diffusion.model.tensor_parallel import trains_text, t
 from cai_apps.applications.diffusion.training.variance import StepBounds
 from cai_apps.compose.apply import is_compiled
 from cai_apps.compose.lora import plain_name
-from cai_apps.compose.published_names import present_names
+from cai_apps.compose.published_names import present_tensors
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Batch, Loss, Workload
 from cai_apps.data.batches import PRESENT
@@ -173,8 +173,8 @@ def _pretrained(config: Config, design: Design) -> Callable[[nn.Module], None] |
         if design.family.name == "DiT":
             check_shared(directory / design.family.folder)
         for within, folder in parts(design, train_text=trains_text(config, design)).items():
-            keys = partial(present_names, model.get_submodule(within.removesuffix(".")))
-            load_hf(model, directory / folder, within=within, names=plain_name, keys=keys)
+            tensors = partial(present_tensors, model.get_submodule(within.removesuffix(".")))
+            load_hf(model, directory / folder, within=within, names=plain_name, tensors=tensors)
 
     return load
 
