@@ -288,6 +288,7 @@ def test_no_step_puts_a_gradient_into_a_parameter_or_calls_its_hooks(residency, 
     for at in range(3):
         loss_of(model, at, False).backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.wait()
     assert len(inner.seen) == 3 * 5 and not any(inner.seen)
     assert not calls
@@ -448,6 +449,7 @@ def test_host_memory_is_what_was_counted(residency):
         loss_of(model, at, False).backward()
         most = max(most, copied_through(optimizer))
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.wait()
     state = sum(c.master + c.state for c in sizes)
     assert most == host_bytes(sizes, OnDisk()) - state
@@ -531,6 +533,7 @@ def test_what_a_step_raised_is_not_lost_where_its_weights_are_not_used(residency
         optimizer.step()
         with contextlib.suppress(OSError):
             chunk._stepping.result()
+    optimizer.zero_grad()
     chunk.set_gradient(0, torch.zeros(chunk.unit.kept[0].numel()))
     with pytest.raises(OSError, match="no such memory"):
         optimizer.step()

@@ -107,6 +107,7 @@ def advance(model, optimizer, steps):
             loss_of(model, step, 0).backward()
         loss_of(model, step, 1).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def bytes_of(optimizer):

@@ -224,6 +224,13 @@ class GradBuffer:
         if self.is_open:
             self._unwritten.add(index)
 
+    def forget(self) -> None:
+        """Forget all that has arrived, also what autograd has accumulated itself."""
+        self.close()
+        self.arrived.clear()
+        for param in self.params:
+            set_raw_grad(param, None)
+
     def close(self) -> None:
         """Free the memory, and drop what still waits. The caller has seen to it that nothing still reads it."""
         for product in self._kept:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from cai_mesh.storage.elementwise import check_elementwise
 from cai_mesh.storage.finding import blocks, check_parameters, units
 from cai_mesh.storage.guards import (
     check_alone,
     check_arguments,
-    check_elementwise,
     check_there,
     reduces_itself,
 )

@@ -7,7 +7,7 @@ Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLif
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +74,15 @@ def _inside(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
         yield from _inside(tree_leaves(attributes), visited)
 
 
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that is left out of graphs: what it does happens once a use, not once a compilation."""
+    return torch.compiler.disable(
+        hook,
+        reason="hooks of cai_mesh tell sharding and offload when a block is used; with fullgraph=True compile a "
+        "block's forward alone: block.forward = torch.compile(block.forward, fullgraph=True)",
+    )
+
+
 class ModuleLifecycle:
     """Watches units of a model.
 
@@ -111,7 +120,7 @@ class ModuleLifecycle:
         """
         for module, params in units.items():
             if module not in self._trainable:
-                starts, ends = self._forward_starts, self._forward_ends
+                starts, ends = _untraced(self._forward_starts), _untraced(self._forward_ends)
                 self._handles.append(module.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(ends, with_kwargs=True))
             self._has_frozen[module] = any(not param.requires_grad for param in params)

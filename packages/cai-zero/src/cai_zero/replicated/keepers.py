@@ -103,8 +103,13 @@ class ChunkKeeper:
         """Leave what is written to a parameter there; its master weights take it before the next step."""
         chunk = self._weak()
         if chunk is not None:
+            chunk.weights.wait_gathered()
             chunk.weights.join()
             chunk.weights.lent.add(index)
+
+    def wait_for_values(self) -> None:
+        """Return once the parameters are those of the last step."""
+        self._chunk.weights.wait_gathered()
 
 
 class FrozenKeeper:
