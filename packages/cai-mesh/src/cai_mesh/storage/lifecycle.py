@@ -7,7 +7,7 @@ Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLif
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,13 +74,11 @@ def _inside(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
         yield from _inside(tree_leaves(attributes), visited)
 
 
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that is left out of graphs: what it does happens once a use, not once a compilation."""
-    return torch.compiler.disable(
-        hook,
-        reason="hooks of cai_mesh tell sharding and offload when a block is used; with fullgraph=True compile a "
-        "block's forward alone: block.forward = torch.compile(block.forward, fullgraph=True)",
-    )
+_untraced = torch.compiler.disable(
+    reason="hooks of cai_mesh tell sharding and offload when a block is used; with fullgraph=True compile a block's "
+    "forward alone: block.forward = torch.compile(block.forward, fullgraph=True)"
+)
+"""Leaves a hook out of graphs: what it does happens once a use, not once a compilation."""
 
 
 class ModuleLifecycle:
@@ -120,7 +118,7 @@ class ModuleLifecycle:
         """
         for module, params in units.items():
             if module not in self._trainable:
-                starts, ends = _untraced(self._forward_starts), _untraced(self._forward_ends)
+                starts, ends = self._forward_starts, self._forward_ends  # bound, so that copies are told
                 self._handles.append(module.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(ends, with_kwargs=True))
             self._has_frozen[module] = any(not param.requires_grad for param in params)
@@ -150,6 +148,7 @@ class ModuleLifecycle:
         self._handles.clear()
         self._accumulators.clear()
 
+    @_untraced
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if module not in self._trainable:
             return  # of a copy
@@ -162,6 +161,7 @@ class ModuleLifecycle:
         for listener in self._listeners:
             listener.before_use(module, backward=backward)
 
+    @_untraced
     def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if module not in self._trainable:
             return

@@ -126,10 +126,17 @@ def _part_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part(param: torch.Tensor) -> bool:
-    """Whether a parameter is less than the whole one, or flat."""
+    """Whether a parameter is less than the whole one, or shown flat."""
+    if _is_flat(param):
+        return not param.place_of_values().alone
     layout, (low, high) = extent_of(param)
     flat = bool(record_of(param).slices) and len(layout.global_shape) != 1
     return flat or high - low != math.prod(layout.global_shape)
+
+
+def _is_flat(param: torch.Tensor) -> bool:
+    """Whether a parameter is one of several in a buffer, and shown in its own shape."""
+    return hasattr(param, "place_of_values")
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,8 @@ def _after_saving(module: nn.Module, state: dict[str, Any], prefix: str, metadat
         if isinstance(value, ShardGradient):
             state[prefix + name] = FlatState(value.part, value.place)
         elif not _is_part(param):
-            continue
+            if _is_flat(param):
+                apart(state, [prefix + name])
         elif hasattr(value, "placements"):  # a part of a part, which `fully_shard` has made
             value.__reduce_ex__ = guard.marks.refuse  # type: ignore[method-assign]
         else:
@@ -181,7 +189,7 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, metad
             expected = module.__dict__[GUARD].signature
             check_signature(f"{prefix}{name} of a state dict", signed, expected, FIX)
         part = _part_of(param, value) if is_whole else value
-        if hasattr(param, "place_of_values") and type(part) is not FlatState and part.numel() == high - low:
+        if _is_flat(param) and type(part) is not FlatState and part.numel() == high - low:
             part = FlatState(
                 part.view(-1), param.place_of_values()
             )  # as the parameter is shown, before torch compares
@@ -203,7 +211,7 @@ def guard_state(model: nn.Module, marks: type[PartState] = PartState) -> None:
     """
     for module in model.modules():
         is_guarded = GUARD in module.__dict__
-        if is_guarded or any(_is_part(param) for _, param in _own(module)):
+        if is_guarded or any(_is_part(param) or _is_flat(param) for _, param in _own(module)):
             module.__dict__[GUARD] = _Guard(marks, signature_of(_own(module)))
         if GUARD in module.__dict__ and not is_guarded:
             module.register_state_dict_post_hook(_after_saving)
@@ -224,8 +232,10 @@ def _refuse_resize(model: nn.Module, new_num_tokens: int | None = None, *_: Any,
 def _save_whole(save: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     shapes = {name: extent_of(param)[0].global_shape for name, param in model.named_parameters()}
     state = kwargs.get("state_dict")
-    if state is None or any(
-        tuple(value.shape) != shapes.get(name, value.shape) for name, value in state.items()
+    no_parts = not any(_is_part(param) for param in model.parameters())
+    if (state is None and not no_parts) or any(
+        tuple(value.shape) != shapes.get(name, value.shape) or isinstance(value, PartState | FlatState)
+        for name, value in (state or {}).items()
     ):
         raise CheckpointError(
             "save_pretrained would write parts of parameters under the names of whole ones",
