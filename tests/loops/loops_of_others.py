@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loops.cases import case, clip_all, started, steps
+from loops.cases import REFUSED, case, clip_all, started, steps
 from torch import nn
 
 
@@ -56,11 +56,56 @@ def backward_to_some_parameters(run):
 
 
 @case
-def backward_to_some_parameters_and_to_all(run):
-    for batch in run.batches(3):
+def backward_to_some_parameters_every_second_time(run):
+    for number, batch in enumerate(run.batches(4)):
+        given = {"inputs": [run.model.layers[1].up.weight]} if number % 2 else {}
+        run.loss(batch).backward(**given)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def backward_to_activations_and_then_to_all(run):
+    given = []
+    handle = run.model.layers[1].register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    for batch in run.batches(2):
+        given.clear()
         loss = run.loss(batch)
-        loss.backward(inputs=[run.model.layers[1].up.weight], retain_graph=True)
+        given[0].retain_grad()
+        loss.backward(inputs=given, retain_graph=True)
+        run.see(sum(p.grad is not None for p in run.model.parameters()))
         loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    handle.remove()
+
+
+@case
+def a_forward_with_gradients_after_the_backward(run):
+    """Of loops that log the loss after the update, without no_grad, and of steps on kept gradients."""
+    for batch in run.batches(3):
+        run.loss(batch).backward()
+        run.loss(batch)
+        run.optimizer.step()
+        run.loss(batch)
+        run.optimizer.zero_grad()
+
+
+@case
+def a_step_before_any_backward(run):
+    """Of schedulers that want one."""
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    steps(run, count=2)
+
+
+@case
+def a_backward_that_is_left_out(run):
+    """A loss that is too large is not learned from; the step is taken all the same."""
+    for number, batch in enumerate(run.batches(3)):
+        loss = run.loss(batch)
+        if number != 1:
+            loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
 
@@ -111,3 +156,40 @@ def backward_to_parameters_listed_before(run):
         run.see(sum(p.grad is not None for p in run.model.parameters()))
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+@case
+def backward_to_all_parameters_by_name(run):
+    for batch in run.batches(2):
+        run.loss(batch).backward(inputs=list(run.model.parameters()))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def a_block_that_is_left_out_at_random(run):
+    """Stochastic depth: its forward is run and gives back what it was given."""
+    block = run.model.layers[0]
+    handle = block.register_forward_hook(lambda module, args, output: args[0])
+    for batch in run.batches(2):
+        run.loss(batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    handle.remove()
+    steps(run, count=1)
+
+
+PASSED_OVER = {
+    "backward_to_some_parameters_every_second_time": "steps without any gradient, though the model has been run",
+    "backward_to_activations": "steps without any gradient",
+    "backward_to_parameters_listed_before": "steps without any gradient",
+    "a_backward_that_is_left_out": "steps without any gradient",
+    "backward_to_some_parameters": "",
+    "backward_to_the_first_parameters": "",
+    "backward_to_all_parameters_by_name": "",
+}
+REFUSED |= {
+    (name, stage): says or ("steps without" if stage == "offload" else "has reached some parameters")
+    for name, says in PASSED_OVER.items()
+    for stage in ("zero3", "offload", "residency")
+}

@@ -52,6 +52,9 @@ the cause and the fix. Nothing is wrong in silence.
   or at the next step. `full_optimizer_state_dict(optimizer, model)` is for any ranks, stages and plain loops.
 - **Change the model first.** Another head, a resized embedding or an adapter after `parallelize` or `shard_module`
   raises where nobody would cut or reduce it.
+- **`backward(inputs=...)`** does not reach parameters of stage 3 or under offload: a block computes with others in
+  their place, and torch passes over what is in no graph. A step that is left without any gradient after a forward for
+  some raises, as one does whose backward was left out. Name activations there, or use `requires_grad_(False)`.
 - **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.
 - **A plain tensor put into `.grad`** is this rank's, and is averaged over the ranks.
 - **A model that `parallelize` has cut**, without ZeRO, shows its gradients the same way: a rank reads its part, in its

@@ -95,10 +95,12 @@ def offload(
     )
     everything = [chunk for some in chunks.values() for chunk in some]
     take_over(optimizer, everything, _flat_parameters(flats))
-    ModuleUses(engine, model, flats, chunks)
+    uses = ModuleUses(engine, model, flats, chunks)
     plans = factory.schedule(engine, everything, budget)
     engine.start(everything, plans, tuning.observe, chunks[model])
-    return model, factory.optimizer(optimizer, engine)
+    offloaded = factory.optimizer(optimizer, engine)
+    offloaded.register_step_pre_hook(lambda *_: uses.check_backward())
+    return model, offloaded
 
 
 def _units(model: nn.Module) -> Units:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, check_no_gradients, defer
-from cai_mesh.gradients.gradient_views import backward_inputs  # noqa: F401 (torch asks it from then on)
 from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
 from cai_mesh.gradients.gradient_views.flat_value import SHAPES, use_flat, value_of, whole_of
 from cai_mesh.gradients.gradient_views.parameters import (

@@ -39,12 +39,29 @@ def has_hooks(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
+_LOOKED_AT = 200
+
+
 def accumulates(node: torch.autograd.graph.Node) -> bool | None:
-    """Whether the backward under way accumulates into a leaf; None in `torch.autograd.grad`, which returns them."""
+    """Whether the backward under way reaches a node; None for a leaf's in `torch.autograd.grad`, which returns them."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # what torch answers there
         return None
+
+
+def leaves_out(first: torch.autograd.graph.Node) -> bool:
+    """Whether the backward under way was told by `inputs` which leaves to reach, as far as nodes near `first` show."""
+    nodes, seen = [first], {first}
+    for node in nodes:
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        if not all(map(accumulates, following)):
+            return True
+        if len(seen) > _LOOKED_AT:
+            return False
+        seen.update(following)
+        nodes.extend(following)
+    return False
 
 
 class GradBuffer:

@@ -108,7 +108,7 @@ class ModuleSharding:
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
         self._late: list[Sharded] = []  # used after their turn in this backward, as all ranks must have done
         self._pending = False
-        self._lifecycle = ModuleLifecycle({})
+        self._lifecycle = ModuleLifecycle({}, substitutes=True)
         self._lifecycle.listen(self)
         self._show_frozen()
         self._follow([part for part in self._parts if part.reducible is not None])
@@ -216,6 +216,11 @@ class ModuleSharding:
         if group not in self._gather_groups:
             self._gather_groups[group] = second_group(group)
         return self._gather_groups[group]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has been run for gradients, and no parameter has had one since."""
+        return self._lifecycle.awaits_backward
 
     def stepping(self) -> None:
         """An optimizer is about to change shards: what is gathered of the old ones, or on its way, is dropped."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from cai_mesh.gradients import ShardGradient, hide, show
-from cai_mesh.storage import PartSteps
+from cai_mesh.gradients import ShardGradient, hide, local_gradient, show
+from cai_mesh.storage import PartSteps, no_backward
 from cai_zero.reduction.owner import GradientOwner
 from cai_zero.reduction.ranks import RankTable
 
@@ -21,6 +21,11 @@ class Stepped(GradientOwner, Protocol):
 
     ranks: RankTable
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has been run for gradients, and no parameter has had one since."""
+        ...
+
     def stepping(self) -> None:
         """An optimizer is about to change shards."""
 
@@ -29,7 +34,10 @@ class Stepped(GradientOwner, Protocol):
 
 
 def follow_steps(owner: Stepped, shard_ids: Collection[int]) -> None:
-    """Tell `owner`, to which it refers weakly, of the steps of all optimizers that have some of its shards."""
+    """Tell `owner`, to which it refers weakly, of the steps of all optimizers that have some of its shards.
+
+    Raises `PlanError` in a step without any gradient, where a forward was run for some.
+    """
     weak, part_steps = weakref.ref(owner), PartSteps()
     lowered = weakref.WeakSet[torch.optim.Optimizer]()
 
@@ -45,6 +53,8 @@ def follow_steps(owner: Stepped, shard_ids: Collection[int]) -> None:
             lowered.add(optimizer)
         part_steps.check(optimizer)
         alive.ensure_gradients()
+        if alive.awaits_backward and all(local_gradient(param) is None for param in shards):
+            raise no_backward()
         alive.ranks.turns.take("a step")
         alive.stepping()
         hide(shards)
