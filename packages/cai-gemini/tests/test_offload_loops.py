@@ -268,6 +268,8 @@ def test_any_elementwise_optimizer(make, residency, tmp_path):
 class Watching(torch.optim.SGD):
     """Looks, in every step, at what is in the parameters of the model."""
 
+    watched, seen = (), []  # of those that are tried, too
+
     def step(self, closure=None):
         with torch._C.DisableTorchFunctionSubclass():
             found = [torch.Tensor.grad.__get__(param) for param in self.watched]

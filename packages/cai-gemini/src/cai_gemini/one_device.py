@@ -87,12 +87,10 @@ def offload(
     blocks = _units(model)
     check_device(blocks, model, compute, budget, device_memory)
     sizes = chunk_bytes(blocks, compute, optimizer)
-    on_disk = factory.on_disk(sizes)
     expand_segments(where, enabled=tuning.expandable_segments)
     engine = Engine(where)
-    flats, chunks = _chunks(
-        model, blocks, engine, compute, materialize, factory.disk_user(engine, sizes, on_disk)
-    )
+    use_disk = factory.disk_user(engine, sizes, factory.on_disk(sizes))
+    flats, chunks = _chunks(model, blocks, engine, compute, materialize, use_disk)
     everything = [chunk for some in chunks.values() for chunk in some]
     take_over(optimizer, everything, _flat_parameters(flats))
     uses = ModuleUses(engine, model, flats, chunks)

@@ -62,4 +62,6 @@ class GivenBack(torch.Tensor):
                 else:
                     tensor.zero_()
             return first if name == "zero_" else None
-        raise given_back(next(t._name for t in tree_leaves((args, kwargs)) if isinstance(t, cls)))
+        raise given_back(
+            next(tensor._name for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls))
+        )

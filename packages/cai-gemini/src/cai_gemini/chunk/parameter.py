@@ -123,13 +123,13 @@ class KeptParameter(nn.Parameter):
                 )
             if func == _DELETE:
                 return args[0].cai_keeper.set_gradient(args[0].cai_index, None)
-            kept = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+            params = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
             if func not in _ABOUT and func not in SHAPES:
-                for value in kept:
+                for value in params:
                     value.cai_keeper.settle()
             if func in _FUSED or func == _DATA:  # what is written to `data` counts no version either
                 increment_version(args[0])
-            if any(value.cai_flat for value in kept):
+            if any(value.cai_flat for value in params):
                 return func(*args, **kwargs)
             return value_of(args[0]) if func == _DATA else use_flat(func, args, kwargs, cls)
 

@@ -52,14 +52,14 @@ def accumulates(node: torch.autograd.graph.Node) -> bool | None:
 
 def leaves_out(first: torch.autograd.graph.Node) -> bool:
     """Whether the backward under way was told by `inputs` which leaves to reach, as far as nodes near `first` show."""
-    nodes, seen = [first], {first}
+    nodes, visited = [first], {first}
     for node in nodes:
-        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        following = [after for after, _ in node.next_functions if after is not None and after not in visited]
         if not all(map(accumulates, following)):
             return True
-        if len(seen) > _LOOKED_AT:
+        if len(visited) > _LOOKED_AT:
             return False
-        seen.update(following)
+        visited.update(following)
         nodes.extend(following)
     return False
 

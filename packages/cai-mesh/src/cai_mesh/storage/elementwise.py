@@ -12,6 +12,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 
+_NO_RULE = ("params", "param_names", "initial_lr")
 _STEPS = 8
 _CLOSE = 1e-4
 
@@ -41,9 +42,9 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each group that may change its rule: all but those that are numbers alone."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-        rule = {k: v for k, v in options.items() if type(v) in (bool, str, type(None))}
-        zeros = sorted(k for k, v in options.items() if type(v) in (int, float) and v == 0)
+        options = {name: value for name, value in group.items() if name not in _NO_RULE}
+        rule = {name: value for name, value in options.items() if type(value) in (bool, str, type(None))}
+        zeros = sorted(name for name, value in options.items() if type(value) in (int, float) and value == 0)
         kinds.setdefault(repr((sorted(rule.items()), zeros)), options)
     return list(kinds.values()) or [dict(optimizer.defaults)]
 
@@ -51,19 +52,14 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
     numbers = torch.Generator().manual_seed(0)
     shapes, scales = ((4, 6), (3, 5)), (1.0, 30.0)
-    starts = [
-        torch.randn(s, generator=numbers, dtype=torch.float64) * c
-        for s, c in zip(shapes, scales, strict=True)
-    ]
-    grads = [
-        [
-            torch.randn(s, generator=numbers, dtype=torch.float64) * c
-            for s, c in zip(shapes, scales, strict=True)
-        ]
-        for _ in range(_STEPS)
-    ]
-    whole = _stepped(optimizer, options, starts, grads)
-    if whole is None:
+    sizes = list(zip(shapes, scales, strict=True))
+
+    def drawn() -> list[torch.Tensor]:
+        return [scale * torch.randn(shape, generator=numbers, dtype=torch.float64) for shape, scale in sizes]
+
+    starts, grads = drawn(), [drawn() for _ in range(_STEPS)]
+    together = _stepped(optimizer, options, starts, grads)
+    if together is None:
         raise PlanError(
             "this optimizer cannot be tried, so nobody knows whether it may step parts of parameters",
             got=type(optimizer).__name__,
@@ -71,9 +67,9 @@ def _try(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
             fix="if it treats every element by itself (no norm, no sum, no number over all of a parameter or over all "
             "parameters), say so: optimizer.elementwise = True",
         )
-    for index, cut in enumerate((7, 4)):
-        for part in (slice(0, cut), slice(cut, None)):
-            start, expected = starts[index].flatten()[part], whole[index].flatten()[part]
+    for index, border in enumerate((7, 4)):
+        for part in (slice(0, border), slice(border, None)):
+            start, expected = starts[index].flatten()[part], together[index].flatten()[part]
             part_grads = [[step[index].flatten()[part]] for step in grads]
             alone = _stepped(optimizer, options, [start], part_grads)
             moved = (expected - start).abs().max()
@@ -103,7 +99,9 @@ def _stepped(
         with torch.enable_grad():
             tried = type(optimizer)(params, **arguments)
             for group in tried.param_groups:
-                group.update({k: copy.deepcopy(v) for k, v in options.items() if k not in arguments})
+                group.update(
+                    {name: copy.deepcopy(options[name]) for name in options if name not in arguments}
+                )
             for step_grads in grads:
                 for param, grad in zip(params, step_grads, strict=True):
                     param.grad = grad.clone()

@@ -52,10 +52,9 @@ class ShardKeeper:
         if owner is None:
             return None
         owner.ensure_gradients()
-        kept = self._unit.kept[index]
-        grad = (
-            local_gradient(kept) if hasattr(kept, "cai_flat") else raw_grad(kept)
-        )  # a residency keeps its own
+        shard = self._unit.kept[index]
+        # a residency keeps its own
+        grad = local_gradient(shard) if hasattr(shard, "cai_flat") else raw_grad(shard)
         return None if grad is None else (grad, self.place(index))
 
     def place(self, index: int) -> Place:
@@ -101,11 +100,11 @@ class ShardKeeper:
                 "a gradient was put in the place of one of a sharded model, while its parameters are unsharded",
                 fix="put it after the backward, when parameters are shards",
             )
-        kept = self._unit.kept[index]
-        if hasattr(kept, "cai_flat"):
-            kept.grad = gradient
+        shard = self._unit.kept[index]
+        if hasattr(shard, "cai_flat"):
+            shard.grad = gradient
         else:
-            set_raw_grad(kept, None if gradient is None else self.share_of(index, gradient))
+            set_raw_grad(shard, None if gradient is None else self.share_of(index, gradient))
 
     def leaf(self, index: int) -> nn.Parameter:
         return self._unit.used[index]

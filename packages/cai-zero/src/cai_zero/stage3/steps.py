@@ -42,7 +42,9 @@ def follow_steps(owner: Stepped, shard_ids: Collection[int]) -> None:
     lowered = weakref.WeakSet[torch.optim.Optimizer]()
 
     def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        return [p for g in optimizer.param_groups for p in g["params"] if id(p) in shard_ids]
+        return [
+            param for group in optimizer.param_groups for param in group["params"] if id(param) in shard_ids
+        ]
 
     def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive, shards = weak(), stepped_by(optimizer)

@@ -64,9 +64,9 @@ def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) 
         return
     shaped = func in _LAYERS or func in _SHAPED
     shape = parts[0].cai_keeper.leaf(parts[0].cai_index).shape  # type: ignore[attr-defined]
-    others = [t for t in tensors if not isinstance(t, flat) and t.dim()]
-    in_graph = torch.is_grad_enabled() and any(t.requires_grad for t in (*parts, *others))
-    strange = in_graph and len(parts) == 1 and any(t.shape != shape for t in others)
+    operands = [tensor for tensor in tensors if not isinstance(tensor, flat) and tensor.dim()]
+    in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*parts, *operands))
+    strange = in_graph and len(parts) == 1 and any(tensor.shape != shape for tensor in operands)
     if shaped or strange:
         raise PlanError(
             "a parameter that is sharded or offloaded was used outside its block",

@@ -73,11 +73,13 @@ def use_flat(func: Any, args: Any, kwargs: Any, flat: type) -> Any:
         return func(*args, **kwargs)
     check_flat_use(func, args, kwargs, flat)
     params = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, flat)}
-    if _builds_graph(func, params.values()) and not all(p.place_of_values().alone for p in params.values()):
+    if _builds_graph(func, params.values()) and not all(
+        param.place_of_values().alone for param in params.values()
+    ):
         return _in_graph(func, args, kwargs, flat)
     lowered = {key: _whole_value(func, param) for key, param in params.items()}
-    result = func(*_replaced(args, lowered), **_replaced(kwargs, lowered))
-    return next((p for key, p in params.items() if result is lowered[key]), result)
+    output = func(*_replaced(args, lowered), **_replaced(kwargs, lowered))
+    return next((param for key, param in params.items() if output is lowered[key]), output)
 
 
 def value_of(param: Any) -> torch.Tensor:
@@ -112,7 +114,7 @@ def _builds_graph(func: Any, params: Any) -> bool:
     outside = (
         name in _OUT_OF_GRAPHS or room == "torch.nn.init" or "no_grad" in getattr(func, "__qualname__", "")
     )
-    return torch.is_grad_enabled() and any(p.requires_grad for p in params) and not outside
+    return torch.is_grad_enabled() and any(param.requires_grad for param in params) and not outside
 
 
 def _whole_value(func: Any, param: Any) -> torch.Tensor:
@@ -147,8 +149,8 @@ class FlatValue(torch.Tensor):
             if func in LOOKS or name in _OWN:
                 return func(*args, **kwargs)
             if name in _OUT_OF_GRAPHS or not torch.is_grad_enabled():
-                values = {id(v): v for v in tree_leaves((args, kwargs)) if hasattr(v, "place_of_values")}
-                by_id = {key: _outside(v) for key, v in values.items()}
+                leaves = tree_leaves((args, kwargs))
+                by_id = {id(value): _outside(value) for value in leaves if hasattr(value, "place_of_values")}
                 return func(*_replaced(args, by_id), **_replaced(kwargs, by_id))
             return _in_graph(func, args, kwargs, FlatValue)
 
@@ -178,7 +180,7 @@ def _refused(func: Any, place: Place) -> PlanError:
 
 def _in_graph(func: Any, args: Any, kwargs: Any, flat: type) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    flats = [t for t in tensors if hasattr(t, "place_of_values")]
+    flats = [tensor for tensor in tensors if hasattr(tensor, "place_of_values")]
     place, name = flats[0].place_of_values(), getattr(func, "__name__", "")
     if name.endswith("_") and not name.endswith("__"):
         return func(*args, **kwargs)  # torch itself raises for a leaf
@@ -201,9 +203,9 @@ def _in_graph(func: Any, args: Any, kwargs: Any, flat: type) -> Any:
         return _reduced(name, place, args, kwargs, lambda: _refused(func, place))
     if name not in _IN_GRAPHS or kwargs.get("out") is not None:
         raise _refused(func, place)
-    result = func(*args, **kwargs).as_subclass(FlatValue)
-    result.cai_place = place
-    return result
+    value = func(*args, **kwargs).as_subclass(FlatValue)
+    value.cai_place = place
+    return value
 
 
 def _reduced(

@@ -100,14 +100,14 @@ class ShardGradient(torch.Tensor):
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
         if name.startswith(("_foreach_", "_fused_")) and name != "_foreach_max":
-            result = _each(func, args, kwargs)
+            output = _each(func, args, kwargs)
         elif _treats_elements_alike(func, name) and _fits(func, args, kwargs):
-            result = _on_parts(func, args, kwargs)
+            output = _on_parts(func, args, kwargs)
         else:
-            result = _on_wholes(func, args, kwargs)
+            output = _on_wholes(func, args, kwargs)
         for grad in _written(func, args, kwargs, ShardGradient):
             increment_version(grad.part)  # which is not counted below autograd
-        return result
+        return output
 
 
 def shown(part: torch.Tensor, place: Place) -> torch.Tensor:
