@@ -193,3 +193,36 @@ REFUSED |= {
     for name, says in PASSED_OVER.items()
     for stage in ("zero3", "offload", "residency")
 }
+
+
+@case
+def moments_forgotten(run):
+    """Of loops that restart the optimizer with a new phase."""
+    steps(run, count=2)
+    run.optimizer.state.clear()
+    steps(run, count=2)
+
+
+@case
+def moments_scaled(run):
+    def scale(run):
+        for p in run.model.parameters():
+            run.optimizer.state[p]["exp_avg"].mul_(0.5)
+
+    steps(run, after_step=scale)
+
+
+@case
+def moments_of_one_forgotten(run):
+    """Of loops that give an embedding new rows or a head new weights (lottery tickets, ReDo)."""
+    steps(run, count=2)
+    for p in run.model.head.parameters():
+        run.optimizer.state.pop(p, None)
+    steps(run, count=2)
+
+
+REFUSED |= {
+    (name, stage): "the state of an optimizer of an offloaded model was taken away"
+    for name in ("moments_forgotten", "moments_of_one_forgotten")
+    for stage in ("offload", "residency")
+}

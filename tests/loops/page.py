@@ -24,9 +24,9 @@ the cause and the fix. Nothing is wrong in silence.
   talks to the others only where the gradient is still to be reduced.
 - **In stage 3 and under offload a rank keeps flat parts**, and parameters and gradients are shown whole, as a DTensor
   is: `shape`, `ndim`, `numel()`, places in `p.grad` and `p.data`, norms, sums. What is made of `p.data` or `p.detach()`
-  is whole too, and collective. Optimizers step the flat parts, `state[p]` is as flat; `cai_mesh.gradients.flat_of(p)`
-  and `local_gradient(p)` are what is here. Places in `p` itself, `p.data = ...` and, in a loss outside blocks, all but
-  elementwise operators, sums, means and norms are refused.
+  is whole too, and collective. Optimizers step the flat parts, and `state[p]` is as flat: a norm of it is this rank's.
+  `cai_mesh.gradients.flat_of(p)` and `local_gradient(p)` are what is here. Places in `p` itself, `p.data = ...` and, in
+  a loss outside blocks, all but elementwise operators, sums, means and norms are refused.
 - **Gradients stay until they are cleared**, after a step too: `step(); step()`, clearing every second step and a look
   at `.grad` after the step are as in a plain loop; `zero_grad(set_to_none=False)` leaves zeros, by which AdamW decays.
   Under offload a step gives their memory back: what needs their values before `zero_grad` raises, counting does not.

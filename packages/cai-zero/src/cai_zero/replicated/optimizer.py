@@ -47,6 +47,7 @@ from cai_zero.replicated.max_norm import check_alike, renormed
 from cai_zero.replicated.members import Members
 from cai_zero.replicated.piece_state import state_of_pieces
 from cai_zero.replicated.pieces import PieceKeeper, PieceParameter
+from cai_zero.replicated.shown_state import ShownState
 from cai_zero.replicated.step_gradients import StepGradients
 from cai_zero.state import restore_groups, saved_groups
 
@@ -338,8 +339,11 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the inner optimizer, by this rank's part of each parameter."""
-        return self.inner.state
+        """The state of the inner optimizer, by this rank's part of each parameter.
+
+        Asked for by a parameter of the model it is shown as gradients are, in the parameter's shape.
+        """
+        return ShownState(self.inner.state)
 
     @property
     def member_groups(self) -> list[list[nn.Parameter]]:
@@ -380,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
         stateless = [
-            chunk for chunk in self._chunks if any(p not in self.state for p in chunk.weights.pieces)
+            chunk for chunk in self._chunks if any(p not in self.inner.state for p in chunk.weights.pieces)
         ]
         with plain(self._pieces), masters.opened(stateless):
             return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}
