@@ -68,3 +68,11 @@ def test_what_takes_it_for_the_whole_is_refused(flat, use):
 def test_other_data_is_refused(flat, value):
     with pytest.raises(PlanError, match="another tensor was put in the data"):
         flat.data = value
+
+
+def test_what_is_written_to_a_part_is_counted(flat):
+    """By whoever has copies of the values elsewhere, and looks at the version."""
+    for write in (lambda: flat.detach().mul_(2), lambda: flat.detach().to_local().mul_(2)):
+        before = flat._version
+        write()
+        assert flat._version > before

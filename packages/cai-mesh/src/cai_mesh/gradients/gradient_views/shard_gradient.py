@@ -95,6 +95,8 @@ class ShardGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
+        if name in ("detach", "alias"):  # of the same part, whose writes are counted
+            return ShardGradient(args[0].part, args[0].place)
         if name in REDUCTIONS:
             return REDUCTIONS[name](*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -162,7 +164,7 @@ class _View(torch.Tensor):
 # -- what runs on the parts --------------------------------------------------------------------------------------
 
 _ALIKE = {
-    "detach", "alias", "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
+    "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
     "randn_like", "copy_", "zero_", "fill_", "masked_fill_", "masked_fill", "where", "normal_", "uniform_", "lerp_",
     "nan_to_num_", "detach_",
 }  # fmt: skip
