@@ -97,6 +97,7 @@ def step(model: nn.Module, optimizer: ShardedOptimizer, ids: torch.Tensor) -> to
     loss.backward()
     optimizer.clip_grad_norm_(CLIP)
     optimizer.step()
+    optimizer.zero_grad()
     return loss.detach()
 
 

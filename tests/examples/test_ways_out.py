@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from examples.parts import (
+    WRITERS,
     loaded_from_itself,
     loaded_from_rank_0,
     other_weights,
@@ -105,13 +107,26 @@ def test_fabric_saves_whole_tensors_and_goes_on(form, ranks, tmp_path: Path):
     assert train(model, optimizer, range(2, 4)) == pytest.approx(got[2:], **close(form))
 
 
-PARTED = ("zero3", "tensor", "offload")
-
-
-@pytest.mark.parametrize("form", PARTED)
+@pytest.mark.parametrize("form", ["zero3", "tensor"])
 def test_no_file_has_parts_under_the_names_of_wholes(form, ranks):
     for said in on(ranks, form, refused_writers, form):
         assert {name for name, text in said.items() if "whole" not in text} == set(), said
+
+
+@pytest.mark.parametrize("writer", ["safetensors save_model", "save_pretrained", "dcp"])
+def test_an_offloaded_model_is_written_whole(writer, tmp_path: Path):
+    """Its parameters lie in buffers, and all of them are in one process."""
+    model, _ = formed("offload")
+    WRITERS[writer](model, str(tmp_path / "written"))
+    expected = build().state_dict()
+    if writer == "dcp":
+        written = {name: torch.zeros_like(value) for name, value in expected.items()}
+        dcp.load(written, checkpoint_id=str(tmp_path / "written"), no_dist=True)
+    else:
+        single = tmp_path / "written"
+        written = load_file(single / "model.safetensors" if single.is_dir() else single)
+    assert {*written} | {"lm_head.weight", "model.embed_tokens.weight"} == {*expected}
+    assert all(torch.equal(value, expected[name]) for name, value in written.items())
 
 
 @pytest.mark.parametrize(

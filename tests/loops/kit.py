@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from cai_gemini import Tuning, offload
+from cai_gemini import ChunkResidency, Tuning, offload
 from cai_gemini.planning import Rates
 from cai_mesh.errors import CaiError
 from cai_zero import MixedPrecision, full_state_dict, shard_module, shard_optimizer
 
 WORDS, WIDTH, RANKS = 12, 6, 2
-STAGES = ("zero0", "zero1", "zero2", "zero3", "offload")
+STAGES = ("zero0", "zero1", "zero2", "zero3", "residency", "offload")
 CLOSE = 1e-9
 SLOW_HOST = Rates(to_device=2e6, to_host=1e6, both=2e6, host_step=4e6, device_step=4e12)
 
@@ -135,6 +135,11 @@ def built(stage: str, make: Make, start: Start, precision: MixedPrecision | None
         return Run(*moved, stage=stage)
     alone = not dist.is_initialized()
     mesh = None if alone else init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+    if stage == "residency":
+        residency = ChunkResidency("host", device_memory="80KB", tuning=Tuning(rates=SLOW_HOST))
+        shard_module(model, mesh, residency=residency)
+        optimizer = residency.optimizer(make(start.given(model)))
+        return Run(model, optimizer, *((0, 1) if alone else (dist.get_rank(), RANKS)), mesh, stage)
     number = int(stage[-1])
     if number == 3:
         shard_module(model, mesh)
@@ -147,7 +152,7 @@ def built(stage: str, make: Make, start: Start, precision: MixedPrecision | None
 
 def weights(run: Run, start: Start) -> dict[str, torch.Tensor]:
     """All weights, whole, by name."""
-    if run.stage == "zero3":
+    if run.stage in ("zero3", "residency"):
         return {name: value.clone() for name, value in full_state_dict(run.model).items()}  # rank 0 alone
     shapes = {name: param.shape for name, param in start.model().named_parameters()}
     return {n: p.detach().clone().view(shapes[n]) for n, p in run.model.named_parameters()}

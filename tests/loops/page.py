@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "loops.md"
 INTRODUCTION = """# Loops
 
 A loop that trains a plain model trains a sharded or offloaded one: what it reads, writes, clips, replaces or clears of
-`param.grad` counts as it would for a plain parameter. Each line below is such a loop (`tests/loops/cases.py`), run in
+`param.grad` counts as it would for a plain parameter. Each line below is such a loop (`tests/loops`), run in
 float64 on two ranks that share a batch, or on one under offload, and compared with the plain loop on the whole batch:
 what it saw on the way and every weight at the end. **right** means equal within 1e-9; **refused** that an error names
 the cause and the fix. Nothing is wrong in silence.
@@ -22,8 +22,14 @@ the cause and the fix. Nothing is wrong in silence.
   every rank; other operators gather it. So all ranks must read alike, as all run the same loop: `if rank == 0:
   print(p.grad.norm())` waits for ranks that never come. `cai_mesh.gradients.local_gradient(p)` is what is here: it
   talks to the others only where the gradient is still to be reduced.
-- **In stage 3 and under offload parameters are flat**, and so are their gradients: decide by shape (`p.dim() > 1`)
-  before `shard_module` or `offload`. What asks for places in a gradient (`p.grad[3]`) is refused there.
+- **In stage 3 and under offload a rank keeps flat parts**, and parameters and gradients are shown whole, as a DTensor
+  is: `shape`, `ndim`, `numel()`, places in `p.grad` and `p.data`, norms, sums. What is made of `p.data` or `p.detach()`
+  is whole too, and collective. Optimizers step the flat parts, and `state[p]` is as flat: a norm of it is this rank's.
+  `cai_mesh.gradients.flat_of(p)` and `local_gradient(p)` are what is here. Places in `p` itself, `p.data = ...` and, in
+  a loss outside blocks, all but elementwise operators, sums, means and norms are refused.
+- **Gradients stay until they are cleared**, after a step too: `step(); step()`, clearing every second step and a look
+  at `.grad` after the step are as in a plain loop; `zero_grad(set_to_none=False)` leaves zeros, by which AdamW decays.
+  Under offload a step gives their memory back: what needs their values before `zero_grad` raises, counting does not.
 - **With pipeline stages** a norm over `model.parameters()` would be that of one stage: torch's clipping, sums of norms
   and `GradScaler` are refused, `cai_mesh.clip_grad_norm_(model.parameters(), max_norm, mesh)` counts every stage.
   One parameter's norm is what it is.
@@ -39,15 +45,18 @@ the cause and the fix. Nothing is wrong in silence.
   one message a write: write to `model.parameters()` where you can.
 - **With `MixedPrecision(split_master=True)`** write to parameters through `param.data`; `param.clamp_()` is refused at
   the next step. The other loops below train as without it (`tests/loops/test_loops.py`).
-- **`model.state_dict()` in stage 3 and under offload** has flat parts, for this model sharded as it is; pickling it
-  warns, other files of it (safetensors, DCP, numpy) are refused. `load_state_dict` takes whole tensors too.
-  `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
+- **`model.state_dict()` in stage 3 and under offload** has parts, shown whole, for this model sharded as it is;
+  pickling it warns, other files of it (safetensors, DCP, numpy) are refused. `load_state_dict` takes whole tensors
+  too. `full_state_dict(model)` has whole tensors, `cai_mesh.checkpoint.save` what any number of ranks loads.
 - **State of a rank is signed.** `optimizer.state_dict()` that one rank has saved and another loads raises, at the load
   or at the next step. `full_optimizer_state_dict(optimizer, model)` is for any ranks, stages and plain loops.
 - **Change the model first.** Another head, a resized embedding or an adapter after `parallelize` or `shard_module`
   raises where nobody would cut or reduce it.
+- **`backward(inputs=...)`** does not reach parameters of stage 3 or under offload: a block computes with others in
+  their place, and torch passes over what is in no graph. A step that is left without any gradient after a forward for
+  some raises, as one does whose backward was left out. Name activations there, or use `requires_grad_(False)`.
 - **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.
-- **A plain tensor put into `.grad`** in stages 0 to 2 is this rank's, and is averaged over the ranks.
+- **A plain tensor put into `.grad`** is this rank's, and is averaged over the ranks.
 - **A model that `parallelize` has cut**, without ZeRO, shows its gradients the same way: a rank reads its part, in its
   shape, with the norms and sums of the whole. A data-parallel loop may average them by collectives of its own; those
   of ZeRO are averaged already, and a collective of one is refused.
@@ -82,13 +91,12 @@ def text() -> str:
     from layers.models import MODELS
     from layers.table import FORMS
     from layers.table import REFUSED as UNFIT
-    from loops.cases import BY_SHAPE, CASES, REFUSED
+    from loops import kept_gradients, loops_of_others, shapes  # noqa: F401 (their cases are in the table)
+    from loops.cases import CASES, REFUSED
     from loops.kit import STAGES
     from loops.misuse import MISUSES
 
     def word(name: str, stage: str) -> str:
-        if name in BY_SHAPE and stage in ("zero3", "offload"):
-            return "flat: finds one dimension"
         return "**refused**" if (name, stage) in REFUSED else "right"
 
     def layer_word(name: str, form: str) -> str:

@@ -268,6 +268,8 @@ def test_any_elementwise_optimizer(make, residency, tmp_path):
 class Watching(torch.optim.SGD):
     """Looks, in every step, at what is in the parameters of the model."""
 
+    watched, seen = (), []  # of those that are tried, too
+
     def step(self, closure=None):
         with torch._C.DisableTorchFunctionSubclass():
             found = [torch.Tensor.grad.__get__(param) for param in self.watched]
@@ -288,6 +290,7 @@ def test_no_step_puts_a_gradient_into_a_parameter_or_calls_its_hooks(residency, 
     for at in range(3):
         loss_of(model, at, False).backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.wait()
     assert len(inner.seen) == 3 * 5 and not any(inner.seen)
     assert not calls
@@ -448,6 +451,7 @@ def test_host_memory_is_what_was_counted(residency):
         loss_of(model, at, False).backward()
         most = max(most, copied_through(optimizer))
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.wait()
     state = sum(c.master + c.state for c in sizes)
     assert most == host_bytes(sizes, OnDisk()) - state
@@ -531,6 +535,7 @@ def test_what_a_step_raised_is_not_lost_where_its_weights_are_not_used(residency
         optimizer.step()
         with contextlib.suppress(OSError):
             chunk._stepping.result()
+    optimizer.zero_grad()
     chunk.set_gradient(0, torch.zeros(chunk.unit.kept[0].numel()))
     with pytest.raises(OSError, match="no such memory"):
         optimizer.step()

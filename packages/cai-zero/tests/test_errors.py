@@ -294,6 +294,10 @@ def test_a_model_moved_after_it_was_sharded(stage):
         optimizer = shard_optimizer(adam(model), None, model=model, stage=stage)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
+    if stage == 3:
+        with pytest.raises(PlanError, match="another tensor was put in the data"):
+            model.double()
+        return
     model.double()
 
     def another_step():

@@ -18,6 +18,7 @@ from zero_models import train_plainly
 from cai_mesh import BoxedTensor, ParallelMesh, checkpoint, clip_grad_norm_
 from cai_mesh.comm import DATA_AXES, EXPERT_GRADIENT_AXES, all_gather, reduce_scatter
 from cai_mesh.errors import MeshError
+from cai_mesh.gradients import flat_of
 from cai_mesh.layout import Layout, ReduceSpec, Shard, attach_to
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 from cai_zero import optimizer_state, restore_groups, shard_module, shard_optimizer
@@ -134,7 +135,7 @@ def train(leg, start, folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if leg.stage < 3:
         optimizer = shard_optimizer(optimizer, mesh, model=model, stage=leg.stage)
-    held = {n: p.numel() for n, p in model.named_parameters()}
+    held = {n: flat_of(p).numel() for n, p in model.named_parameters()}
     if start:
         values = checkpoint.load(folder, state_of(model, optimizer, leg.stage))
         restore_groups(optimizer if leg.stage == 3 else optimizer.inner, values["optimizer.param_groups"])

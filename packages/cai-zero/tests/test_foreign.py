@@ -68,6 +68,7 @@ def uneven(stage):
         for step in range(3):
             model(x_of(step, dist.get_rank()), SKIPS[dist.get_rank()]).backward()
             opt.step()
+            opt.zero_grad()
         return full_parameters(model)
     finally:
         chunks.BUCKET_ELEMENTS = 32 * 1024 * 1024
@@ -117,6 +118,7 @@ def resumed():
                 held.append((copy.deepcopy(opt.state_dict()), None))
             model(x_of(step, dist.get_rank()).bfloat16()).backward()
             opt.step()
+            opt.zero_grad()
         held.append((None, {n: b.to_full() for n, b in opt.weights().items()}))
     return held[1][1], held[2][1]
 

@@ -15,6 +15,7 @@ import cai_mesh.comm.collectives
 import cai_zero.reduction.compression
 import cai_zero.stage3.gathering
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import flat_of
 from cai_mesh.layout import record_of
 from cai_mesh.storage import finding
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
@@ -462,7 +463,7 @@ def meta_without_values(values):
     with torch.no_grad():
         for n, p in model.named_parameters():
             low, high = record_of(p).slices[0].range
-            p.copy_(values[n].flatten()[low:high])
+            flat_of(p).copy_(values[n].flatten()[low:high])
     return nan, float(loss_of(model, (0, 1, 2, 3), 0, 0).detach())
 
 

@@ -1,4 +1,4 @@
-"""Master weights in halves: the same numbers, less memory, and writes that are right or refused."""
+"""Master weights in halves: the same numbers but for ties, less memory, and writes that are right or refused."""
 
 from __future__ import annotations
 
@@ -58,6 +58,26 @@ def test_halves_are_the_number(at_once, monkeypatch):
     assert (high.float().abs() > full.abs())[number & tie].all()
 
 
+def test_of_two_as_near_the_upper_half_is_the_one_away_from_zero():
+    """Torch takes the even one: in these numbers the other, one in 65,536 of usual ones."""
+    full = torch.tensor([0x3F808000, 0x3F828000, 0x00008000]).to(torch.int32).view(torch.float32)
+    full = torch.cat([full, -full])
+    high, low, back = torch.empty(6, dtype=BF16), torch.empty(6, dtype=torch.int16), torch.empty_like(full)
+    split(full, high, low)
+    assert (low == -0x8000).all() and (high.float().abs() > full.abs()).all()
+    assert (full.to(BF16).float().abs() < full.abs()).all()
+    join(high, low, back)
+    assert torch.equal(back, full)
+
+
+def test_a_zero_that_was_written_to_the_upper_half_is_one():
+    low = torch.tensor([-0x8000, -1, 0, 7], dtype=torch.int16)
+    for zero in (0.0, -0.0):
+        full = torch.empty(4)
+        join(torch.full((4,), zero, dtype=BF16), low, full)
+        assert (full[:3] == 0).all() and full[3].abs() < 1e-40
+
+
 # -- training --------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +127,7 @@ def advance(model, optimizer, steps):
             loss_of(model, step, 0).backward()
         loss_of(model, step, 1).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def bytes_of(optimizer):

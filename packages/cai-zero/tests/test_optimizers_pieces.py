@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import ParallelMesh
 from cai_mesh.errors import MeshError
+from cai_mesh.gradients import flat_of
 from cai_mesh.layout import Layout, Shard, Slice, attach
 from cai_mesh.testing import run_ranks
 from cai_zero.optimizers import Lamb
@@ -26,7 +27,7 @@ def enumerated(stage, shape):
     for group in built[1].param_groups:
         for param in group["params"]:
             for part in parts_of(param):
-                boxes = part.boxes(part.segment(param.detach()))
+                boxes = part.boxes(part.segment(flat_of(param)))
                 found.append((part.shape, sorted(part.axes), [(b, v.clone()) for b, v in boxes]))
     return found
 

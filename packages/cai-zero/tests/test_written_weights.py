@@ -61,6 +61,38 @@ def test_masters_take_what_is_written(write, stage):
             assert torch.equal(params[name].float(), limited.to(torch.bfloat16).float())
 
 
+def moments(stage):
+    """What a loop sees of an optimizer's state, sets and takes away by the parameters of the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if stage is not None:
+        optimizer = shard_optimizer(optimizer, over_ranks.line(), model=model, stage=stage)
+    looks = []
+    for _ in range(3):
+        model(torch.ones(2, 13)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in model.parameters():
+            slots = optimizer.state[param]
+            looks += [float(slots["exp_avg"].norm()), float(slots["exp_avg_sq"].max()), float(slots["step"])]
+            assert slots["exp_avg"].shape == param.shape and param in optimizer.state
+            slots["exp_avg"].mul_(0.5)
+            slots["exp_avg_sq"] = torch.full(param.shape, 0.25)
+        optimizer.state.pop(model[0].bias)
+        assert model[0].bias not in optimizer.state
+    return looks, [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_of_an_optimizer_is_that_of_whole_parameters(stage):
+    expected, weights = moments(None)
+    for looks, params in run_ranks(2, moments, stage):
+        assert looks == pytest.approx(expected, rel=1e-5)
+        for param, weight in zip(params, weights, strict=True):
+            torch.testing.assert_close(param, weight, rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_written_to_a_gradient_in_another_order_of_memory_is_kept():
     """Of a parameter that the optimizer does not have."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

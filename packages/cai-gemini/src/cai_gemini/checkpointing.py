@@ -69,11 +69,12 @@ def boxed_slots(chunk: OffloadedChunk, index: int, name: str, loaded: OneLoaded)
         chunk.finish_writing()
     if step.fused:
         step.moments()
-    boxed, param = {}, chunk.unit.kept[index]
+    low, high = chunk.unit.ranges[index]
+    boxed, size = {}, high - low
     for slot, value in step.state_of(index).items():
         if not isinstance(value, torch.Tensor):
             continue
-        if value.dim() and value.numel() == param.numel():
+        if value.dim() and value.numel() == size:
             boxed[f"{name}.{slot}"] = boxed_slot(chunk, index, slot, value.dtype, loaded)
         else:
             boxed[f"{name}.{slot}"] = BoxedTensor.from_param(value)

@@ -121,5 +121,6 @@ def _flat_on_host(value: Any, param: nn.Parameter) -> Any:
     """State of a parameter, flat where it is as large; counters too are read on the host at every step."""
     if not isinstance(value, torch.Tensor):
         return value
-    like = value.dim() > 0 and value.numel() == param.numel()
+    with torch._C.DisableTorchFunctionSubclass():
+        like = value.dim() > 0 and value.numel() == param.numel()
     return value.detach().flatten().cpu() if like else value.detach().cpu()

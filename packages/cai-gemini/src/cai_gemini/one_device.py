@@ -87,18 +87,18 @@ def offload(
     blocks = _units(model)
     check_device(blocks, model, compute, budget, device_memory)
     sizes = chunk_bytes(blocks, compute, optimizer)
-    on_disk = factory.on_disk(sizes)
     expand_segments(where, enabled=tuning.expandable_segments)
     engine = Engine(where)
-    flats, chunks = _chunks(
-        model, blocks, engine, compute, materialize, factory.disk_user(engine, sizes, on_disk)
-    )
+    use_disk = factory.disk_user(engine, sizes, factory.on_disk(sizes))
+    flats, chunks = _chunks(model, blocks, engine, compute, materialize, use_disk)
     everything = [chunk for some in chunks.values() for chunk in some]
     take_over(optimizer, everything, _flat_parameters(flats))
-    ModuleUses(engine, model, flats, chunks)
+    uses = ModuleUses(engine, model, flats, chunks)
     plans = factory.schedule(engine, everything, budget)
     engine.start(everything, plans, tuning.observe, chunks[model])
-    return model, factory.optimizer(optimizer, engine)
+    offloaded = factory.optimizer(optimizer, engine)
+    offloaded.register_step_pre_hook(lambda *_: uses.check_backward())
+    return model, offloaded
 
 
 def _units(model: nn.Module) -> Units:

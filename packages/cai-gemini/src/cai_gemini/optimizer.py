@@ -64,6 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         are stepped with. `torch.nn.utils.clip_grad_norm_` (for shards `cai_mesh.clip_grad_norm_`) works too, but reads
         and writes every gradient on the host.
         """
+        self._engine.complete_gradients()
         squares = (square for chunk in self._engine.chunks for square in chunk.gradients.squares().items())
         norm = norm_of_squares(squares, self._mesh, self._device)
         self._scale = clip_factor(norm, max_norm)
@@ -71,16 +72,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step with the gradients, which are consumed. Raises what an earlier step in the background raised.
+        """Step with the gradients, which are consumed: their memory is given back.
 
-        A loss scale that has found an overflow has the gradients dropped instead.
+        Until `zero_grad`, a further step or backward and whoever reads their values raise `PlanError`. A loss scale
+        that has found an overflow leaves the step out. Raises what an earlier step in the background raised.
         """
         if closure is not None:
             raise PlanError("an offloaded optimizer takes no closure", fix="run the backward before step()")
         found_inf = getattr(self.inner, "found_inf", None)  # put there by a loss scale
         if found_inf is not None and found_inf.item():
-            self.zero_grad()
             return
+        self._engine.check_cleared()
         scale, self._scale = self._scale, 1.0
         self._engine.step(scale)
         if not self._overlap:
@@ -91,9 +93,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient."""
+        """Drop every gradient; or let those that there are, or were until the step, be zero."""
         self._scale = 1.0
-        self._engine.drop_gradients()
+        if not set_to_none:
+            self._engine.complete_gradients()
+        self._engine.drop_gradients(zeros=not set_to_none)
 
     # -- a look at it --------------------------------------------------------------------------------------------
 

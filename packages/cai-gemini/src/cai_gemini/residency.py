@@ -24,7 +24,7 @@ from cai_gemini.planning.policy import Plan
 from cai_gemini.planning.tiers import Tiers, tiers_of
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle
-from cai_mesh.storage import StoredShard
+from cai_mesh.storage import StoredShard, check_elementwise
 
 if TYPE_CHECKING:
     from cai_mesh.comm import AnyMesh
@@ -133,6 +133,10 @@ class ChunkResidency:
         self._engine.sent(chunk, chunk.gradients.receive(shard, range(len(chunk.unit.kept))))
         self._engine.had_backward(index)
 
+    def drop_gradient(self, stored: StoredShard, index: int) -> None:
+        """Forget the gradient of kept parameter `index`, which no rank has."""
+        self._engine.chunks[self._index[id(stored)]].gradients.put(index, None)
+
     # -- the optimizer -------------------------------------------------------------------------------------------
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> OffloadedOptimizer:
@@ -157,6 +161,7 @@ class ChunkResidency:
                 expected="an elementwise one, such as torch.optim.AdamW",
                 fix="use it as it is, without residency.optimizer",
             )
+        check_elementwise(optimizer)
         factory, engine = self._factory, self._engine
         params = [param for shard in self._stored for param in shard.unit.kept]
         factory.check(optimizer, params, "build it on model.parameters() after shard_module")

@@ -217,3 +217,6 @@ class Residency(Protocol):
 
     def keep_gradient(self, stored: Stored, shard: torch.Tensor) -> None:
         """Add `shard` [n], written by the current stream, to the kept parameters' gradients. It is given away."""
+
+    def drop_gradient(self, stored: Stored, index: int) -> None:
+        """Forget the gradient of kept parameter `index`: no rank has had one since gradients were cleared."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cai_mesh.gradients import flat_of
 from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_zero.replicated.chunks import Chunk
 from cai_zero.replicated.masters import opened
@@ -29,6 +30,7 @@ class Ema:
         for batch in batches:
             ...
             optimizer.step()
+            optimizer.zero_grad()
             ema.update()
         with ema.applied():
             evaluate(model)
@@ -85,7 +87,7 @@ class Ema:
             self._sharded.take_writes()
         for average, value in zip(self._averages, self._weights, strict=True):
             with self._opened(value):
-                average.lerp_(value.detach().to(average.dtype), 1.0 - self.decay)
+                average.lerp_(flat_of(value).to(average.dtype), 1.0 - self.decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -93,7 +95,7 @@ class Ema:
         before = []
         for value in self._weights:
             with self._opened(value):
-                before.append(value.detach().clone())
+                before.append(flat_of(value).clone())
         self._put(self._averages)
         try:
             yield
@@ -104,7 +106,7 @@ class Ema:
     def _put(self, values: list[torch.Tensor]) -> None:
         for value, weight in zip(values, self._weights, strict=True):
             with self._opened(weight):
-                weight.copy_(value)
+                flat_of(weight).copy_(value)
         if self._sharded is not None:
             self._sharded.publish()
 
@@ -123,4 +125,4 @@ class Ema:
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
     """A copy in float32 at least."""
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+    return flat_of(value).to(torch.promote_types(value.dtype, torch.float32), copy=True)

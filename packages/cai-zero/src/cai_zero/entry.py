@@ -55,7 +55,7 @@ def shard_optimizer(
             optimizer steps float32 master weights. Buffers are left as they are. A parameter unfrozen later starts from
             its rounded value; in stage 3 from the one it had.
         overlap_gather: gather the new parameters while the next forward runs, each awaited by the block that uses it.
-            What reads parameters between `step` and that forward must call `wait_gathered` first (`state_dict` does).
+            What reads or writes parameters between `step` and that forward waits for them.
         compression: the tensors that travel in one byte an element, in stages 1 and 2. With compressed weights the
             model's parameters are the rounded ones from the beginning, and the optimizer steps master weights apart.
         copy_engines: gather and reduce by copies between the GPUs of one host, not by kernels on multiprocessors.

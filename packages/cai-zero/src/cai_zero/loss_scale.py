@@ -141,7 +141,7 @@ class LossScale:
         self._found[id(optimizer)] = overflow
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer, on no rank if the gradients of any are not finite; those are then dropped. Collective."""
+        """Step the optimizer, on no rank if the gradients of any are not finite: the loop drops those. Collective."""
         if id(optimizer) not in self._found:
             self.unscale_(optimizer)
         overflow = self._found[id(optimizer)]
@@ -152,9 +152,7 @@ class LossScale:
                 optimizer.step()
             finally:
                 del inner.found_inf
-        elif overflow.item():
-            optimizer.zero_grad()
-        else:
+        elif not overflow.item():
             optimizer.step()
 
     @torch.no_grad()

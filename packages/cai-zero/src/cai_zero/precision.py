@@ -22,6 +22,8 @@ class MixedPrecision:
         split_master: keep float32 master weights as the bfloat16 parameters and the 16 bits that those lack: exactly,
             in two bytes an element and not four. For `compute=torch.bfloat16` in stages 0 to 2. A loop that writes to
             parameters must do so through `param.data`; what is written in another way is refused at the next step.
+            A weight halfway between two bfloat16 numbers, as one in 65,536 is, computes as the one away from zero, and
+            without this as the even one: but for those a run is the same with it and without.
     """
 
     compute: torch.dtype | None = None

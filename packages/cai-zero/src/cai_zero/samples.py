@@ -28,6 +28,7 @@ class SampleClip:
                     loss_of(model, sample).backward()
             clip.finish()
         optimizer.step()
+        optimizer.zero_grad()
 
     It is a `cai_mesh.protocols.GradSync`, so a `PipelineRunner` of one stage drives it too.
 

@@ -47,7 +47,7 @@ def _step_with_zeros(
     optimizer.step()
     for group, options in zip(optimizer.param_groups, kept_options, strict=True):
         group.update(options)
-    with torch.no_grad():
+    with torch.no_grad(), plain(params):  # a step of shards has shown them again
         for p, grad in gradients:
             p.grad = grad
         for p, value in zip(missing, values, strict=True):
@@ -110,7 +110,10 @@ def own_boxes(
 ) -> dict[str, BoxedTensor] | None:
     """Return what an optimizer says of its state by `boxed_state(param, name)`; None if it is an ordinary one."""
     say = getattr(optimizer, "boxed_state", None)
-    return None if say is None else say(param, name)
+    if say is None:
+        return None
+    with plain([param]):
+        return say(param, name)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, BoxedTensor | list]:
@@ -126,8 +129,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         if boxes is not None:
             state.update(boxes)
             continue
+        with plain([param]):
+            shape = param.shape  # of what an optimizer steps
         for slot, value in state_slots(optimizer, param).items():
-            same = value.shape == param.shape
+            same = value.shape == shape
             boxed = BoxedTensor.like(param, value) if same else BoxedTensor.from_param(value)
             state[f"{canonical_name(name, param)}.{slot}"] = boxed
     return state

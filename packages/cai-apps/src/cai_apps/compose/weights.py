@@ -110,8 +110,7 @@ class Replicated:
     def step(self, norm: Tensor | float, clip: float) -> None:
         if _scaled(self.optimizer.inner, norm, clip, self.optimizer.scale_gradients):
             self.optimizer.step()
-        else:
-            self.drop()
+        self.drop()
 
     def drop(self) -> None:
         self.optimizer.zero_grad()

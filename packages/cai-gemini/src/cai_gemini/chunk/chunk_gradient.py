@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import torch
 
+from cai_gemini.chunk.given_back import GivenBack, given_back
 from cai_gemini.chunk.gradient import Gradient, Parts, Squares, counted, sums_of_squares, wide
 from cai_gemini.chunk.unit import Unit
 from cai_gemini.memory.copies import Copied, Copies
@@ -40,6 +42,7 @@ class ChunkGradient:
         buffer: the buffer where gradients accumulate, if they are collected from there.
         gradient: the one of the coming step.
         touched: parameters that have one.
+        consumed: those whose gradient a step has consumed and nobody has cleared since.
     """
 
     def __init__(self, unit: Unit, dtype: torch.dtype | None, shared: Shared, place: Callable[[], StepPlace]):
@@ -51,6 +54,7 @@ class ChunkGradient:
         self._parts: Parts | None = None  # of the gradient, that count in its norm
         self.gradient: Gradient | None = None
         self.touched: set[int] = set()
+        self.consumed: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +96,7 @@ class ChunkGradient:
         Args:
             arrived: [n] on the device, laid out as the shard, written by the current stream. It is kept.
         """
+        self.check_cleared()
         before = self.gradient
         if before is not None:
             self._clear_dropped(before)
@@ -115,9 +120,21 @@ class ChunkGradient:
             low, high = self._unit.ranges[index]
             gradient.settled()[low:high].zero_()
 
+    def check_cleared(self) -> None:
+        """Raise `PlanError` where a step has consumed gradients that nobody has cleared since."""
+        if self.consumed:
+            raise given_back(self._unit.chunk.names[min(self.consumed)])
+
     def part(self, index: int) -> torch.Tensor | None:
-        """The gradient of parameter `index`, complete, as a view; what is written there is stepped with."""
+        """The gradient of parameter `index`, complete, as a view; what is written there is stepped with.
+
+        One that a step has consumed is shown as such: its values raise. Collective where ranks have yet to agree.
+        """
+        if not in_backward():
+            self._unit.complete()
         self.absorb()
+        if index in self.consumed:
+            return self._given_back(index)
         if index not in self.touched or self.gradient is None:
             return None
         low, high = self._unit.ranges[index]
@@ -133,10 +150,17 @@ class ChunkGradient:
             set_raw_grad(self._unit.kept[index], None)
         if self.buffer is not None:
             self.buffer.drop(index)
+        self.consumed.discard(index)
+        if isinstance(gradient, GivenBack):
+            self.consumed.add(index)
+            gradient = None
+        if self._unit.unreduced is not None:
+            self._unit.unreduced.drop(index)
+            self._unit.unreduced.arrived |= {index} if gradient is not None else set()
         if gradient is None:
             self.touched.discard(index)
             if not self.touched:
-                self.drop()
+                self._free()
             return
         if self.gradient is None:
             shard = self._unit.shard
@@ -161,6 +185,7 @@ class ChunkGradient:
                 set_raw_grad(param, None)
             if direct is None:
                 continue
+            self.check_cleared()
             low, high = self._unit.ranges[index]
             if self.gradient is not None and index in self.touched:
                 direct = direct + self.gradient.settled()[low:high]
@@ -173,8 +198,35 @@ class ChunkGradient:
         for index in members if len(members) < len(self._unit.kept) else ():
             self.put(index, None)
 
+    def zero_members(self, members: Collection[int]) -> None:
+        """Let those gradients of the optimizer's parameters that there are be zero, also what a step has consumed."""
+        self.absorb()
+        for index in sorted((self.touched | self.consumed).intersection(members)):
+            self._zero(index)
+
+    def _zero(self, index: int) -> None:
+        low, high = self._unit.ranges[index]
+        self.put(index, torch.zeros(high - low, dtype=self._unit.shard.dtype))
+
+    def _given_back(self, index: int) -> torch.Tensor:
+        like, weak = self._unit.shard, weakref.ref(self)
+        name, shape = self._unit.chunk.names[index], self._unit.used[index].shape
+
+        def zero() -> None:
+            gradient = weak()
+            if gradient is not None:
+                gradient._zero(index)
+
+        return GivenBack(shape, like, name, zero)
+
     def drop(self) -> None:
         """Forget the gradient, and what a backward that raised has left of one."""
+        self.consumed.clear()
+        if self._unit.unreduced is not None:
+            self._unit.unreduced.forget()
+        self._free()
+
+    def _free(self) -> None:
         if self.gradient is not None:
             self._copies.host.give(self.gradient.settled())
         self.gradient = None
@@ -205,12 +257,13 @@ class ChunkGradient:
         return self._parts
 
     def consume(self, members: Collection[int]) -> Gradient:
-        """Give the gradient to a step of some parameters; those of others stay."""
+        """Give the gradient to a step of some parameters, which have none from then on; those of others stay."""
         gradient, ranges = self.gradient, self._unit.ranges
         assert gradient is not None
         rest = self.touched.difference(members)
         parts = {i: gradient.settled()[slice(*ranges[i])].clone() for i in rest}
         self.gradient = None
+        self.consumed |= self.touched.intersection(members)
         self.touched.clear()
         for index, part in parts.items():
             self.put(index, part)

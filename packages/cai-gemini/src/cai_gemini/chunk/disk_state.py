@@ -266,7 +266,9 @@ def belonging(
     """The tensors of parameters' states that are as large as their parameters, by name and dtype, by parameter."""
     by_key: dict[Key, dict[int, torch.Tensor]] = {}
     for i, state in states.items():
+        with torch._C.DisableTorchFunctionSubclass():
+            size = params[i].numel()
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == params[i].numel():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == size:
                 by_key.setdefault((name, value.dtype), {})[i] = value
     return by_key

@@ -15,6 +15,7 @@ import torch
 
 from cai_gemini.chunk.stand_ins import step_stand_ins
 from cai_gemini.chunk.unit import Unit
+from cai_mesh.errors import PlanError
 
 HOST_BLOCK = 2**20
 DEVICE_BLOCK = 2**24
@@ -44,6 +45,16 @@ class AdamBlock:
     step: torch.Tensor
     low: int
     high: int
+
+
+def _forgotten(name: str) -> PlanError:
+    return PlanError(
+        "the state of an optimizer of an offloaded model was taken away",
+        got=f"none of {name!r}",
+        cause="optimizer.state.clear(), pop or del: the moments lie in the buffers of chunks, which stay",
+        fix="state[param]['exp_avg'].zero_(), state[param]['exp_avg_sq'].zero_() and state[param]['step'].zero_() "
+        "begin anew",
+    )
 
 
 class ChunkStep:
@@ -183,7 +194,9 @@ class ChunkStep:
         blocks = []
         for group, indices in groups:
             for i in indices:
-                count = self._optimizer.state[self._unit.kept[i]]["step"]
+                count = self._optimizer.state.get(self._unit.kept[i], {}).get("step")
+                if count is None:
+                    raise _forgotten(self._unit.chunk.names[i])
                 count += 1
                 step = torch.full((), float(count), device=device)
                 low, high = self._unit.ranges[i]

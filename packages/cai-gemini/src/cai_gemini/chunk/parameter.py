@@ -11,8 +11,10 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
-from cai_mesh.errors import PlanError
-from cai_mesh.gradients import Place, ShardGradient, check_flat_use, shown
+from cai_gemini.chunk.given_back import GivenBack
+from cai_mesh.errors import LayoutError, PlanError
+from cai_mesh.gradients import SHAPES, Place, check_same_data, shown, use_flat, value_of, whole_of
+from cai_mesh.layout import record_of
 
 
 class Keeper(Protocol):
@@ -37,7 +39,6 @@ _DELETE = torch.Tensor.grad.__delete__  # type: ignore[attr-defined]
 _ABOUT = {
     getattr(torch.Tensor, name).__get__
     for name in (
-        "shape",
         "dtype",
         "device",
         "requires_grad",
@@ -49,16 +50,10 @@ _ABOUT = {
         "_backward_hooks",
         "_post_accumulate_grad_hooks",
     )
-} | {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-}
+} | {torch.Tensor.element_size, torch.Tensor.is_floating_point}
 
 
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 _FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_}
@@ -68,21 +63,39 @@ _FUSED = {torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fus
 class KeptParameter(nn.Parameter):
     """A flat parameter of master weights: its step may run in the background and its gradient lives in a chunk.
 
-    Every torch function on it waits until its value is there. `grad` waits for the copy from the device and is a view
-    of the gradient itself: what is written there is what the optimizer steps with. Its dtype may be that of
-    computation.
+    It is shown in the shape of the whole parameter. Every torch function on it waits until its value is there. `grad`
+    waits for the copy from the device and is a view of the gradient itself: what is written there is what the optimizer
+    steps with. Its dtype may be that of computation.
     """
 
     cai_keeper: Keeper
     cai_index: int
     cai_place: Callable[[], Place] | None = None
-    """The place in the whole gradient, where several ranks have parts of it."""
+    """The place in the whole, where several ranks have parts of it."""
+    cai_share: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """This rank's part of a whole gradient that a loop puts in place, where several ranks have parts of it."""
+    cai_flat = False
+    """Whether an optimizer steps it now, which sees it flat."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return a plain parameter of its values."""
+        return nn.Parameter(whole_of(self), self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(whole_of(self), self.requires_grad)
+        return memo[id(self)]
+
+    def flat_values(self) -> torch.Tensor:
         self.cai_keeper.settle()
-        with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        return self
+
+    def place_of_values(self) -> Place:
+        if self.cai_place is not None:
+            return self.cai_place()
+        shape, slices = self.cai_keeper.leaf(self.cai_index).shape, record_of(self).slices
+        low, high = slices[0].range if slices is not None else (0, shape.numel())
+        return Place(shape, low, high, beyond=high - low < shape.numel())
 
     @classmethod
     def adopt(cls, param: nn.Parameter, keeper: Keeper, index: int) -> None:
@@ -93,12 +106,13 @@ class KeptParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _SET_DATA and not args[0].cai_flat:
+            return check_same_data(args[0], args[1])
         with torch._C.DisableTorchFunctionSubclass():
             if func == _GET:
                 return args[0]._shown_gradient()
             if func == _SET:
-                part = args[1].part if isinstance(args[1], ShardGradient) else args[1]
-                return args[0].cai_keeper.set_gradient(args[0].cai_index, part)
+                return args[0].cai_keeper.set_gradient(args[0].cai_index, args[0]._part_of(args[1]))
             if func in _HOOKS:
                 return func(args[0].cai_keeper.leaf(args[0].cai_index), *args[1:], **kwargs)
             if func is torch.autograd.grad:
@@ -109,22 +123,36 @@ class KeptParameter(nn.Parameter):
                 )
             if func == _DELETE:
                 return args[0].cai_keeper.set_gradient(args[0].cai_index, None)
-            if func not in _ABOUT:
-                check_flat_use(func, args, kwargs, cls)
-                for value in tree_leaves((args, kwargs)):
-                    if isinstance(value, cls):
-                        value.cai_keeper.settle()
-            result = func(*args, **kwargs)
+            params = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+            if func not in _ABOUT and func not in SHAPES:
+                for value in params:
+                    value.cai_keeper.settle()
             if func in _FUSED or func == _DATA:  # what is written to `data` counts no version either
                 increment_version(args[0])
-            return result
+            if any(value.cai_flat for value in params):
+                return func(*args, **kwargs)
+            return value_of(args[0]) if func == _DATA else use_flat(func, args, kwargs, cls)
 
     def _shown_gradient(self) -> torch.Tensor | None:
         gradient = self.cai_keeper.gradient_of(self.cai_index)
-        if gradient is None:
-            return None
-        flat = Place(gradient.shape, 0, gradient.numel(), local=True)
-        return shown(gradient, flat if self.cai_place is None else self.cai_place())
+        if gradient is None or isinstance(gradient, GivenBack) or self.cai_flat:
+            return gradient
+        return shown(gradient, self.place_of_values())
+
+    def _part_of(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """What is kept of a gradient that a loop puts in place. Raises `LayoutError` for one of another shape."""
+        if gradient is None or isinstance(gradient, GivenBack) or self.cai_flat:
+            return gradient
+        if self.cai_share is not None:
+            return self.cai_share(gradient)
+        shape = self.place_of_values().shape
+        if gradient.shape != shape:
+            raise LayoutError(
+                "a gradient does not have the shape of its parameter",
+                got=tuple(gradient.shape),
+                expected=tuple(shape),
+            )
+        return gradient
 
 
 class UsedParameters:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from cai_mesh.gradients import GradBuffer
 from cai_mesh.layout import FlatChunk
 from cai_mesh.storage import FlatUnit
 
@@ -24,6 +25,7 @@ class Unit(Protocol):
         weights: [n], the same elements in the dtype of computation on the device; has memory between
             `allocate_storage` and `free_storage`.
         is_in_use: whether `weights` are in use.
+        unreduced: the gradients that whoever sums them over ranks has still to reduce; None where nobody does.
     """
 
     @property
@@ -40,6 +42,11 @@ class Unit(Protocol):
     def weights(self) -> torch.Tensor: ...
     @property
     def is_in_use(self) -> bool: ...
+    @property
+    def unreduced(self) -> GradBuffer | None: ...
+
+    def complete(self) -> None:
+        """Return with the gradients of the coming step complete on all ranks. Collective, unless they are already."""
 
     def move_shard(self, shard: torch.Tensor) -> None:
         """Let another tensor of the same values, perhaps in another memory, be the shard."""
@@ -59,6 +66,11 @@ class Unit(Protocol):
 
 class ChunkUnit(FlatUnit):
     """All of a chunk, on one device; a `Unit`."""
+
+    unreduced = None
+
+    def complete(self) -> None:
+        return None
 
     @property
     def weights(self) -> torch.Tensor:

@@ -314,10 +314,21 @@ class Engine:
         self.steps += self.trace is not None  # a step without a pass is none
         self._passes = 0
 
-    def drop_gradients(self) -> None:
-        """Forget every gradient of what the optimizer has: no backward of this step counts."""
+    def complete_gradients(self) -> None:
+        """Return with the gradients of the coming step complete on all ranks."""
         for chunk in self.chunks:
-            chunk.gradients.drop_members(chunk.members)
+            chunk.unit.complete()
+
+    def check_cleared(self) -> None:
+        """Raise `PlanError` where the last step has consumed gradients that nobody has cleared since."""
+        for chunk in self.chunks:
+            chunk.gradients.check_cleared()
+
+    def drop_gradients(self, *, zeros: bool = False) -> None:
+        """Forget every gradient of what the optimizer has, or let it be zero: no backward of this step counts."""
+        for chunk in self.chunks:
+            clear = chunk.gradients.zero_members if zeros else chunk.gradients.drop_members
+            clear(chunk.members)
         self._passes = 0
 
     def trains_more(self, chunks: Iterable[OffloadedChunk]) -> None:

@@ -12,6 +12,7 @@ from cai_gemini.engine.engine import Engine
 from cai_gemini.planning.disk_plan import ChunkBytes, state_tensors
 from cai_gemini.planning.policy import IN_FLIGHT
 from cai_mesh.errors import PlanError
+from cai_mesh.gradients import GradBuffer
 from cai_mesh.layout import FlatChunk
 from cai_mesh.storage import StoredShard
 
@@ -36,6 +37,13 @@ class ShardUnit:
     @property
     def shard(self) -> torch.Tensor:
         return self._stored.unit.shard
+
+    @property
+    def unreduced(self) -> GradBuffer | None:
+        return self._stored.unreduced
+
+    def complete(self) -> None:
+        self._stored.complete()
 
     def move_shard(self, shard: torch.Tensor) -> None:
         self._stored.unit.move_shard(shard)
@@ -62,10 +70,10 @@ class ShardEngine(Engine):
         super().step(scale)
         self.begin()
 
-    def drop_gradients(self) -> None:
-        """Forget every gradient; where there are any, the step is left out, and another begins."""
+    def drop_gradients(self, *, zeros: bool = False) -> None:
+        """Forget every gradient, or let it be zero; where there are any, the step is left out, and another begins."""
         left_out = any(chunk.gradients.gradient is not None for chunk in self.chunks)
-        super().drop_gradients()
+        super().drop_gradients(zeros=zeros)
         if left_out:
             self.begin()
 

@@ -12,7 +12,7 @@ from cai_gemini.chunk.states import State
 from cai_gemini.engine.engine import Engine
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import GradBuffer, ShownParameter, direct_linears
-from cai_mesh.storage import FlatUnit, ModuleLifecycle
+from cai_mesh.storage import FlatUnit, ModuleLifecycle, no_backward
 
 
 def unfrozen(chunk: OffloadedChunk) -> list[int]:
@@ -48,8 +48,13 @@ class ModuleUses:
     ):
         self._engine, self._root, self._units, self._chunks = engine, root, units, chunks
         self._index = {chunk: i for i, chunk in enumerate(h for some in chunks.values() for h in some)}
-        self._lifecycle = ModuleLifecycle(self._used())
+        self._lifecycle = ModuleLifecycle(self._used(), substitutes=True)
         self._lifecycle.listen(self)
+
+    def check_backward(self) -> None:
+        """Raise `PlanError` before a step without any gradient, where a forward was run for some."""
+        if self._lifecycle.awaits_backward and not any(chunk.gradients.touched for chunk in self._index):
+            raise no_backward()
 
     def _used(self) -> dict[nn.Module, list[nn.Parameter]]:
         return {module: [p for unit in some for p in unit.used] for module, some in self._units.items()}

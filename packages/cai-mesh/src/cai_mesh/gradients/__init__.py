@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, check_no_gradients, defer
 from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
+from cai_mesh.gradients.gradient_views.flat_value import SHAPES, use_flat, value_of, whole_of
 from cai_mesh.gradients.gradient_views.parameters import (
     GradientKeeper,
     ShardParameter,
     ShownParameter,
+    check_same_data,
+    flat_of,
     hide,
     in_backward,
     is_kept,
@@ -38,6 +41,7 @@ __all__ = [
     "LOCAL",
     "LOOKS",
     "PLAIN",
+    "SHAPES",
     "TRANSPOSED",
     "Deferred",
     "GradBuffer",
@@ -55,10 +59,12 @@ __all__ = [
     "add_weight_gradient",
     "check_flat_use",
     "check_no_gradients",
+    "check_same_data",
     "clip_factor",
     "clip_grad_norm_",
     "defer",
     "direct_linears",
+    "flat_of",
     "grad_norm",
     "hide",
     "in_backward",
@@ -75,4 +81,7 @@ __all__ = [
     "share_in_graphs",
     "show",
     "shown",
+    "use_flat",
+    "value_of",
+    "whole_of",
 ]

@@ -39,12 +39,29 @@ def has_hooks(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
+_LOOKED_AT = 200
+
+
 def accumulates(node: torch.autograd.graph.Node) -> bool | None:
-    """Whether the backward under way accumulates into a leaf; None in `torch.autograd.grad`, which returns them."""
+    """Whether the backward under way reaches a node; None for a leaf's in `torch.autograd.grad`, which returns them."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # what torch answers there
         return None
+
+
+def leaves_out(first: torch.autograd.graph.Node) -> bool:
+    """Whether the backward under way was told by `inputs` which leaves to reach, as far as nodes near `first` show."""
+    nodes, visited = [first], {first}
+    for node in nodes:
+        following = [after for after, _ in node.next_functions if after is not None and after not in visited]
+        if not all(map(accumulates, following)):
+            return True
+        if len(visited) > _LOOKED_AT:
+            return False
+        visited.update(following)
+        nodes.extend(following)
+    return False
 
 
 class GradBuffer:
@@ -223,6 +240,13 @@ class GradBuffer:
         self.arrived.discard(index)
         if self.is_open:
             self._unwritten.add(index)
+
+    def forget(self) -> None:
+        """Forget all that has arrived, also what autograd has accumulated itself."""
+        self.close()
+        self.arrived.clear()
+        for param in self.params:
+            set_raw_grad(param, None)
 
     def close(self) -> None:
         """Free the memory, and drop what still waits. The caller has seen to it that nothing still reads it."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from cai_mesh.storage.elementwise import check_elementwise
 from cai_mesh.storage.finding import blocks, check_parameters, units
 from cai_mesh.storage.guards import (
     check_alone,
     check_arguments,
-    check_elementwise,
     check_there,
     reduces_itself,
 )
-from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle
+from cai_mesh.storage.lifecycle import LifecycleListener, ModuleLifecycle, no_backward
 from cai_mesh.storage.part_gradients import show_gradients, show_stage_gradients
 from cai_mesh.storage.part_groups import PartSteps
 from cai_mesh.storage.part_state import PartState, apart, guard_state
@@ -38,6 +38,7 @@ __all__ = [
     "follow_structure",
     "guard_state",
     "is_followed",
+    "no_backward",
     "reduces_itself",
     "show_gradients",
     "show_stage_gradients",

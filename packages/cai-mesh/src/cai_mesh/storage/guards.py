@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,59 +84,6 @@ def reduces_itself(model: nn.Module) -> None:
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `PlanError` for an optimizer that steps a part of a parameter otherwise than the whole.
-
-    It is tried: one of its kind steps a small matrix, another the matrix in flat pieces. What cannot be built from its
-    own defaults, or cannot step the matrix either, is taken as it is.
-    """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(
-            "this optimizer runs forward and backward itself, several times a step",
-            got=type(optimizer).__name__,
-            fix="use one whose step() takes no closure",
-        )
-    rows = torch.Generator().manual_seed(0)
-    start, grads = torch.randn(4, 6, generator=rows), torch.randn(3, 4, 6, generator=rows)
-    full = _stepped(optimizer, [start.clone()], [[grad.clone()] for grad in grads])
-    if full is None:
-        return
-    cuts = (slice(0, 7), slice(7, 24))
-    parts = _stepped(
-        optimizer,
-        [start.flatten()[part].clone() for part in cuts],
-        [[grad.flatten()[part].clone() for part in cuts] for grad in grads],
-    )
-    if parts is None or not torch.allclose(torch.cat(parts), full[0].flatten(), atol=1e-5):
-        raise PlanError(
-            "this optimizer does not treat elements independently, so it cannot step parts of parameters",
-            got=type(optimizer).__name__,
-            expected="an elementwise one (SGD, Adam, AdamW, RMSprop ...)",
-            fix="cai_zero.optimizers has LAMB, LARS, Adafactor, CAME and Muon for divided parameters",
-        )
-
-
-def _stepped(
-    optimizer: torch.optim.Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]]
-) -> list[torch.Tensor] | None:
-    """The values after some steps of an optimizer of the same kind; None where that fails."""
-    takes = inspect.signature(type(optimizer).__init__).parameters
-    options = {k: copy.deepcopy(v) for k, v in optimizer.defaults.items() if k in takes}
-    options |= {key: False for key in ("capturable", "fused") if options.get(key)}
-    params = [nn.Parameter(value) for value in values]
-    try:
-        with torch.enable_grad():
-            tried = type(optimizer)(params, **options)
-            for step_grads in grads:
-                for param, grad in zip(params, step_grads, strict=True):
-                    param.grad = grad
-                tried.step()
-    except Exception:
-        return None
-    return [param.detach() for param in params]
 
 
 def mark_moved(param: torch.Tensor) -> None:

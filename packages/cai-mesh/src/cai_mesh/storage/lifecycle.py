@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from cai_mesh.gradients.buffer import accumulate_node, accumulates
+from cai_mesh.errors import PlanError
+from cai_mesh.gradients.buffer import accumulate_node, accumulates, leaves_out
 
 
 class LifecycleListener(Protocol):
@@ -38,6 +39,19 @@ class LifecycleListener(Protocol):
 
     def before_copy(self) -> None:
         """The model is being copied: its parameters must hold their values now, or this raises."""
+
+
+def no_backward(
+    what: str = "an optimizer steps without any gradient, though the model has been run for some",
+) -> PlanError:
+    """The error of a backward that has passed over parameters, or of the step that finds no gradient."""
+    return PlanError(
+        what,
+        cause="backward(inputs=...) was given parameters of a sharded or offloaded model, which torch passes over: "
+        "their block computes with others in their place. Or no backward was run",
+        fix="leave out inputs=, with requires_grad_(False) on what is to have no gradient; leave out step() where "
+        "backward() is left out",
+    )
 
 
 def _in_backward() -> bool:
@@ -74,6 +88,13 @@ def _inside(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
         yield from _inside(tree_leaves(attributes), visited)
 
 
+_untraced = torch.compiler.disable(
+    reason="hooks of cai_mesh tell sharding and offload when a block is used; with fullgraph=True compile a block's "
+    "forward alone: block.forward = torch.compile(block.forward, fullgraph=True)"
+)
+"""Leaves a hook out of graphs: what it does happens once a use, not once a compilation."""
+
+
 class ModuleLifecycle:
     """Watches units of a model.
 
@@ -86,15 +107,25 @@ class ModuleLifecycle:
     Args:
         units: module to the leaf parameters autograd accumulates into for it. A parameter shared by several units
             belongs to one of them.
+        substitutes: whether loops have other parameters, in whose place these are used. A backward that was told by
+            `inputs` to reach some of these alone raises `PlanError`, for it may have been told of others as well.
+
+    Attributes:
+        awaits_backward: whether a forward has been run for gradients, and no parameter has had one since.
     """
 
-    def __init__(self, units: Mapping[nn.Module, Sequence[nn.Parameter]]):
+    def __init__(self, units: Mapping[nn.Module, Sequence[nn.Parameter]], *, substitutes: bool = False):
+        self._substitutes = substitutes
         self._listeners: list[LifecycleListener] = []
         self._waiting: dict[nn.Module, set[int]] = {}
         self._has_frozen: dict[nn.Module, bool] = {}
         self._accumulators: dict[int, Any] = {}  # by parameter; torch holds them only weakly
         self._uses = itertools.count(-1, -1)  # never the id of a parameter
         self._pass: int | None = None
+        self.awaits_backward = False
+        self._forwards: set[nn.Module] = set()  # run for gradients since the last pass
+        self._reached: set[nn.Module] = set()  # in this pass
+        self._first: torch.autograd.graph.Node | None = None  # of this pass, at an output
         self._trainable: dict[nn.Module, set[int]] = {}
         self._around: set[nn.Module] = set()  # units with others in them
         self._hidden: dict[
@@ -111,7 +142,7 @@ class ModuleLifecycle:
         """
         for module, params in units.items():
             if module not in self._trainable:
-                starts, ends = self._forward_starts, self._forward_ends
+                starts, ends = self._forward_starts, self._forward_ends  # bound, so that copies are told
                 self._handles.append(module.register_forward_pre_hook(starts, prepend=True, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(ends, with_kwargs=True))
             self._has_frozen[module] = any(not param.requires_grad for param in params)
@@ -141,6 +172,7 @@ class ModuleLifecycle:
         self._handles.clear()
         self._accumulators.clear()
 
+    @_untraced
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if module not in self._trainable:
             return  # of a copy
@@ -150,9 +182,11 @@ class ModuleLifecycle:
         elif self._pass is not None:  # an earlier backward raised half-way
             self._waiting.clear()
             self._pass = None
+            self._forget_pass()
         for listener in self._listeners:
             listener.before_use(module, backward=backward)
 
+    @_untraced
     def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if module not in self._trainable:
             return
@@ -167,6 +201,9 @@ class ModuleLifecycle:
             if not recompute and (self._trainable[module] or _grad_tensors((args, kwargs))):
                 self._hidden[module] = None
             return
+        if self._trainable[module]:
+            self.awaits_backward = True
+            self._forwards.add(module)
         use = None
         inputs = _grad_tensors((args, kwargs)) if self._has_frozen[module] else []
         if self._has_frozen[module] and (inputs or module in self._around):
@@ -181,6 +218,7 @@ class ModuleLifecycle:
 
     def _backward_starts(self, module: nn.Module, use: int | None) -> None:
         self._enter_pass()
+        self._first = self._first or torch._C._current_autograd_node()
         if module not in self._waiting:
             used = {p for p in self._trainable[module] if accumulates(self._accumulators[p])}
             # none: a backward of its own, within this one, uses them (reentrant checkpoints), or nobody does
@@ -210,6 +248,8 @@ class ModuleLifecycle:
 
     def _accumulated(self, module: nn.Module, param: int):
         def hook(_inputs: Any, _outputs: Any) -> None:
+            self.awaits_backward = False
+            self._reached.add(module)
             self._open(module)
             self._done(module, param)
 
@@ -232,5 +272,16 @@ class ModuleLifecycle:
         for module in list(self._waiting):
             self._close(module)
         self._pass = None
+        passed_over = self._substitutes and self._reached and self._forwards - self._reached
+        first = self._first if passed_over else None
+        self._forget_pass()
         for listener in self._listeners:
             listener.backward_done()
+        if first is not None and leaves_out(first):
+            raise no_backward(
+                "backward(inputs=...) has reached some parameters of a model and passed over others"
+            )
+
+    def _forget_pass(self) -> None:
+        self._first = None
+        self._forwards, self._reached = set(), set()

@@ -13,7 +13,7 @@ import torch
 
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.signature import SIGNATURE, check_signature, extent_of, signature_of
-from cai_mesh.storage.guards import check_elementwise
+from cai_mesh.storage.elementwise import check_elementwise
 
 FIX = (
     "let every rank load what it has saved; cai_zero.full_optimizer_state_dict and load_full_optimizer_state_dict move "

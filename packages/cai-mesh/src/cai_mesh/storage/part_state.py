@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import CheckpointError
+from cai_mesh.gradients.gradient_views.shard_gradient import ShardGradient
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.record import record_of
 from cai_mesh.layout.signature import SIGNATURE, check_signature, extent_of, signature_of
@@ -59,12 +60,7 @@ class PartState(torch.Tensor):
         return memo.setdefault(id(self), self.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(
-            "this state dict has flat parts of parameters, those of this rank: it can be loaded into this model, "
-            "sharded in the same way, and nowhere else. cai_zero.full_state_dict(model) has whole tensors, "
-            "cai_mesh.checkpoint.save writes what any number of ranks can load",
-            stacklevel=2,
-        )
+        _warn_of_parts()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
@@ -76,6 +72,43 @@ class PartState(torch.Tensor):
             cause="the model is sharded, offloaded or parallelized",
             fix=FIX,
         )
+
+
+class FlatState(ShardGradient):
+    """A flat part of a parameter in a state dict, shown in the shape of the whole; guarded as a `PartState` is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BYTES:
+            PartState.refuse()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        return FlatState(output.part, output.place) if type(output) is ShardGradient else output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _warn_of_parts()
+        return self.part.clone().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise `CheckpointError`, as for every writer."""
+        PartState.refuse()
+
+    def tolist(self) -> NoReturn:
+        """Raise `CheckpointError`, as for every writer."""
+        PartState.refuse()
+
+
+def _warn_of_parts() -> None:
+    warnings.warn(
+        "this state dict has flat parts of parameters, those of this rank: it can be loaded into this model, "
+        "sharded in the same way, and nowhere else. cai_zero.full_state_dict(model) has whole tensors, "
+        "cai_mesh.checkpoint.save writes what any number of ranks can load",
+        stacklevel=3,
+    )
 
 
 def _part_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -93,10 +126,17 @@ def _part_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part(param: torch.Tensor) -> bool:
-    """Whether a parameter is less than the whole one, or flat."""
+    """Whether a parameter is less than the whole one, or shown flat."""
+    if _is_flat(param):
+        return not param.place_of_values().alone
     layout, (low, high) = extent_of(param)
     flat = bool(record_of(param).slices) and len(layout.global_shape) != 1
     return flat or high - low != math.prod(layout.global_shape)
+
+
+def _is_flat(param: torch.Tensor) -> bool:
+    """Whether a parameter is one of several in a buffer, and shown in its own shape."""
+    return hasattr(param, "place_of_values")
 
 
 @dataclass(frozen=True)
@@ -118,9 +158,14 @@ def _after_saving(module: nn.Module, state: dict[str, Any], prefix: str, metadat
     for name, param in _own(module):
         value = state.get(prefix + name)
         # the parameter itself for `keep_vars`
-        if not isinstance(value, torch.Tensor) or value is param or not _is_part(param):
+        if not isinstance(value, torch.Tensor) or value is param:
             continue
-        if hasattr(value, "placements"):  # a part of a part, which `fully_shard` has made
+        if isinstance(value, ShardGradient):
+            state[prefix + name] = FlatState(value.part, value.place)
+        elif not _is_part(param):
+            if _is_flat(param):
+                apart(state, [prefix + name])
+        elif hasattr(value, "placements"):  # a part of a part, which `fully_shard` has made
             value.__reduce_ex__ = guard.marks.refuse  # type: ignore[method-assign]
         else:
             state[prefix + name] = value.as_subclass(guard.marks)
@@ -130,18 +175,25 @@ def _before_loading(module: nn.Module, state: dict[str, Any], prefix: str, metad
     """Take this rank's part of what is whole; parts that are signed by others, or by nobody, raise."""
     for name, param in _own(module):
         value = state.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or hasattr(value, "placements") or not _is_part(param):
+        if not isinstance(value, torch.Tensor) or hasattr(value, "placements"):
+            continue
+        if not (isinstance(value, ShardGradient) or _is_part(param)):
             continue
         layout, (low, high) = extent_of(param)
-        if tuple(value.shape) == layout.global_shape:
-            state[prefix + name] = _part_of(param, value)
-            continue
+        is_whole = tuple(value.shape) == layout.global_shape and not isinstance(value, ShardGradient)
         signed, full = metadata.get(SIGNATURE), math.prod(layout.global_shape)
         # unsigned: parts that this model has lent in this process; of a file nobody knows whose they are
-        unknown = not isinstance(value, PartState) and value.numel() == high - low != full
-        if signed is not None or unknown:
+        is_lent = isinstance(value, PartState | FlatState)
+        unknown = not is_lent and value.numel() == high - low != full
+        if not is_whole and (signed is not None or unknown):
             expected = module.__dict__[GUARD].signature
             check_signature(f"{prefix}{name} of a state dict", signed, expected, FIX)
+        part = _part_of(param, value) if is_whole else value
+        if _is_flat(param) and type(part) is not FlatState and part.numel() == high - low:
+            part = FlatState(
+                part.view(-1), param.place_of_values()
+            )  # as the parameter is shown, before torch compares
+        state[prefix + name] = part
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -159,7 +211,7 @@ def guard_state(model: nn.Module, marks: type[PartState] = PartState) -> None:
     """
     for module in model.modules():
         is_guarded = GUARD in module.__dict__
-        if is_guarded or any(_is_part(param) for _, param in _own(module)):
+        if is_guarded or any(_is_part(param) or _is_flat(param) for _, param in _own(module)):
             module.__dict__[GUARD] = _Guard(marks, signature_of(_own(module)))
         if GUARD in module.__dict__ and not is_guarded:
             module.register_state_dict_post_hook(_after_saving)
@@ -180,8 +232,10 @@ def _refuse_resize(model: nn.Module, new_num_tokens: int | None = None, *_: Any,
 def _save_whole(save: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     shapes = {name: extent_of(param)[0].global_shape for name, param in model.named_parameters()}
     state = kwargs.get("state_dict")
-    if state is None or any(
-        tuple(value.shape) != shapes.get(name, value.shape) for name, value in state.items()
+    no_parts = not any(_is_part(param) for param in model.parameters())
+    if (state is None and not no_parts) or any(
+        tuple(value.shape) != shapes.get(name, value.shape) or isinstance(value, PartState | FlatState)
+        for name, value in (state or {}).items()
     ):
         raise CheckpointError(
             "save_pretrained would write parts of parameters under the names of whole ones",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cai_mesh.comm.groups import AnyMesh
 from cai_mesh.comm.handles import Done
+from cai_mesh.gradients.buffer import GradBuffer
+from cai_mesh.gradients.gradient_views.parameters import set_raw_grad
 from cai_mesh.protocols import CommHandle
 from cai_mesh.storage.unit import FlatUnit
 
@@ -23,11 +25,16 @@ class StoredShard:
     Attributes:
         on_device: [n], the shard on `device` in its own dtype or in that of the unsharded chunk, from the `wait` of a
             fetch until the release.
+        unreduced: the gradients that are still to be reduced; None while it is frozen.
+        complete: returns with the gradients of the coming step complete, as all ranks have agreed. Collective, unless
+            they are already.
     """
 
     def __init__(self, unit: FlatUnit, device: torch.device, gradients: torch.dtype | None):
         self.unit, self.device, self.gradients = unit, device, gradients
         self.on_device: torch.Tensor | None = None
+        self.unreduced: GradBuffer | None = None
+        self.complete: Callable[[], None] = lambda: None
 
 
 class OnDevice:
@@ -58,3 +65,6 @@ class OnDevice:
             stored.unit.set_shard_gradient(shard)
         else:
             gradient.add_(shard)
+
+    def drop_gradient(self, stored: StoredShard, index: int) -> None:
+        set_raw_grad(stored.unit.kept[index], None)

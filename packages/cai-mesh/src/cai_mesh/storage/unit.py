@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients.gradient_views.parameters import raw_grad, set_raw_data, set_raw_grad
+from cai_mesh.gradients.gradient_views.parameters import flat_of, raw_grad, set_raw_data, set_raw_grad
 from cai_mesh.layout.chunk import FlatChunk, moved
 from cai_mesh.layout.record import Slice, attach, record_of, reduce_of
 from cai_mesh.storage.guards import mark_moved
@@ -124,7 +124,7 @@ class FlatUnit:
             axes, owner = slot.layout.sharded_axes | shard_axes, reduce_of(original).owner
             part = Slice(None, slot.layout, (low, high), 0, axes, owner)
             attach(param, name=record.name, reduce=record.reduce, slices=(part,))
-            params.append(param)
+            params.append(_with_attributes(param, original))
         return params
 
     def check_shard(self) -> None:
@@ -191,9 +191,10 @@ class FlatUnit:
         self.lent = False
         self._set_version(_THERE)
         for (start, stop), param in zip(self.ranges, self.kept, strict=True):
-            values = self.unsharded[self.low + start : self.low + stop].to(param.device)
-            written = values != param.detach().to(values.dtype)
-            param.copy_(torch.where(written, values.to(param.dtype), param.detach()))
+            local = flat_of(param)
+            values = self.unsharded[self.low + start : self.low + stop].to(local.device)
+            written = values != local.to(values.dtype)
+            local.copy_(torch.where(written, values.to(local.dtype), local))
 
     def free_storage(self) -> None:
         """Let the modules see the shards and free the unsharded chunk. A graph that uses it then raises."""
@@ -237,8 +238,19 @@ class FlatUnit:
 
 
 def _unsharded_parameter(view: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
+    """The parameter that a model computes with, with the hooks of the one it replaces, which handles remove."""
     param = nn.Parameter(view, requires_grad=original.requires_grad)
     param.cai_record = record_of(original)  # type: ignore[attr-defined]
+    param._backward_hooks = original._backward_hooks
+    param._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return _with_attributes(param, original)
+
+
+def _with_attributes(param: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
+    """Give a parameter what a user has attached to the one it replaces."""
+    for name, value in vars(original).items():
+        if not name.startswith("cai_"):
+            setattr(param, name, value)
     return param
 
 

@@ -1,4 +1,4 @@
-"""The gradients of a chunk in one step: accumulated, reduced into this rank's shard, and settled for the optimizer."""
+"""The gradients of a chunk: accumulated, reduced into this rank's shard, and settled for the optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cai_zero.reduction.reducer import Reducible
 
 @dataclass(eq=False)
 class ChunkGradients:
-    """One chunk's gradients, which begin anew with every step.
+    """One chunk's gradients, from the first backward until the loop drops them: further ones, after steps too, add up.
 
     Args:
         params: the parameters; others count them by their places here.
@@ -25,9 +25,9 @@ class ChunkGradients:
         units: modules whose backward gives the gradients.
         buffer: the memory they accumulate in until they are reduced.
         spec, ranks: the ranks over which they are summed.
-        reduced: this rank's shard of the gradient, summed over the reductions of the step.
+        reduced: this rank's shard of the gradient, summed over the reductions since it was dropped.
         dropped: parameters whose gradients in `reduced` have been dropped since.
-        absent: parameters without a gradient in this step, on any rank; None until the ranks have agreed.
+        absent: parameters without a gradient, on any rank; None until the ranks have agreed.
         ready: units whose gradients of this pass are complete.
         collected: whether all gradients of this pass are in `buffer`.
         pending: whether a pass has ended without a reduction; alike on all ranks, whatever they have used.
@@ -123,13 +123,22 @@ class ChunkGradients:
             current.copy_(part)
         self.dropped.discard(index)
         self.absent.discard(index)
+        self.buffer.arrived.add(index)
+
+    def zero(self) -> None:
+        """Let every gradient that there is be zero. Those that have arrived, reduced or not, are there still."""
+        self.clear_dropped()
+        for total in (self.reduced, self.flat.grad):
+            if total is not None:
+                total.zero_()
+        self.buffer.arrived |= self.buffer.written
+        self.buffer.close()
+        for param in self.params:
+            set_raw_grad(param, None)
 
     def forget(self) -> None:
         """Drop every gradient, reduced or not."""
         self.flat.grad = self.reduced = self.absent = None
         self.pending = False
         self.dropped.clear()
-        self.buffer.close()
-        self.buffer.arrived.clear()
-        for param in self.params:
-            set_raw_grad(param, None)
+        self.buffer.forget()

@@ -10,6 +10,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import CommHandle
+from cai_zero.replicated.arriving import arrived
 from cai_zero.replicated.halves import Halves, split
 
 
@@ -54,6 +55,7 @@ class ChunkWeights:
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            arrived(self.params)
 
     def gathered(self) -> None:
         """Let writes count from now on: parameters are, or will be, those of `flat`."""

@@ -99,12 +99,21 @@ class ChunkKeeper:
     def leaf(self, index: int) -> nn.Parameter:
         return self._chunk.params[index]
 
+    def piece(self, index: int) -> nn.Parameter:
+        """This rank's part of parameter `index`, which an optimizer steps."""
+        return self._chunk.weights.pieces[index]
+
     def about_to_write(self, index: int) -> None:
         """Leave what is written to a parameter there; its master weights take it before the next step."""
         chunk = self._weak()
         if chunk is not None:
+            chunk.weights.wait_gathered()
             chunk.weights.join()
             chunk.weights.lent.add(index)
+
+    def wait_for_values(self) -> None:
+        """Return once the parameters are those of the last step."""
+        self._chunk.weights.wait_gathered()
 
 
 class FrozenKeeper:

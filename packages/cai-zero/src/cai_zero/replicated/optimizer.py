@@ -40,12 +40,14 @@ from cai_zero.precision import MixedPrecision
 from cai_zero.reduction.compression import Compression, check_ranks, gather_weights
 from cai_zero.reduction.ranks import RankTable
 from cai_zero.replicated import masters
+from cai_zero.replicated.arriving import arriving
 from cai_zero.replicated.chunks import Chunk, Units, build_chunks
 from cai_zero.replicated.keepers import ChunkKeeper, show_others
 from cai_zero.replicated.max_norm import check_alike, renormed
 from cai_zero.replicated.members import Members
 from cai_zero.replicated.piece_state import state_of_pieces
 from cai_zero.replicated.pieces import PieceKeeper, PieceParameter
+from cai_zero.replicated.shown_state import ShownState
 from cai_zero.replicated.step_gradients import StepGradients
 from cai_zero.state import restore_groups, saved_groups
 
@@ -55,8 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
 
     It is a `GradSync`: backwards under `defer()` only accumulate. Learning-rate schedulers, `param_groups` and
     `zero_grad` work as on the optimizer it was made from; its groups hold this rank's part of each parameter.
-    Gradients live in the chunks. `param.grad` shows them: reading one reduces what is still to be reduced, so all
-    ranks must read alike; writing, replacing and clearing one counts for the coming step.
+    Gradients live in the chunks until `zero_grad` drops them. `param.grad` shows them: reading one reduces what is
+    still to be reduced, so all ranks must read alike; writing, replacing and clearing one counts for the coming step.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             self._lifecycle.listen(self)
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
             model.register_state_dict_post_hook(lambda *call: self._separate(*call))
-            model.register_load_state_dict_pre_hook(lambda *_: masters.join(self._chunks))
+            model.register_load_state_dict_pre_hook(lambda *_: self._await_writes())
         self.admit()
         show_others(self, self._members.waiting, self._model, self._ranks)
 
@@ -187,6 +189,11 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         for chunk in self._gradients.chunks_of(unit):
             chunk.weights.wait_gathered()
 
+    def _await_writes(self) -> None:
+        """Have the parameters, and whole master weights, before a state dict is loaded."""
+        self.wait_gathered()
+        masters.join(self._chunks)
+
     def before_copy(self) -> None:
         """Have the parameters' values, which are being gathered perhaps."""
         self.wait_gathered()
@@ -228,19 +235,22 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step this rank's shards, then gather the new parameters. Frees the gradients."""
+        """Step this rank's shards, then gather the new parameters. Gradients stay until `zero_grad`, as torch's do."""
         if closure is not None:
             raise PlanError("a sharded optimizer takes no closure", fix="run the backward before step()")
         self._check_parameters()
         check_alike(self._renormed, self._ranks.of())
-        self.ensure_gradients()
+        self.admit()
+        self._gradients.settle_for_step()
         self.take_writes()
         with self._gradients_in_pieces():
             masters.step(self.inner, self._chunks)
         self._gather()
         if not self._overlap:
             self.wait_gathered()
-        self.zero_grad()
+            return
+        for chunk in self._chunks:
+            arriving(chunk.params)
 
     @contextlib.contextmanager
     def _gradients_in_pieces(self) -> Iterator[None]:
@@ -309,8 +319,11 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             chunk.weights.wait_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient, reduced or not."""
-        self._gradients.forget()
+        """Drop every gradient, reduced or not; or let those that there are be zero, which a step decays by."""
+        if set_to_none:
+            self._gradients.forget()
+        else:
+            self._gradients.zero()
 
     # -- what it holds -------------------------------------------------------------------------------------------
 
@@ -326,8 +339,11 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the inner optimizer, by this rank's part of each parameter."""
-        return self.inner.state
+        """The state of the inner optimizer, by this rank's part of each parameter.
+
+        Asked for by a parameter of the model it is shown as gradients are, in the parameter's shape.
+        """
+        return ShownState(self.inner.state)
 
     @property
     def member_groups(self) -> list[list[nn.Parameter]]:
@@ -368,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         Tensors are views: loading fills the optimizer in place. Call `restore_groups` with the loaded `param_groups`.
         """
         stateless = [
-            chunk for chunk in self._chunks if any(p not in self.state for p in chunk.weights.pieces)
+            chunk for chunk in self._chunks if any(p not in self.inner.state for p in chunk.weights.pieces)
         ]
         with plain(self._pieces), masters.opened(stateless):
             return {"param_groups": saved_groups(self.inner), **state_of_pieces(self.inner, self._chunks)}

@@ -1,7 +1,8 @@
-"""The gradients of a step over all chunks: a state machine, from the first backward to the optimizer's step.
+"""The gradients over all chunks: a state machine, from the first backward until a loop drops them.
 
-A step has no gradients (`empty`); some, still to be reduced or agreed on (`open`); or all of them, alike on all ranks
-(`settled`). Backwards and gradients that a loop puts in place open it, `finish` settles it, `forget` empties it.
+There are no gradients (`empty`); some, still to be reduced or agreed on (`open`); or all of them, alike on all ranks
+(`settled`). Backwards and gradients that a loop puts in place open it, `finish` settles it, `forget` empties it. A step
+leaves it as it is: a further backward adds to what is there, a further step is taken with the same.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class StepGradients(LifecycleListener):
         self._chunks_of: dict[nn.Module, list[Chunk]] = {}
         self._phase: Phase = "empty"
         self._in_backward, self._backwards = False, 0  # of this step, that reduce
+        self._stepped = False  # with what there is now
 
     def take(
         self,
@@ -138,7 +140,7 @@ class StepGradients(LifecycleListener):
 
     def reopen(self) -> None:
         """Take note of a gradient of this rank that is still to be reduced."""
-        self._phase = "open"
+        self._phase, self._stepped = "open", False
 
     def finish(self) -> None:
         """Reduce what is pending (a last backward under `defer`, tied parameters, a loop without a model) and wait."""
@@ -159,9 +161,25 @@ class StepGradients(LifecycleListener):
         for chunk in self._chunks:
             chunk.gradients.clear_dropped()
 
+    def settle_for_step(self) -> None:
+        """Settle them for a step, which all ranks take, also where it is one more with the same."""
+        if self._stepped:
+            self._ranks.turns.take("one more step with the same gradients")
+        self.settle()
+        self._stepped, self._backwards = True, 0
+
+    def zero(self) -> None:
+        """Let every gradient that there is be zero."""
+        if not self.has_gradients():
+            return
+        self._end_pass()
+        self._stepped, self._backwards = False, 0
+        for chunk in self._chunks:
+            chunk.gradients.zero()
+
     def forget(self) -> None:
         """Drop every gradient, reduced or not."""
         self._end_pass()
-        self._phase, self._backwards = "empty", 0
+        self._phase, self._stepped, self._backwards = "empty", False, 0
         for chunk in self._chunks:
             chunk.gradients.forget()

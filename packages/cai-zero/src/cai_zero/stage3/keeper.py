@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from cai_mesh.errors import PlanError
-from cai_mesh.gradients import GradBuffer, Place, ShardGradient, raw_grad, set_raw_grad
+from cai_mesh.comm import all_reduce
+from cai_mesh.errors import LayoutError, PlanError
+from cai_mesh.gradients import GradBuffer, Place, ShardGradient, local_gradient, raw_grad, set_raw_grad
 from cai_mesh.layout import record_of, reduce_of
 from cai_mesh.storage import FlatUnit
 from cai_zero.reduction.owner import GradientOwner, owner_gone
@@ -29,11 +30,12 @@ class ShardKeeper:
         owner: GradientOwner,
         ranks: RankTable,
         unit: FlatUnit,
-        buffer: GradBuffer,
+        buffer: GradBuffer | None,
         *,
         full: bool = False,
     ):
-        self._owner, self._weak, self._buffer = weakref.ref(owner), weakref.ref(unit), weakref.ref(buffer)
+        self._owner, self._weak = weakref.ref(owner), weakref.ref(unit)
+        self._buffer = (lambda: None) if buffer is None else weakref.ref(buffer)
         self._ranks, self._full = ranks, full
         self.fixed = full
         self._places: dict[int, Place] = {}
@@ -50,7 +52,9 @@ class ShardKeeper:
         if owner is None:
             return None
         owner.ensure_gradients()
-        grad = raw_grad(self._unit.kept[index])
+        shard = self._unit.kept[index]
+        # a residency keeps its own
+        grad = local_gradient(shard) if hasattr(shard, "cai_flat") else raw_grad(shard)
         return None if grad is None else (grad, self.place(index))
 
     def place(self, index: int) -> Place:
@@ -58,8 +62,32 @@ class ShardKeeper:
         if self._owner() is None:
             raise owner_gone()
         if index not in self._places:
-            self._places[index] = _place_of_shard(self._ranks, self._unit, index, full=self._full)
+            self._places[index] = _place_of_shard(self._ranks, self._unit, index)
         return self._places[index]
+
+    @torch.no_grad()
+    def share_of(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient that a loop puts in place: a shown one, or one of each rank to be averaged.
+
+        Collective for the latter. Raises `LayoutError` for one of another shape.
+        """
+        place = self.place(index)
+        if gradient.shape != place.shape:
+            raise LayoutError(
+                "a gradient does not have the shape of its parameter",
+                got=tuple(gradient.shape),
+                expected=tuple(place.shape),
+            )
+        if isinstance(gradient, ShardGradient):
+            return gradient.part
+        param = self._unit.kept[index]
+        ranks, full = self._ranks.of(reduce_of(param)), gradient.detach()
+        if ranks.count > 1:
+            full = full.clone(memory_format=torch.contiguous_format)
+            for group in (ranks.copies, ranks.shard):
+                all_reduce(full, group)
+            full.div_(ranks.divisor)
+        return full.flatten()[place.low : place.high].to(param.device, param.dtype)
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         buffer = self._buffer()
@@ -72,8 +100,11 @@ class ShardKeeper:
                 "a gradient was put in the place of one of a sharded model, while its parameters are unsharded",
                 fix="put it after the backward, when parameters are shards",
             )
-        part = gradient.part if isinstance(gradient, ShardGradient) else gradient
-        set_raw_grad(self._unit.kept[index], part)
+        shard = self._unit.kept[index]
+        if hasattr(shard, "cai_flat"):
+            shard.grad = gradient
+        else:
+            set_raw_grad(shard, None if gradient is None else self.share_of(index, gradient))
 
     def leaf(self, index: int) -> nn.Parameter:
         return self._unit.used[index]
@@ -89,16 +120,12 @@ class ShardKeeper:
             increment_version(unit.kept[index])
 
 
-def _place_of_shard(ranks: RankTable, unit: FlatUnit, index: int, *, full: bool) -> Place:
-    """The place of a rank's part of one parameter's gradient: shown as the part, or in full.
-
-    The full one is for who meets an unsharded parameter (between forward and backward, or after an error).
-    """
+def _place_of_shard(ranks: RankTable, unit: FlatUnit, index: int) -> Place:
+    """The place of a rank's part of one parameter, and of its gradient, in the whole."""
     param = unit.kept[index]
     slices = record_of(param).slices
     assert slices is not None
     part = slices[0]
     sums, complete = groups_along(ranks.mesh, part.axes)
-    shard = ranks.of(reduce_of(param)).shard
-    shape, bounds = (unit.used[index].shape, part.range) if full else (param.shape, (0, param.numel()))
-    return Place(shape, *bounds, shard, sums, not full, not complete, part.axes, part.owner)
+    shape, shard = unit.used[index].shape, ranks.of(reduce_of(param)).shard
+    return Place(shape, *part.range, shard, sums, beyond=not complete, axes=part.axes, owner=part.owner)

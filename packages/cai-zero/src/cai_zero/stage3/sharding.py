@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cai_mesh.comm import AnyMesh, PeerGather, PeerReduce, Peers, all_gather_object, check_device
 from cai_mesh.errors import PlanError
@@ -27,8 +26,6 @@ from cai_mesh.gradients import (
     ShownParameter,
     check_no_gradients,
     direct_linears,
-    hide,
-    set_raw_grad,
     show,
 )
 from cai_mesh.layout import ReduceSpec, reduce_of
@@ -36,7 +33,6 @@ from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import (
     FlatUnit,
     ModuleLifecycle,
-    PartSteps,
     Share,
     StoredShard,
     check_parameters,
@@ -51,6 +47,7 @@ from cai_zero.stage3.gathering import Gather, Gatherer, Gathering, Part, Sharded
 from cai_zero.stage3.initial_values import Materialize, device_of, fill
 from cai_zero.stage3.keeper import ShardKeeper
 from cai_zero.stage3.order import complete
+from cai_zero.stage3.steps import follow_steps
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class ModuleSharding:
         self._reducer: GradReducer[Sharded] = GradReducer(self._device, options.compression)
         self._units = {m: Sharded(m, self._chunked(params)) for m, params in model_units.items()}
         root = self._units[model]
-        self._reduced: list[tuple[FlatUnit, GradBuffer]] = []
+        self._reduced: list[Part] = []
         self._agreed, self._open = (
             True,
             False,
@@ -111,21 +108,31 @@ class ModuleSharding:
         self._recorded: tuple[list[Sharded], list[Sharded], list[Sharded]] | None = ([], [], [])
         self._late: list[Sharded] = []  # used after their turn in this backward, as all ranks must have done
         self._pending = False
-        self._lifecycle = ModuleLifecycle({})
+        self._lifecycle = ModuleLifecycle({}, substitutes=True)
         self._lifecycle.listen(self)
+        self._show_frozen()
         self._follow([part for part in self._parts if part.reducible is not None])
-        self._follow_steps()
+        follow_steps(self, {id(p) for part in self._parts for p in part.unit.kept})
+
+    def _show_frozen(self) -> None:
+        """Show frozen shards in the shape of the whole parameter, too."""
+        for unit in (part.unit for part in self._parts if part.reducible is None):
+            keeper = ShardKeeper(self, self.ranks, unit, None)
+            for i, shard in enumerate(unit.kept):
+                ShardParameter.adopt(shard, keeper, i)
+                shard.cai_place = functools.partial(keeper.place, i)  # for a residency
 
     def _follow(self, parts: Sequence[Part]) -> None:
         """Reduce the gradients of parts that are trained from now on, and show them."""
         for part in parts:
             assert part.reducible is not None
             unit, buffer = part.unit, part.reducible.buffer
-            self._reduced.append((unit, buffer))
+            self._reduced.append(part)
             for i, (shard, unsharded) in enumerate(zip(unit.kept, unit.used, strict=True)):
                 keeper = ShardKeeper(self, self.ranks, unit, buffer)
                 ShardParameter.adopt(shard, keeper, i)
                 shard.cai_place = functools.partial(keeper.place, i)  # for a residency
+                shard.cai_share = functools.partial(keeper.share_of, i)
                 ShownParameter.adopt(unsharded, ShardKeeper(self, self.ranks, unit, buffer, full=True), i)
         reducible = {u: [part.reducible for part in u.parts if part.reducible] for u in self._units.values()}
         self._reducer.take(reducible, self._reducer.order)
@@ -166,39 +173,6 @@ class ModuleSharding:
         for part in trained:
             part.reducible.peer = reduces.of(self.ranks.of(part.spec).shard)  # type: ignore[union-attr]
 
-    def _follow_steps(self) -> None:
-        """An optimizer of shards sees plain parameters and gradients; after its step nothing stays unsharded.
-
-        Hooks then gather for the next forward.
-        """
-        shard_ids = {id(p) for part in self._parts for p in part.unit.kept}
-        self_ref, part_steps = weakref.ref(self), PartSteps()
-
-        def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-            return [p for g in optimizer.param_groups for p in g["params"] if id(p) in shard_ids]
-
-        def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            sharding, shards = self_ref(), stepped_by(optimizer)
-            if sharding is not None and shards:
-                part_steps.check(optimizer)
-                sharding.ensure_gradients()
-                sharding.ranks.turns.take("a step")
-                hide(shards)
-
-        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            sharding, shards = self_ref(), stepped_by(optimizer)
-            if sharding is None or not shards:
-                return
-            show(shards)
-            if sharding.driver == "hooks":
-                sharding._gatherer.begin_step()
-            else:
-                sharding._gatherer.end_step()
-
-        # for good: taking one out while others run would break torch's loop over them
-        register_optimizer_step_pre_hook(steps)
-        register_optimizer_step_post_hook(stepped)
-
     def _chunked(self, params: list[tuple[str, nn.Parameter]]) -> list[Part]:
         kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
         for name, param in params:
@@ -234,6 +208,7 @@ class ModuleSharding:
         buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
         direct_linears(self._root, [*unit.kept, *unit.used])
         keep = functools.partial(self._options.residency.keep_gradient, part.stored)
+        part.stored.unreduced, part.stored.complete = buffer, _completing(self)
         part.reducible = Reducible(buffer, part.spec, self.ranks.of(part.spec), keep)
 
     def _gather_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -241,6 +216,22 @@ class ModuleSharding:
         if group not in self._gather_groups:
             self._gather_groups[group] = second_group(group)
         return self._gather_groups[group]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has been run for gradients, and no parameter has had one since."""
+        return self._lifecycle.awaits_backward
+
+    def stepping(self) -> None:
+        """An optimizer is about to change shards: what is gathered of the old ones, or on its way, is dropped."""
+        self._gatherer.end_step()
+
+    def stepped(self) -> None:
+        """An optimizer has changed shards: nothing stays unsharded. Hooks then gather for the next forward."""
+        if self.driver == "hooks":
+            self._gatherer.begin_step()
+        else:
+            self._gatherer.end_step()
 
     # -- ParameterSharding ---------------------------------------------------------------------------------------
 
@@ -397,7 +388,7 @@ class ModuleSharding:
     @property
     def buffers(self) -> list[GradBuffer]:
         """The buffers in which gradients of units accumulate."""
-        return [buffer for _, buffer in self._reduced]
+        return [part.reducible.buffer for part in self._reduced if part.reducible is not None]
 
     def _collect(self, unit: Sharded) -> None:
         for part in unit.parts:
@@ -424,8 +415,8 @@ class ModuleSharding:
             return
         self._agreed = True
         self.ranks.turns.take("the end of a step's backwards, or a look at its gradients")
-        for chunk, index in absent([buffer for _, buffer in self._reduced], self.ranks.of()):
-            set_raw_grad(self._reduced[chunk][0].kept[index], None)
+        for chunk, index in absent(self.buffers, self.ranks.of()):
+            self._options.residency.drop_gradient(self._reduced[chunk].stored, index)
 
     # -- what compression keeps ----------------------------------------------------------------------------------
 
@@ -444,3 +435,15 @@ class ModuleSharding:
     def _reducibles(self) -> list[Reducible]:
         parts = (part for unit in self._units.values() for part in unit.parts)
         return [part.reducible for part in parts if part.reducible is not None]
+
+
+def _completing(sharding: ModuleSharding) -> Callable[[], None]:
+    """Return `ensure_gradients` of a sharding, for those that the sharding has."""
+    weak = weakref.ref(sharding)
+
+    def complete_gradients() -> None:
+        alive = weak()
+        if alive is not None:
+            alive.ensure_gradients()
+
+    return complete_gradients

@@ -30,11 +30,12 @@ _PRODUCTS = ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "einsum",
 _PLACES = (
     "t", "transpose", "permute", "swapaxes", "movedim", "unsqueeze", "expand", "expand_as", "repeat", "unfold",
     "narrow", "select", "index_select", "gather", "split", "chunk", "unbind", "tile", "diag", "tril", "triu",
+    "index_fill_", "index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_", "fill_diagonal_",
 )  # fmt: skip
 _SHAPED = {
     getattr(owner, name)
     for owner in (torch, torch.Tensor)
-    for name in (*_PRODUCTS, *_PLACES, "__matmul__", "__rmatmul__", "__getitem__")
+    for name in (*_PRODUCTS, *_PLACES, "__matmul__", "__rmatmul__", "__getitem__", "__setitem__")
     if hasattr(owner, name)
 } | {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 _DESCRIBING = (
@@ -50,9 +51,9 @@ LOOKS = {
 
 
 def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) -> None:
-    """Raise `PlanError` where a flat parameter would be used as if it had its shape.
+    """Raise `PlanError` where a flat parameter would be used as if all of it were here.
 
-    Allowed is what treats elements alike or sums them up: alone, with numbers, and with tensors of the same shape.
+    Allowed is what treats elements alike or sums them up: alone, with numbers, in a graph with tensors of its shape.
 
     Args:
         flat: class of flat parameters. One whose shape is that of the whole parameter may be used in any way.
@@ -62,18 +63,18 @@ def check_flat_use(func: Any, args: Any, kwargs: Any, flat: type[torch.Tensor]) 
     if not parts:
         return
     shaped = func in _LAYERS or func in _SHAPED
-    if not shaped and getattr(func, "__name__", "") in ("_foreach_norm", "stack", "cat", "split_with_sizes"):
-        return
-    shapes = {tuple(tensor.shape) for tensor in parts}
-    plain_tensors = [t for t in tensors if not isinstance(t, flat) and t.dim()]
-    strange = len(parts) == 1 and any(tuple(other.shape) not in shapes for other in plain_tensors)
+    shape = parts[0].cai_keeper.leaf(parts[0].cai_index).shape  # type: ignore[attr-defined]
+    operands = [tensor for tensor in tensors if not isinstance(tensor, flat) and tensor.dim()]
+    in_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*parts, *operands))
+    strange = in_graph and len(parts) == 1 and any(tensor.shape != shape for tensor in operands)
     if shaped or strange:
         raise PlanError(
             "a parameter that is sharded or offloaded was used outside its block",
-            got=f"{getattr(func, '__name__', func)} on a flat part of {tuple(parts[0].shape)} elements",
+            got=f"{getattr(func, '__name__', func)} on a flat part of {tuple(shape)}",
             cause="a child of a block, or a method of it other than forward, was called from outside, or a weight was "
             "used directly: weights have their shape only while their block's forward runs",
-            fix="call the block itself; or keep parameters unsharded (shard_optimizer, stages 0 to 2)",
+            fix="call the block itself; param.data may be read and written by places, cai_zero.full_state_dict has "
+            "whole tensors; or keep parameters unsharded (shard_optimizer, stages 0 to 2)",
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._guards import TracingContext
 
 from cai_mesh.errors import LayoutError, PlanError
-from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
+from cai_mesh.gradients.gradient_views.flat_value import use_flat, value_of, whole_of
 from cai_mesh.gradients.gradient_views.place import Place
 from cai_mesh.gradients.gradient_views.shard_gradient import ShardGradient, shown
 from cai_mesh.layout.chunk import moved
@@ -47,6 +47,10 @@ class GradientKeeper(Protocol):
 
     def about_to_write(self, index: int) -> None:
         """Somebody asked for the memory of parameter `index`, past every version counter."""
+
+    def place(self, index: int) -> Place:
+        """The place of this rank's part of parameter `index`, and of its gradient, in the whole."""
+        ...
 
 
 _FIELD: Any = torch.Tensor.grad
@@ -163,13 +167,44 @@ class ShownParameter(nn.Parameter):
 
 
 class ShardParameter(ShownParameter):
-    """A shard of a parameter, 1-d, in whose place another is used; raises `PlanError` where that would be missed."""
+    """A shard of a parameter, 1-d, in whose place another is used.
+
+    It is shown in the shape of the whole, as a DTensor is; raises `PlanError` where what is away would be missed.
+    """
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(whole_of(self), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return a plain parameter of the whole values. Collective."""
+        return nn.Parameter(whole_of(self), self.requires_grad).__reduce_ex__(protocol)
+
+    def flat_values(self) -> torch.Tensor:
+        return self
+
+    def place_of_values(self) -> Place:
+        assert self.cai_keeper is not None
+        return self.cai_keeper.place(self.cai_index)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        if self.cai_keeper is None or _asks_torch():
+            return _DATA.__get__(self)
+        self.cai_keeper.about_to_write(self.cai_index)
+        with torch._C.DisableTorchFunctionSubclass():
+            return value_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.cai_keeper is None:
+            _DATA.__set__(self, value)
+        else:
+            check_same_data(self, value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LOOKS:  # thousands a step
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             raise PlanError(
                 "torch.autograd.grad was asked for the gradient of a parameter that is a shard",
@@ -177,8 +212,27 @@ class ShardParameter(ShownParameter):
                 fix="call backward() and read .grad, or keep parameters unsharded (shard_optimizer, stages 0 to 2)",
             )
         with torch._C.DisableTorchFunctionSubclass():
-            check_flat_use(func, args, kwargs, cls)
-            return func(*args, **(kwargs or {}))
+            return use_flat(func, args, kwargs or {}, cls)
+
+
+def flat_of(param: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter that are here, outside a graph, flat where they are kept so; writes count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return (param.flat_values() if hasattr(param, "flat_values") else param).detach()
+
+
+def check_same_data(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise `PlanError` where another tensor is put in the `data` of a flat parameter: nobody would look there."""
+    local = value.part if isinstance(value, ShardGradient) else value
+    flat = flat_of(param)
+    if local.data_ptr() != flat.data_ptr() or (local.dtype, local.numel()) != (flat.dtype, flat.numel()):
+        raise PlanError(
+            "another tensor was put in the data of a parameter that is kept flat",
+            got=f"{tuple(value.shape)}, {value.dtype} on {value.device}",
+            cause="`param.data = ...`, model.to, .half or .cuda after the model was sharded or offloaded; its values "
+            "are a part of a chunk, which would not follow",
+            fix="param.data.copy_(...) writes there; move and cast the model before",
+        )
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -189,6 +243,8 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     grad = param.grad
     if isinstance(grad, ShardGradient):
         return grad.part
+    if grad is not None and hasattr(param, "flat_values"):
+        return grad.view(-1)
     return grad.to_local() if grad is not None and hasattr(grad, "to_local") else grad
 
 
@@ -197,6 +253,8 @@ def hide(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if isinstance(param, ShownParameter):
             param.cai_shown, param.__class__ = type(param), nn.Parameter
+        elif hasattr(param, "cai_flat"):  # of a residency
+            param.cai_flat = True
 
 
 def show(params: Iterable[nn.Parameter]) -> None:
@@ -204,6 +262,8 @@ def show(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if type(param) is nn.Parameter and hasattr(param, "cai_shown"):
             param.__class__ = param.cai_shown
+        elif hasattr(param, "cai_flat"):
+            param.cai_flat = False
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cai_mesh.comm.collectives import all_reduce
@@ -47,6 +48,14 @@ class ShardGradient(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+        """The whole, as torch gives it."""
+        return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole, as torch gives it."""
+        return self.whole().tolist()
 
     def to_local(self) -> torch.Tensor:
         """This rank's part, 1-d, as it is."""
@@ -86,24 +95,29 @@ class ShardGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
+        if name in ("detach", "alias"):  # of the same part, whose writes are counted
+            return ShardGradient(args[0].part, args[0].place)
         if name in REDUCTIONS:
             return REDUCTIONS[name](*args, **kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
         if name.startswith(("_foreach_", "_fused_")) and name != "_foreach_max":
-            return _each(func, args, kwargs)
-        if _treats_elements_alike(func, name) and _fits(func, args, kwargs):
-            return _on_parts(func, args, kwargs)
-        return _on_wholes(func, args, kwargs)
+            output = _each(func, args, kwargs)
+        elif _treats_elements_alike(func, name) and _fits(func, args, kwargs):
+            output = _on_parts(func, args, kwargs)
+        else:
+            output = _on_wholes(func, args, kwargs)
+        for grad in _written(func, args, kwargs, ShardGradient):
+            increment_version(grad.part)  # which is not counted below autograd
+        return output
 
 
 def shown(part: torch.Tensor, place: Place) -> torch.Tensor:
     """A part, 1-d, as the gradient a user sees: a plain tensor where nobody else has any of it."""
-    if place.alone and not place.local:
-        return part.view(place.shape)
-    return (
-        part.view(place.shape).as_subclass(StageGradient) if place.of_a_stage else ShardGradient(part, place)
-    )
+    if not (place.alone or place.of_a_stage) or place.local:
+        return ShardGradient(part, place)
+    full = part.view(place.shape).data  # no view for autograd, which would not detach it in place
+    return full.as_subclass(StageGradient) if place.of_a_stage else full
 
 
 class _View(torch.Tensor):
@@ -137,6 +151,7 @@ class _View(torch.Tensor):
         result = func(*tree_map(lower, args), **tree_map(lower, kwargs))
         for view in _written(func, args, kwargs, _View):
             view.of.part.copy_(view.of.share_of(view.full))
+            increment_version(view.of.part)
             result = view
         first = args[0] if args and isinstance(args[0], _View) else None
         if first is not None and _is_view(func):
@@ -149,14 +164,14 @@ class _View(torch.Tensor):
 # -- what runs on the parts --------------------------------------------------------------------------------------
 
 _ALIKE = {
-    "detach", "alias", "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
+    "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
     "randn_like", "copy_", "zero_", "fill_", "masked_fill_", "masked_fill", "where", "normal_", "uniform_", "lerp_",
     "nan_to_num_", "detach_",
 }  # fmt: skip
 
 
 def _treats_elements_alike(func: Any, name: str) -> bool:
-    return name in _ALIKE or torch.Tag.pointwise in func.tags
+    return name in _ALIKE or (torch.Tag.pointwise in func.tags and name != "equal")  # which torch tags so
 
 
 def _shards(*values: Any) -> list[ShardGradient]:
@@ -295,7 +310,7 @@ def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         if not grad.place.alone:
             grad.part.copy_(grad.share_of(full[id(grad)]))
     if written:
-        return args[0]
+        return args[0] if isinstance(args[0], torch.Tensor) else written[0]
     first = args[0] if args else None
     if isinstance(first, ShardGradient) and not first.place.alone and _is_view(func):
         full_tensor = full[id(first)]
