@@ -102,7 +102,7 @@ def conversation_of(record: Record) -> Conversation:
     Raises:
         DataError: it is none; names the record's place.
     """
-    if isinstance(record.value, DataError):
+    if not isinstance(record.value, dict):
         raise record.value
     with placed(record.place):
         return read_conversation(record.value)
