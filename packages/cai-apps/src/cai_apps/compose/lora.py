@@ -178,6 +178,34 @@ def save_adapters(
         )
 
 
+def save_adapter(
+    directory: Path, weights: Mapping[str, BoxedTensor], lora: LoRA, targets: Sequence[str], *, base: str
+) -> None:
+    """Write the adapters of a language model as `PeftModel.from_pretrained` of peft reads them. Collective.
+
+    Args:
+        directory: the directory of the files, made where it is not there.
+        weights: the adapters' weights by name; a rank may hold parts of some of them.
+        lora: options of the adapters.
+        targets: names of layers that have adapters, or ends of them.
+        base: the name of the model beside which they stand.
+    """
+    from safetensors.torch import save_file
+
+    adapters = _whole(weights)
+    if dist.get_rank() == 0:
+        options = _options(lora, targets)
+        options.base_model_name_or_path, options.task_type = base, "CAUSAL_LM"
+        options.inference_mode = True
+        directory.mkdir(parents=True, exist_ok=True)
+        options.save_pretrained(directory)
+        tensors = {
+            f"base_model.model.{name}".replace(".default.", "."): value.float().contiguous()
+            for name, value in adapters.items()
+        }
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def _whole(weights: Mapping[str, BoxedTensor]) -> dict[str, Tensor]:
     """Return the adapters' tensors in full, on every rank; a rank may know only some of their names."""
     world = dist.group.WORLD

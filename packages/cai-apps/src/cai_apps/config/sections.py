@@ -186,7 +186,8 @@ class LoRA:
     alpha: Annotated[int | None, COUNT] = None
     """What an adapter adds is scaled by alpha / rank; None: by 1."""
     targets: tuple[str, ...] = ()
-    """Layers with an adapter, by their names or the ends of them; empty: the projections of attention."""
+    """Layers with an adapter, by their names or the ends of them; empty: of a language model all linear layers of its
+    blocks, of a diffusion model the projections of attention."""
     dropout: Annotated[float, PART] = 0.0
     """Part of its inputs that an adapter drops in training."""
 

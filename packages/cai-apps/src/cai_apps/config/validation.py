@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from cai_apps.config import ranges
@@ -11,7 +11,7 @@ from cai_apps.config.environment import hang_limit, launched
 from cai_apps.config.memory import check_memory
 from cai_apps.config.optimizer import check_optimizer
 from cai_apps.config.precision import check_master
-from cai_apps.config.sections import LrSchedule, Parallel, Pipeline, RunConfig
+from cai_apps.config.sections import LoRA, LrSchedule, Parallel, Pipeline, RunConfig
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 from cai_pipeline.plans import limits_of
@@ -309,6 +309,55 @@ def schedule_of(config: RunConfig) -> LrSchedule:
 def _end(config: RunConfig) -> str:
     given = config.lr_schedule.decay_steps
     return f"train.steps = {config.train.steps}" if given is None else f"lr_schedule.decay_steps = {given}"
+
+
+def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
+    """Raises ConfigError where adapters do not go with the rest of a config.
+
+    Args:
+        config: the config.
+        lora: its options of adapters.
+        weights: the weights beside which they stand: "random" or "pretrained".
+    """
+    if not lora.rank:
+        if lora != LoRA():
+            raise ConfigError(
+                "options of adapters, but lora.rank is 0",
+                got=", ".join(
+                    f"lora.{key} = {value!r}" for key, value in asdict(lora).items() if key != "rank"
+                ),
+                fix="set lora.rank, usually to a number from 4 to 64; or leave them out",
+            )
+        return
+    if config.precision.linear != "compute":
+        raise ConfigError(
+            "adapters beside layers in 8 bits",
+            got=f'precision.linear = "{config.precision.linear}", lora.rank = {lora.rank}',
+            cause="the products of an adapter are too narrow for them",
+            fix='set precision.linear to "compute"',
+        )
+    if config.parallel.tensor.size > 1:
+        raise ConfigError(
+            "adapters beside layers that tensor-parallel ranks cut",
+            got=f"parallel.tensor.size = {config.parallel.tensor.size}, lora.rank = {lora.rank}",
+            cause="what an adapter adds would have to be cut as its layer is",
+            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
+        )
+    if config.parallel.pipeline.size > 1:
+        raise ConfigError(
+            "adapters in pipeline stages",
+            got=f"parallel.pipeline.size = {config.parallel.pipeline.size}, lora.rank = {lora.rank}",
+            expected="parallel.pipeline.size = 1",
+            cause="the small model on which the split is tried has none",
+            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
+        )
+    if weights == "random":
+        raise ConfigError(
+            "adapters over random weights",
+            got=f'model.weights = "random", lora.rank = {lora.rank}',
+            cause="layers that start at zero, the last among them, would stay there: nothing could be learned",
+            fix='set model.weights to "pretrained", and model.name to a directory or a hub id',
+        )
 
 
 def check_validation(config: RunConfig, fraction: float) -> None:

@@ -22,7 +22,7 @@ class TokenFlops:
 
 
 def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_length: int) -> TokenFlops:
-    """6 FLOPs per token and weight, 12 * layers * width * length for attention.
+    """6 FLOPs per token and weight, 4 where it is frozen, 12 * layers * width * length for attention.
 
     `model` is the whole model, its parameters may be on the meta device. An input embedding that is not also
     the output head is a lookup and counts nothing. Of experts those count that a token visits. A config without
@@ -32,7 +32,7 @@ def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_lengt
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     matrices = sum(
-        parameter.numel() * visited_share(config, name, parameter)
+        (6 if parameter.requires_grad else 4) * parameter.numel() * visited_share(config, name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and (tied or parameter is not embedding) and not _is_position_table(name)
     )
@@ -41,7 +41,7 @@ def token_flops(model: PreTrainedModel, config: PretrainedConfig, sequence_lengt
     if isinstance(heads, int):
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         attention = 12 * config.num_hidden_layers * width * sequence_length
-    return TokenFlops(causal=6 * matrices + attention / 2, full=6 * matrices + attention)
+    return TokenFlops(causal=matrices + attention / 2, full=matrices + attention)
 
 
 def _is_position_table(name: str) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from cai_apps.applications.diffusion.config import DRAWN, Config
 from cai_apps.applications.diffusion.model.design import Design, is_t5, load_design
 from cai_apps.config import validation
-from cai_apps.config.sections import LoRA
 from cai_mesh.errors import ConfigError
 
 
@@ -24,7 +22,7 @@ def check_design(config: Config, design: Design) -> None:
     _check_parallel(config)
     _check_shape(config, design)
     _check_prior(config, design)
-    _check_adapters(config)
+    validation.check_adapters(config, config.lora, weights=config.model.weights)
 
 
 def _check_parallel(config: Config) -> None:
@@ -176,39 +174,4 @@ def _check_prior(config: Config, design: Design) -> None:
             "no image of a subject can be spared for validation",
             got=f"data.validation_fraction = {config.data.validation_fraction}",
             expected="0",
-        )
-
-
-def _check_adapters(config: Config) -> None:
-    lora = config.lora
-    if not lora.rank:
-        if lora != LoRA():
-            raise ConfigError(
-                "options of adapters, but lora.rank is 0",
-                got=", ".join(
-                    f"lora.{key} = {value!r}" for key, value in asdict(lora).items() if key != "rank"
-                ),
-                fix="set lora.rank, usually to a number from 4 to 64; or leave them out",
-            )
-        return
-    if config.precision.linear != "compute":
-        raise ConfigError(
-            "adapters beside layers in 8 bits",
-            got=f'precision.linear = "{config.precision.linear}", lora.rank = {lora.rank}',
-            cause="the products of an adapter are too narrow for them",
-            fix='set precision.linear to "compute"',
-        )
-    if config.parallel.tensor.size > 1:
-        raise ConfigError(
-            "adapters beside layers that tensor-parallel ranks cut",
-            got=f"parallel.tensor.size = {config.parallel.tensor.size}, lora.rank = {lora.rank}",
-            cause="what an adapter adds would have to be cut as its layer is",
-            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
-        )
-    if config.model.weights == "random":
-        raise ConfigError(
-            "adapters over random weights",
-            got=f'model.weights = "random", lora.rank = {lora.rank}',
-            cause="layers that start at zero, the last among them, would stay there: nothing could be learned",
-            fix='set model.weights to "pretrained", and model.name to a directory or a hub id',
         )

@@ -29,4 +29,5 @@ class Config(sections.RunConfig):
     application: Literal["language"] = "language"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    lora: sections.LoRA = field(default_factory=sections.LoRA)
     log: Log = field(default_factory=Log)

@@ -45,6 +45,7 @@ def check_settings(config: Config) -> None:
             got='data.boundaries = "ignore"',
             expected='"keep"',
         )
+    validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.check_validation(config, config.data.validation_fraction)
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate
+from cai_apps.applications.language.model import build, initializer, on_meta, targets
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.conversions import saved_tensors
-from cai_apps.compose.documents import check_keeps_documents_apart, document_rule
+from cai_apps.compose.documents import check_keeps_documents_apart
+from cai_apps.compose.lora import merged, need_peft, plain_name, save_adapter
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
-    causal_model,
     check_made,
-    initializer,
     load_model_config,
     meta_model,
     model_config_for,
@@ -42,12 +42,12 @@ from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.attention import route_attention
 from cai_mesh.checkpoint import load_hf, save_hf
 from cai_mesh.errors import ConfigError, DataError
+from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from cai_apps.compose.session import Session
     from cai_apps.run.files.directory import RunDirectory
@@ -86,7 +86,7 @@ def tokenizer_of(run: RunDirectory, config: Config) -> Path | None:
 def workload(config: Config, model: PretrainedConfig) -> Workload:
     """A causal language model of transformers, and its loss on the next token."""
     return Workload(
-        build=partial(_build, config, model),
+        build=partial(build, config, model),
         inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"},
         target=lambda batch: batch["labels"],
         loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
@@ -102,14 +102,7 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
         return None
     directory = pretrained_directory(config.model.name)
     tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
-    return lambda model: load_hf(model, directory, tensors=tensors)
-
-
-def _build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
-    built = causal_model(model)
-    if config.data.boundaries == "keep":
-        route_attention(built, document_rule)
-    return built
+    return lambda model: load_hf(model, directory, names=plain_name, tensors=tensors)
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:
@@ -133,6 +126,9 @@ class LanguageTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
+        if config.lora.rank:
+            need_peft()
+            on_meta(config, load_model_config(config.model.name))  # refuses targets that are no layers
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
@@ -166,7 +162,7 @@ class LanguageTask:
         config: Config = job.config
         length = config.data.sequence_length
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
-        flops = token_flops(meta_model(model), model, length)
+        flops = token_flops(on_meta(config, model), model, length)
         training, validation = _split(config, job.prepared)
         return Work(
             workload(config, model),
@@ -190,6 +186,8 @@ class LanguageTask:
 
 
 LANGUAGE = LanguageTask()
+ADAPTER = "adapter"
+"""Folder of an export with the adapters alone, as peft has them."""
 
 
 def _sample(job: Job) -> str:
@@ -216,8 +214,15 @@ def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     """
     dtype = DTYPES[session.config.precision.compute]
     model: Any = session.model
-    tensors = partial(saved_tensors, meta_model(model.config))
-    save_hf(session.model, directory, weights=session.weights.masters(), dtype=dtype, tensors=tensors)
+    config: Any = session.config
+    plain, weights = meta_model(model.config), session.weights.masters()
+    boxed = BoxedTensor.of_model(model) | dict(weights or {})
+    whole = merged(model, boxed, config.lora) if config.lora.rank else weights
+    tensors = partial(saved_tensors, plain)
+    save_hf(model, directory, weights=whole, dtype=dtype, names=plain_name, tensors=tensors)
+    if config.lora.rank:
+        adapted = targets(plain, config)
+        save_adapter(directory / ADAPTER, boxed, config.lora, adapted, base=config.model.name)
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(directory)
     dist.barrier()

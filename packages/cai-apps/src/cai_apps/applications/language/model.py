@@ -1,0 +1,78 @@
+"""The model of a run: as transformers makes it, with the run's attention and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from cai_apps.applications.language.config import Config
+from cai_apps.compose import models
+from cai_apps.compose.blocks import blocks_of
+from cai_apps.compose.documents import document_rule
+from cai_apps.compose.lora import add_adapters, initialize, is_adapter
+from cai_mesh.attention import route_attention
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
+    """Return the model of a config, on the device of the context.
+
+    Raises:
+        ConfigError: adapters are asked for beside layers that can have none.
+    """
+    built = models.causal_model(model)
+    if config.data.boundaries == "keep":
+        route_attention(built, document_rule)
+    if config.lora.rank:
+        add_adapters(built, config.lora, targets(built, config))
+    return built
+
+
+def on_meta(config: Config, model: PretrainedConfig) -> PreTrainedModel:
+    """Return the model of a config without memory."""
+    with torch.device("meta"):
+        return build(config, model)
+
+
+def targets(model: nn.Module, config: Config) -> tuple[str, ...]:
+    """Return the layers with adapters: those that are asked for, or all linear layers of the blocks.
+
+    Args:
+        model: the model without adapters.
+        config: the config, whose `lora.targets` are names or ends of names.
+    """
+    if config.lora.targets:
+        return config.lora.targets
+    inner = {id(module) for block in blocks_of(model) for module in block.modules()}
+    names = [
+        name
+        for name, module in model.named_modules()
+        if id(module) in inner and isinstance(module, nn.Linear)
+    ]
+    if not names:
+        raise ConfigError(
+            "the blocks of this model have no linear layers that could have an adapter",
+            got=type(model).__name__,
+            fix="name layers as lora.targets, or train all weights (lora.rank = 0)",
+        )
+    return tuple(names)
+
+
+def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Return what fills a module of a model: as transformers does, adapters as peft does."""
+    named = {module: name for name, module in model.named_modules()}
+    plain = models.initializer(model)
+
+    def fill(module: nn.Module) -> None:
+        if is_adapter(f"{named[module]}."):
+            initialize(module, named[module])
+        else:
+            plain(module)
+
+    return fill

@@ -1,0 +1,174 @@
+"""Adapters of a language model: losses and gradients are those of peft in a plain loop, and peft reads them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import (
+    Case,
+    adamw,
+    batch,
+    full,
+    microbatches_of,
+    model_config,
+    parameters_of,
+    rate,
+    run_config,
+    train_steps,
+)
+from torch import nn
+
+from cai_apps.applications.language.task import ADAPTER, export_hf, workload
+from cai_apps.compose.apply import apply
+from cai_apps.config.sections import LoRA
+from cai_apps.config.validation import check_adapters
+from cai_apps.data.tokenizer import train_tokenizer
+from cai_mesh.errors import ConfigError
+from cai_mesh.testing import assert_same_as_one_device, run_ranks
+
+peft = pytest.importorskip("peft")
+
+STEPS = 3
+LORA = LoRA(rank=4, alpha=8)
+LAYOUTS = {
+    "one": Case(),
+    "data2-zero0": Case(data=2, zero=0),
+    "data2-zero1": Case(data=2),
+    "data2-zero2": Case(data=2, zero=2),
+    "data2-zero3": Case(data=2, zero=3),
+    "data2-zero3-kernels": Case(data=2, zero=3, kernels="on"),
+    "one-recompute": Case(recompute="full"),
+    "data2-zero3-most": Case(data=2, zero=3, recompute="most"),
+    "one-compiled": Case(compile="on", recompute="selective"),
+    "host": Case(),
+    "documents": Case(data=2, documents=True),
+}
+
+
+def session_of(layout: str):
+    case = LAYOUTS[layout]
+    config = replace(run_config(case, "fp64", STEPS), lora=LORA)
+    if layout == "host":
+        config = replace(config, memory=replace(config.memory, residency="host"))
+    return apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+
+
+def trained(layout: str, directory: str | None = None):
+    """The first weights, losses, first gradients and last weights, of all names; the export is written."""
+    session = session_of(layout)
+    first = full(parameters_of(session))
+    losses, gradients = _steps(session, layout)
+    if directory is not None:
+        tokenizer = train_tokenizer(["a text"], 300)
+        if dist.get_rank() == 0:
+            tokenizer.save_pretrained(Path(directory) / "tokenizer")
+        dist.barrier()
+        export_hf(session, Path(directory) / "export", Path(directory) / "tokenizer")
+    return first, losses, full(gradients), full(parameters_of(session))
+
+
+def _steps(session, layout: str):
+    """Losses, and the gradients of the first step; those under offload are given back by it."""
+    if layout != "host":
+        return train_steps(session, LAYOUTS[layout], 0, STEPS)
+    losses = []
+    for step in range(STEPS):
+        batches, total = microbatches_of(session, LAYOUTS[layout], step)
+        losses.append(float(session.step(batches, total=total)))
+        session.update(rate(step), session.norm())
+    return losses, {}
+
+
+@functools.cache
+def plain(start: str):
+    """The loop over peft's model, from the weights that a run of a layout began with."""
+    first, _, _, _ = run_ranks(1, trained, start)[0]
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_config(model_config("llama")).double()
+    options = peft.LoraConfig(
+        r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(base, options).double()
+    state = {f"base_model.model.{name}": value for name, value in first.items()}
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    optimizer, losses, gradients = adamw(model), [], {}
+    for step in range(STEPS):
+        ids, labels = batch(step)
+        total = int((labels[:, 1:] != -100).sum())
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / total
+        loss.backward()
+        learned = {
+            name.removeprefix("base_model.model."): p
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        gradients = gradients or {name: p.grad.clone() for name, p in learned.items()}
+        nn.utils.clip_grad_norm_(learned.values(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gradients, {name: p.detach().clone() for name, p in learned.items()}
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "documents"])
+def test_it_is_the_loop_over_peft(layout):
+    losses, gradients, last = plain("one")
+    _, got_losses, got_gradients, got_last = run_ranks(LAYOUTS[layout].world, trained, layout, timeout=240)[0]
+    close = 1e-6 if "kernels" in layout or "compiled" in layout else 1e-9
+    assert got_losses == pytest.approx(losses, rel=close)
+    if layout != "host":
+        assert_same_as_one_device(got_gradients, gradients, tolerance=max(close, 1e-8))
+    if close > 1e-9:  # AdamW divides by the root of small squares, and a last bit of float32 grows
+        return
+    learned = {name: value for name, value in got_last.items() if name in last}
+    assert_same_as_one_device(learned, last, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["one", "data2-zero3", "host", "documents"])
+def test_peft_reads_what_any_layout_exports(layout, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    first, _, _, last = run_ranks(LAYOUTS[layout].world, trained, layout, str(tmp_path))[0]
+    frozen = {name: value for name, value in last.items() if "lora_" not in name}
+    assert all(torch.equal(value, first[name]) for name, value in frozen.items())
+    base = AutoModelForCausalLM.from_config(model_config("llama")).double()
+    base.load_state_dict({name.replace(".base_layer", ""): value for name, value in frozen.items()})
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "export" / ADAPTER).double().eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64).eval()
+    ids = batch(9)[0]
+    torch.testing.assert_close(
+        model(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-5
+    )
+    with model.disable_adapter():
+        assert (model(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": LoRA(alpha=3)}, "lora.rank is 0"),
+        ({"tensor": 2}, "tensor-parallel ranks"),
+        ({"pipeline": 2}, "pipeline stages"),
+        ({"weights": "random"}, "random weights"),
+        ({"linear": "fp8"}, "8 bits"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(changes, words):
+    lora, weights = changes.pop("lora", LORA), changes.pop("weights", "pretrained")
+    with pytest.raises(ConfigError, match=words):
+        check_adapters(run_config(Case(**changes), "fp32"), lora, weights=weights)
+
+
+def test_targets_that_match_nothing_offer_the_closest():
+    config = replace(run_config(Case(), "fp32"), lora=replace(LORA, targets=("q_porj",)))
+    with pytest.raises(ConfigError, match="q_proj"):
+        workload(config, model_config("llama")).build()
