@@ -217,9 +217,9 @@ def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     config: Any = session.config
     plain, weights = meta_model(model.config), session.weights.masters()
     boxed = BoxedTensor.of_model(model) | dict(weights or {})
-    whole = merged(model, boxed, config.lora) if config.lora.rank else weights
+    joined = merged(model, boxed, config.lora) if config.lora.rank else weights
     tensors = partial(saved_tensors, plain)
-    save_hf(model, directory, weights=whole, dtype=dtype, names=plain_name, tensors=tensors)
+    save_hf(model, directory, weights=joined, dtype=dtype, names=plain_name, tensors=tensors)
     if config.lora.rank:
         adapted = targets(plain, config)
         save_adapter(directory / ADAPTER, boxed, config.lora, adapted, base=config.model.name)
