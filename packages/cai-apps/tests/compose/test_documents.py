@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from layouts import DOCUMENTED, Case, trained, twin
+from layouts import DOCUMENTED, Case, documents, model_config, trained, twin
+from transformers import masking_utils
 
-from cai_apps.compose.documents import check_keeps_documents_apart
-from cai_apps.compose.models import meta_model
+from cai_apps.compose.documents import check_keeps_documents_apart, document_rule
+from cai_apps.compose.models import causal_model, meta_model
+from cai_mesh.attention import route_attention
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -80,19 +83,12 @@ def test_models_that_keep_documents_apart(name):
 
 def test_no_wait_for_positions():
     """transformers looks for restarting positions in every forward, and the host waits: not with boundaries given."""
-    from unittest import mock
-
-    from layouts import bounds, documents, model_config
-    from transformers import masking_utils
-
-    from cai_apps.compose.documents import document_rule
-    from cai_mesh.attention import route_attention
-
-    assert len(bounds(0)) == 8
-    with torch.random.fork_rng():
-        from cai_apps.compose.models import causal_model
-
-        model = causal_model(model_config("llama"))
-    route_attention(model, document_rule)
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", side_effect=AssertionError):
-        model(input_ids=torch.zeros(8, 12, dtype=torch.int64), use_cache=False, **documents(0)[1])
+    routed, plain = (causal_model(model_config("llama")) for _ in range(2))
+    route_attention(routed, document_rule)
+    boundaries, ids = documents(0)[1], torch.zeros(8, 12, dtype=torch.int64)
+    with mock.patch.object(
+        masking_utils, "find_packed_sequence_indices", side_effect=AssertionError("a look")
+    ):
+        routed(input_ids=ids, use_cache=False, **boundaries)
+        with pytest.raises(AssertionError, match="a look"):
+            plain(input_ids=ids, use_cache=False, position_ids=boundaries["position_ids"])
