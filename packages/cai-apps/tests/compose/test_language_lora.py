@@ -47,6 +47,13 @@ LAYOUTS = {
     "one-compiled": Case(compile="on", recompute="selective"),
     "host": Case(),
     "documents": Case(data=2, documents=True),
+    "tensor2": Case(tensor=2),
+    "tensor2-sequence-zero3": Case(data=2, tensor=2, sequence=True, zero=3),
+    "tensor4-shared-heads": Case(tensor=4),
+    "pipeline2": Case(pipeline=2),
+    "pipeline2-zb-v-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
+    "2x2x2-kernels": Case(data=2, tensor=2, pipeline=2, zero=2, kernels="on"),
+    "tensor2-sequence-compiled": Case(tensor=2, sequence=True, compile="on", recompute="selective"),
 }
 
 
@@ -155,10 +162,9 @@ def test_peft_reads_what_any_layout_exports(layout, tmp_path):
     ("changes", "words"),
     [
         ({"lora": LoRA(alpha=3)}, "lora.rank is 0"),
-        ({"tensor": 2}, "tensor-parallel ranks"),
-        ({"pipeline": 2}, "pipeline stages"),
+        ({"tensor": 4, "mode": "2d"}, "grid of ranks"),
+        ({"tensor": 2, "lora": replace(LORA, dropout=0.1)}, "drop inputs"),
         ({"weights": "random"}, "random weights"),
-        ({"linear": "fp8"}, "8 bits"),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
+from cai_apps.compose.lora import is_adapter
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
 from cai_apps.compose.sharding import on_one_host, place_weights
@@ -118,7 +119,8 @@ def rewrite(
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
-        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero != 3 and not compiled)
+        cached = config.parallel.zero != 3 and not compiled
+        convert_to_fp8(model, scaling="row", cache_weight=cached, skip=lambda name, _: is_adapter(name))
     tensor = config.parallel.tensor
     parallelize(
         model,

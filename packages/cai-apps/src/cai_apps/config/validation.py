@@ -329,27 +329,20 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
                 fix="set lora.rank, usually to a number from 4 to 64; or leave them out",
             )
         return
-    if config.precision.linear != "compute":
+    tensor = config.parallel.tensor
+    if tensor.size > 1 and tensor.mode != "1d":
         raise ConfigError(
-            "adapters beside layers in 8 bits",
-            got=f'precision.linear = "{config.precision.linear}", lora.rank = {lora.rank}',
-            cause="the products of an adapter are too narrow for them",
-            fix='set precision.linear to "compute"',
+            "adapters beside layers that a grid of ranks cuts",
+            got=f'parallel.tensor.mode = "{tensor.mode}", lora.rank = {lora.rank}',
+            cause="the few features between the layers of an adapter do not divide over a grid",
+            fix='set parallel.tensor.mode to "1d"',
         )
-    if config.parallel.tensor.size > 1:
+    if tensor.size > 1 and lora.dropout:
         raise ConfigError(
-            "adapters beside layers that tensor-parallel ranks cut",
-            got=f"parallel.tensor.size = {config.parallel.tensor.size}, lora.rank = {lora.rank}",
-            cause="what an adapter adds would have to be cut as its layer is",
-            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
-        )
-    if config.parallel.pipeline.size > 1:
-        raise ConfigError(
-            "adapters in pipeline stages",
-            got=f"parallel.pipeline.size = {config.parallel.pipeline.size}, lora.rank = {lora.rank}",
-            expected="parallel.pipeline.size = 1",
-            cause="the small model on which the split is tried has none",
-            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
+            "adapters that drop inputs, on tensor-parallel ranks",
+            got=f"parallel.tensor.size = {tensor.size}, lora.dropout = {lora.dropout}",
+            cause="each rank would drop other inputs of the same adapter",
+            fix="set lora.dropout to 0, or raise parallel.shard in place of parallel.tensor.size",
         )
     if weights == "random":
         raise ConfigError(
