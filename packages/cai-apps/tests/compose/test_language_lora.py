@@ -28,6 +28,7 @@ from cai_apps.compose.apply import apply
 from cai_apps.config.sections import LoRA
 from cai_apps.config.validation import check_adapters
 from cai_apps.data.tokenizer import train_tokenizer
+from cai_kernels import convert_to_fp8
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -53,13 +54,31 @@ LAYOUTS = {
     "pipeline2": Case(pipeline=2),
     "pipeline2-zb-v-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
     "2x2x2-kernels": Case(data=2, tensor=2, pipeline=2, zero=2, kernels="on"),
+    "pipeline2-last-block": Case(pipeline=2),
+    "pipeline2-zero2-first-block": Case(pipeline=2, zero=2),
+    "data2-pipeline2-zero3-last-block": Case(data=2, pipeline=2, zero=3),
     "tensor2-sequence-compiled": Case(tensor=2, sequence=True, compile="on", recompute="selective"),
 }
 
 
+FP8 = {"one-fp8": Case(linear="fp8"), "data2-zero3-fp8": Case(data=2, zero=3, linear="fp8", kernels="on")}
+STARTS = {"one-last-block": Case(), "one-first-block": Case()}
+"""Runs on one rank, from whose first weights the loops over peft begin; the other is `one`."""
+TARGETS = {
+    "last-block": ("3.self_attn.q_proj", "3.mlp.down_proj"),
+    "first-block": ("0.self_attn.q_proj", "0.mlp.down_proj"),
+}
+"""Layers with adapters by the end of a layout's name, where they are not all linear layers of the blocks."""
+
+
+def lora_of(layout: str) -> LoRA:
+    ends = (end for end in TARGETS if layout.endswith(end))
+    return replace(LORA, targets=TARGETS.get(next(ends, ""), ()))
+
+
 def session_of(layout: str):
-    case = LAYOUTS[layout]
-    config = replace(run_config(case, "fp64", STEPS), lora=LORA)
+    case = (LAYOUTS | FP8 | STARTS)[layout]
+    config = replace(run_config(case, "fp32" if layout in FP8 else "fp64", STEPS), lora=lora_of(layout))
     if layout == "host":
         config = replace(config, memory=replace(config.memory, residency="host"))
     return apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
@@ -82,7 +101,7 @@ def trained(layout: str, directory: str | None = None):
 def _steps(session, layout: str):
     """Losses, and the gradients of the first step; those under offload are given back by it."""
     if layout != "host":
-        return train_steps(session, LAYOUTS[layout], 0, STEPS)
+        return train_steps(session, (LAYOUTS | FP8 | STARTS)[layout], 0, STEPS)
     losses = []
     for step in range(STEPS):
         batches, total = microbatches_of(session, LAYOUTS[layout], step)
@@ -92,18 +111,24 @@ def _steps(session, layout: str):
 
 
 @functools.cache
-def plain(start: str):
+def plain(start: str = "one", linear: str = "compute"):
     """The loop over peft's model, from the weights that a run of a layout began with."""
     first, _, _, _ = run_ranks(1, trained, start)[0]
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_config(model_config("llama")).double()
+    dtype = torch.float32 if linear == "fp8" else torch.float64
+    base = AutoModelForCausalLM.from_config(model_config("llama")).to(dtype)
     options = peft.LoraConfig(
-        r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=LORA.rank,
+        lora_alpha=LORA.alpha,
+        target_modules=list(lora_of(start).targets) or "all-linear",
+        task_type="CAUSAL_LM",
     )
-    model = peft.get_peft_model(base, options).double()
+    model = peft.get_peft_model(base, options).to(dtype)
     state = {f"base_model.model.{name}": value for name, value in first.items()}
     assert not model.load_state_dict(state, strict=False).unexpected_keys
+    if linear == "fp8":
+        convert_to_fp8(model, scaling="row", skip=lambda name, _: "lora_" in name)
     optimizer, losses, gradients = adamw(model), [], {}
     for step in range(STEPS):
         ids, labels = batch(step)
@@ -127,7 +152,8 @@ def plain(start: str):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "documents"])
 def test_it_is_the_loop_over_peft(layout):
-    losses, gradients, last = plain("one")
+    start = next((start for start in STARTS if layout.endswith(start.removeprefix("one-"))), "one")
+    losses, gradients, last = plain(start)
     _, got_losses, got_gradients, got_last = run_ranks(LAYOUTS[layout].world, trained, layout, timeout=240)[0]
     close = 1e-6 if "kernels" in layout or "compiled" in layout else 1e-9
     assert got_losses == pytest.approx(losses, rel=close)
@@ -139,7 +165,21 @@ def test_it_is_the_loop_over_peft(layout):
     assert_same_as_one_device(learned, last, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("layout", ["one", "data2-zero3", "host", "documents"])
+@pytest.mark.parametrize("layout", FP8)
+def test_beside_layers_in_fp8_it_is_the_loop_over_peft(layout):
+    """The adapters compute in float32, as they are; the frozen layers are cast alike in both."""
+    losses, gradients, _ = plain(linear="fp8")
+    _, got_losses, got_gradients, _ = run_ranks(FP8[layout].world, trained, layout, timeout=240)[0]
+    assert got_losses[0] == pytest.approx(losses[0], rel=1e-6)
+    assert got_losses == pytest.approx(losses, abs=2e-3)  # a last bit moves a number in FP8
+    assert_same_as_one_device(got_gradients, gradients, tolerance=2e-3)
+    exact, name = plain()[1], "model.layers.0.mlp.up_proj.lora_B.default.weight"
+    assert (got_gradients[name] - exact[name]).norm() > 1e-3 * exact[name].norm(), (
+        "the products were not in FP8"
+    )
+
+
+@pytest.mark.parametrize("layout", ["one", "data2-zero3", "host", "documents", "2x2x2-kernels"])
 def test_peft_reads_what_any_layout_exports(layout, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from cai_mesh.adapters import BASE, adapters
+from cai_mesh.adapters import BASE, adapters, scales_rows
 from cai_mesh.errors import PlanError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -169,8 +169,11 @@ def _adapters(name: str, module: nn.Module, plain: nn.Module) -> Change:
     layer = module.get_submodule(BASE)
     if type(layer) is not type(plain) and not _is_ours(type(layer)):
         raise change.refusal(f"beside {type(layer).__name__} in place of {type(plain).__name__}")
-    if not all(isinstance(module.get_submodule(name), nn.Linear) for pair in adapters(module) for name in (pair.down, pair.up)):
+    layers = [module.get_submodule(name) for pair in adapters(module) for name in (pair.down, pair.up)]
+    if not all(isinstance(layer, nn.Linear) for layer in layers):
         raise change.refusal(f"beside {type(layer).__name__}, which is no linear layer")
+    if scales_rows(module):
+        raise change.refusal("a length for every row of the weight (DoRA)")
     return change
 
 

@@ -16,7 +16,8 @@ from cai_mesh.errors import PlanError
 from cai_tensor_parallel.plans.plan import Role
 
 ROWS = ("rowwise", "rowwise_split_input")
-COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output", "classifier", "vocab_head", "kv_heads", "mla_kv_a_proj")  # fmt: skip
+WHOLE = ("colwise_gather_output", "classifier", "vocab_head")
+COLUMNS = ("colwise", "packed_colwise", *WHOLE, "kv_heads", "mla_kv_a_proj")
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ def inner_layers(name: str, module: nn.Module, role: Role) -> list[Inner]:
 
 
 def _check(name: str, module: nn.Module) -> None:
-    if scales_rows(module):
-        raise PlanError(
-            f"the weight of {name} is scaled by row (DoRA) and cannot be cut",
-            cause="its lengths are computed of the whole weight and its adapter",
-            fix="adapters without DoRA, or leave this layer whole",
-        )
     if drops_inputs(module):
         raise PlanError(
             f"adapters of {name} drop a part of their inputs, and ranks would drop different ones",
             got="lora_dropout > 0",
             fix="set the adapters' dropout to 0, or leave this layer whole",
+        )
+    if scales_rows(module):
+        raise PlanError(
+            f"the weight of {name} is scaled by row (DoRA) and cannot be cut",
+            cause="its lengths are computed of the whole weight and its adapter",
+            fix="adapters without DoRA, or leave this layer whole",
         )
