@@ -54,19 +54,21 @@ CHANGES = {
     "sampling.prompts": [],
 }
 LAYOUTS = {
-    "1 rank": (1, 1, "device"),
-    "1 rank, on the host": (1, 1, "host"),
-    "2 ranks": (2, 3, "device"),
-    "4 ranks": (4, 2, "device"),
+    "1 rank": (1, 1, "device", 1),
+    "1 rank, on the host": (1, 1, "host", 1),
+    "2 ranks": (2, 3, "device", 1),
+    "4 ranks": (4, 2, "device", 1),
+    "2 ranks that share layers": (1, 1, "device", 2),
 }
-"""Ranks, ZeRO stage, residency."""
+"""Data ranks, ZeRO stage, residency, tensor-parallel ranks."""
 BASES = ("sd-v1-tiny", "sd-v2-tiny", "dit-tiny", "sd3-tiny")
 
 
 def config_of(base: Path, recipe: str, ranks: int = 1, zero: int = 1, **more: Any) -> Any:
     places = {"model.name": str(base / recipe), "data.cache": str(base / "cache")}
     layout = {"parallel.shard": ranks, "parallel.zero": zero}
-    return DIFFUSION.resolve(recipes.load(recipe, CHANGES | places | layout | more), ranks)
+    changes = CHANGES | places | layout | more
+    return DIFFUSION.resolve(recipes.load(recipe, changes), ranks * changes.get("parallel.tensor.size", 1))
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +204,11 @@ def expected(base):
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_equals_a_plain_loop_over_peft(layout, base, expected, tmp_path):
-    ranks, zero, residency = LAYOUTS[layout]
+    ranks, zero, residency, tensor = LAYOUTS[layout]
     losses, averages = expected
-    more = {"model.text_encoder": "trained"}
+    more = {"model.text_encoder": "trained", "parallel.tensor.size": tensor}
     job = (base, "sd-v1-tiny", ranks, zero, residency, str(tmp_path), more)
-    found = run_ranks(ranks, trained, *job, timeout=240)[0]
+    found = run_ranks(ranks * tensor, trained, *job, timeout=240)[0]
     assert found == pytest.approx(losses, abs=1e-9)
     assert losses[-1] != losses[0]
     written = load_file(tmp_path / "export" / "lora" / FILE)
