@@ -25,6 +25,7 @@ from torch import nn
 
 from cai_apps.applications.language.task import ADAPTER, export_hf, workload
 from cai_apps.compose.apply import apply
+from cai_apps.compose.lora import is_adapter
 from cai_apps.config.sections import LoRA
 from cai_apps.config.validation import check_adapters
 from cai_apps.data.tokenizer import train_tokenizer
@@ -218,3 +219,24 @@ def test_targets_that_match_nothing_offer_the_closest():
     config = replace(run_config(Case(), "fp32"), lora=replace(LORA, targets=("q_porj",)))
     with pytest.raises(ConfigError, match="q_proj"):
         workload(config, model_config("llama")).build()
+
+
+@pytest.mark.parametrize("layout", ["one", "host", "zero3"])
+def test_frozen_weights_are_kept_once_in_the_dtype_of_computing(layout):
+    """No float32 copy of what nobody steps, in no stage and no memory; adapters have their master weights."""
+    dtypes = run_ranks(1, dtypes_in_bfloat16, layout)[0]
+    assert {dtype for name, dtype in dtypes.items() if not is_adapter(name)} == {"torch.bfloat16"}
+    assert {dtype for name, dtype in dtypes.items() if is_adapter(name)} == {
+        "torch.bfloat16"
+        if layout == "one"
+        else "torch.float32"  # where it is whole, its master is the optimizer's
+    }
+
+
+def dtypes_in_bfloat16(layout: str) -> dict[str, str]:
+    config = replace(run_config(Case(zero=3 if layout == "zero3" else 1), "fp32"), lora=LORA)
+    config = replace(config, precision=replace(config.precision, compute="bf16"))
+    if layout == "host":
+        config = replace(config, memory=replace(config.memory, residency="host"))
+    session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
+    return {name: str(param.dtype) for name, param in session.model.named_parameters()}

@@ -145,7 +145,7 @@ class FlatUnit:
         """Let another tensor of the same values, perhaps in another memory, be the shard."""
         self.shard = shard
         for (start, stop), param in zip(self.ranges, self.kept, strict=True):
-            param.data = shard[start:stop]
+            set_raw_data(param, shard[start:stop])
 
     def allocate_storage(self) -> None:
         """Give the unsharded chunk its memory back; its contents are undefined until the caller fills them."""

@@ -180,7 +180,10 @@ class ModuleSharding:
         return [self._part(members, spec) for (_, _, spec), members in kinds.items()]
 
     def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
-        compute, master, _ = self._options.precision.resolve(members[0][1].dtype)
+        first = members[0][1]
+        compute, master, _ = self._options.precision.resolve(first.dtype)
+        if not first.requires_grad and first.dtype == compute:
+            master = compute  # nobody steps it
         ranks = self.ranks.of(spec)
         unit = FlatUnit(
             self._root,
@@ -194,7 +197,7 @@ class ModuleSharding:
         )
         stored = StoredShard(unit, self._device, None)
         part = Part(unit, spec, stored, self._gather_group(ranks.shard), None)
-        if members[0][1].requires_grad:
+        if first.requires_grad:
             self._train(part)
         else:
             part.still = list(range(len(members)))
@@ -203,7 +206,9 @@ class ModuleSharding:
     def _train(self, part: Part) -> None:
         """Make what the gradients of a part need."""
         unit, make_room = part.unit, self._reducer.make_room
-        _, _, reduce = self._options.precision.resolve(unit.unsharded.dtype)
+        _, master, reduce = self._options.precision.resolve(unit.unsharded.dtype)
+        if unit.shard.dtype != master:  # frozen until now
+            unit.move_shard(unit.shard.to(master))
         part.stored.gradients = reduce
         buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
         direct_linears(self._root, [*unit.kept, *unit.used])
