@@ -147,6 +147,11 @@ class FlatUnit:
         for (start, stop), param in zip(self.ranges, self.kept, strict=True):
             set_raw_data(param, shard[start:stop])
 
+    def keep_in(self, dtype: torch.dtype) -> None:
+        """Let the shard be of this dtype from now on."""
+        if self.shard.dtype != dtype:
+            self.move_shard(self.shard.to(dtype))
+
     def allocate_storage(self) -> None:
         """Give the unsharded chunk its memory back; its contents are undefined until the caller fills them."""
         storage = self.unsharded.untyped_storage()
