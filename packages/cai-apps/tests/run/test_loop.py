@@ -97,7 +97,7 @@ def train(directory, config=CONFIG, start=None, weight=1.0, validation_fraction=
     session, seen = OneWeight(config, mesh, weight, broken=torch.distributed.get_world_size() - 1), []
     batches = Batches(training, *sizes, seed=config.train.seed)
     held_out = Batches(validation, *sizes, seed=None, blank=blank)
-    work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), {"mfu": 80.0})  # type: ignore[arg-type]
+    work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), {"mfu": lambda batch: 80.0 * len(batch["labels"])})  # type: ignore[arg-type]
     loop = Loop(session, work, batches, held_out, torch.device("cpu"), lambda *it: seen.append(it))
     loop.run(start or Position())
     return session.weight, seen

@@ -32,12 +32,12 @@ from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
 from cai_apps.data.chat.prepare import length_report, prepare_chat
-from cai_apps.data.document_rows import split_documents
+from cai_apps.data.document_rows import lengths_of, split_documents
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.data.prepare import prepare
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
-from cai_apps.planner.flops import token_flops
+from cai_apps.planner.flops import model_flops
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
@@ -162,7 +162,7 @@ class LanguageTask:
         config: Config = job.config
         length = config.data.sequence_length
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
-        flops = token_flops(on_meta(config, model), model, length)
+        flops = model_flops(on_meta(config, model), model)
         training, validation = _split(config, job.prepared)
         return Work(
             workload(config, model),
@@ -172,7 +172,10 @@ class LanguageTask:
             counted="target tokens",
             unit=Unit("tokens", length),
             blank=blank,
-            flops={"mfu": flops.causal * length, "mfu_full_attention": flops.full * length},
+            flops={
+                "mfu": lambda batch: flops.causal(lengths_of(batch)),
+                "mfu_full_attention": lambda batch: flops.full(lengths_of(batch)),
+            },
         )
 
     def export(self, session: Session, job: Job) -> None:

@@ -84,18 +84,26 @@ class Speed:
 
     Args:
         unit: the unit that it is counted in.
-        flops: FLOPs of a sample, by convention; the first is reported as TFLOP/s.
         ranks: the number of ranks of the run.
         peak: FLOP/s of a rank's device at most; None: not known.
     """
 
-    def __init__(self, unit: Unit, flops: Mapping[str, float], ranks: int, peak: float | None):
-        self._unit, self._flops, self._ranks, self._peak = unit, flops, ranks, peak
+    def __init__(self, unit: Unit, ranks: int, peak: float | None):
+        self._unit, self._ranks, self._peak = unit, ranks, peak
 
-    def metrics(self, position: Position, samples: int, seconds: float, **numbers: Any) -> Metrics:
-        """Metrics of a step that took `samples` samples and so many seconds."""
-        per_rank = samples / seconds / self._ranks
-        rates = {name: per_rank * flops for name, flops in self._flops.items()}
+    def metrics(
+        self, position: Position, samples: int, seconds: float, flops: Mapping[str, float], **numbers: Any
+    ) -> Metrics:
+        """Metrics of a step that took `samples` samples and so many seconds.
+
+        Args:
+            position: the position after the step.
+            samples: the number of samples, over all ranks.
+            seconds: the time that it took.
+            flops: FLOPs of all of it, by convention; the first is reported as TFLOP/s.
+            numbers: other fields.
+        """
+        rates = {name: count / seconds / self._ranks for name, count in flops.items()}
         return Metrics(
             step=position.step,
             unit=self._unit.name,

@@ -105,7 +105,7 @@ class Loop:
             DataError: a loss or a gradient is not finite, or a global batch has nothing to compare with.
         """
         prefetch = Prefetch(self.training, self.device)
-        speed = Speed(self.work.unit, self.work.flops, self.session.mesh.size(), peak_flops(self.device))
+        speed = Speed(self.work.unit, self.session.mesh.size(), peak_flops(self.device))
         self._since = time.perf_counter()
         try:
             while position.step < self._steps and not self.stopped:
@@ -130,13 +130,14 @@ class Loop:
         config, session = self.session.config, self.session
         lr = learning_rate(position.step, config.optimizer.lr, config.lr_schedule)
         on_host, batch = prefetch.take(position.samples, last=position.step + 1 == self._steps)
-        total = self._total(on_host)
+        counts = self._counts(on_host, self.work.count, *self.work.flops.values())
+        total = counts[0]
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
         agreed = greatest_of_ranks(self.device, self.asked(), self.by_clock())
-        read = reading([losses, norms, total, *agreed], self.device)
+        read = reading([losses, norms, *agreed, *counts], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, targets, memory, stopped, due = read()
+        loss, norm, memory, stopped, due, targets, *flops = read()
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self.stopped, self.due = int(stopped), bool(due)
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
@@ -147,14 +148,16 @@ class Loop:
         units = samples * self.work.unit.per_sample
         position = Position(position.step + 1, position.samples + samples, position.units + units)
         numbers = {"loss": loss, "grad_norm": norm, "lr": lr, "memory_bytes": int(memory)}
-        return position, speed.metrics(position, samples, seconds, **numbers)
+        named = dict(zip(self.work.flops, flops, strict=True))
+        return position, speed.metrics(position, samples, seconds, named, **numbers)
 
-    def _total(self, on_host: Microbatches) -> Tensor:
-        """What the whole global batch counts, float64 on the device; nobody waits for it here."""
-        local_count = torch.tensor(sum(map(self.work.count, on_host)), dtype=torch.float64)
+    def _counts(self, on_host: Microbatches, *counters: Callable[[dict[str, Tensor]], float]) -> Tensor:
+        """What functions count in the whole global batch, float64 on the device; nobody waits for it here."""
+        local_counts = [sum(map(counter, on_host)) for counter in counters]
+        counts = torch.tensor(local_counts, dtype=torch.float64)
         if self.device.type == "cuda":
-            local_count = local_count.pin_memory()
-        return self._summed(local_count.to(self.device, non_blocking=True))
+            counts = counts.pin_memory()
+        return self._summed(counts.to(self.device, non_blocking=True))
 
     def _summed(self, value: Tensor) -> Tensor:
         value = value.detach().to(self.device, torch.float64, copy=True)
@@ -194,7 +197,7 @@ class Loop:
             on_device = [
                 {name: value.to(self.device) for name, value in microbatch.items()} for microbatch in on_host
             ]
-            total = self._total(on_host)
+            (total,) = self._counts(on_host, self.work.count)
             summed += self._summed(self.session.evaluate(on_device, total=total)) * total
             targets = targets + total
         return float(summed / targets)
