@@ -15,6 +15,7 @@ from cai_apps.data.document_rows import lengths_of
 from cai_apps.planner.flops import model_flops
 
 ROW = np.array([100])
+MIXED = ["sliding_attention", "full_attention"]
 
 
 def test_llama_by_hand():
@@ -121,10 +122,10 @@ def test_documents_count_their_triangles():
         ("mistral", {"sliding_window": 16}, {16: 2}),
         ("mistral", {"sliding_window": None}, {None: 2}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, {None: 2}),
-        ("gemma3_text", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, {16: 1, None: 1}),
+        ("gemma3_text", {"sliding_window": 16, "layer_types": MIXED}, {16: 1, None: 1}),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, {None: 1}),
     ],
-)  # fmt: skip
+)
 def test_windows_count_what_a_token_sees(kind, options, windows):
     from transformers import AutoConfig
 

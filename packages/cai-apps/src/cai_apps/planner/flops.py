@@ -39,7 +39,7 @@ class ModelFlops:
         return self._of(lengths, {window: _seen(lengths, window) for window in self.windows})
 
     def full(self, lengths: np.ndarray) -> float:
-        """Return the FLOPs of documents: attention counts whole squares ("PaLM", Chowdhery et al., 2022, appendix B)."""
+        """Return the FLOPs of documents: attention counts whole squares, as "PaLM" (2022, appendix B) does."""
         return self._of(lengths, dict.fromkeys(self.windows, float((lengths.astype(np.float64) ** 2).sum())))
 
     def _of(self, lengths: np.ndarray, pairs: Mapping[int | None, float]) -> float:

@@ -24,7 +24,7 @@ from cai_apps.run.health.termination import Guard
 from cai_apps.run.health.user_errors import user_error
 from cai_apps.run.health.watchdog import Watchdog
 from cai_apps.run.launch.rank import start_rank
-from cai_apps.run.loop.metrics import Metrics, MetricsFile
+from cai_apps.run.loop.metrics import Metrics, Records
 from cai_apps.run.loop.placement import PlacementWatch
 from cai_apps.run.loop.progress import open_progress
 from cai_apps.run.loop.training_loop import Loop
@@ -92,7 +92,7 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     )
     saver = checkpoint.Saver(session, job.run, job.origin)
     saver.check_final(position)
-    recorder = Recorder(job, position) if dist.get_rank() == 0 else None
+    recorder = Recorder(job, work, position) if dist.get_rank() == 0 else None
     placement = PlacementWatch(session.weights.offloaded, job.run)
     watchdog = Watchdog(job.run, position.step, at=lambda: activity.at)
 
@@ -109,7 +109,17 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         now = time.strftime("%H:%M:%S")
         activity.record(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
 
-    loop = Loop(session, work, training, validation, device, on_step, lambda: guard.asked, saver.by_clock)
+    loop = Loop(
+        session,
+        work,
+        training,
+        validation,
+        device,
+        on_step,
+        lambda: guard.asked,
+        saver.by_clock,
+        watchdog.paused,
+    )
     guard.take_signals()
     try:
         position = loop.run(position)
@@ -190,16 +200,23 @@ def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, B
 class Recorder:
     """Rank 0's view of the run: the metrics file and the display."""
 
-    def __init__(self, job: Job, position: Position):
-        self._file = MetricsFile(job.run.metrics, from_step=position.step)
+    def __init__(self, job: Job, work: Work, position: Position):
+        self._file = Records(job.run.metrics, from_step=position.step)
+        speaks = work.texts is not None or job.run.texts.exists()
+        self._texts = Records(job.run.texts, from_step=position.step) if speaks else None
         self._progress = open_progress(
             job.config.train.steps, start=position.step, every=job.config.log.every
         )
 
     def record(self, metrics: Metrics) -> None:
-        self._file.write(metrics)
+        self._file.write(metrics.record())
+        for name, text in metrics.texts.items():
+            assert self._texts is not None
+            self._texts.write({"step": metrics.step, "name": name, "text": text})
         self._progress.update(metrics)
 
     def close(self) -> None:
         self._file.close()
+        if self._texts is not None:
+            self._texts.close()
         self._progress.close()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
+from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
@@ -90,6 +91,8 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"},
         target=lambda batch: batch["labels"],
         loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
+        correct=NextTokenLoss.correct,
+        predicted=NextTokenLoss.predicted,
         example=partial(_example, config),
         initializer=initializer,
         running=PositionsKnown(),
@@ -135,6 +138,8 @@ class LanguageTask:
         tokenizer = None if before is None else tokenizer_of(before, config)
         chats = config.data.format == "chat"
         prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
+        if config.log.prompts:
+            ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
         if training.size < config.train.global_batch:
             raise DataError(
@@ -164,6 +169,10 @@ class LanguageTask:
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
         flops = model_flops(on_meta(config, model), model)
         training, validation = _split(config, job.prepared)
+        prompts = None
+        if config.log.prompts:
+            tokenizer = load_tokenizer(tokenizer_directory(job.run))
+            prompts = Prompts.of(config, tokenizer, job.prepared, training)
         return Work(
             workload(config, model),
             training,
@@ -172,6 +181,7 @@ class LanguageTask:
             counted="target tokens",
             unit=Unit("tokens", length),
             blank=blank,
+            texts=None if prompts is None else prompts.continued,
             flops={
                 "mfu": lambda batch: flops.causal(lengths_of(batch)),
                 "mfu_full_attention": lambda batch: flops.full(lengths_of(batch)),

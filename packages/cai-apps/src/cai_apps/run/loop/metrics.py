@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Metrics:
     step_seconds: float
     """Seconds from the wait of the step before to this one's."""
     validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    """Part of the targets that were the likeliest of all."""
+    validation_perplexity: float | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Texts after a validation by name, which are no part of the record."""
     device_bytes: int | None = None
     """Training state that stays on the device of rank 0 between uses; None without offload."""
     host_bytes: int | None = None
@@ -75,7 +80,9 @@ class Metrics:
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
 
-OPTIONAL = ("validation_loss", "device_bytes", "host_bytes")
+LARGEST_LOSS = 709.0
+"""A loss above has no perplexity in float64."""
+OPTIONAL = ("validation_loss", "validation_accuracy", "validation_perplexity", "device_bytes", "host_bytes")
 """Fields that are left out of a record where they are None."""
 
 
@@ -116,8 +123,8 @@ class Speed:
         )
 
 
-class MetricsFile:
-    """Appends records to a file, each on a line of its own and flushed."""
+class Records:
+    """Appends records of steps to a file, each on a line of its own and flushed."""
 
     def __init__(self, path: Path, *, from_step: int = 0):
         """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones.
@@ -128,15 +135,15 @@ class MetricsFile:
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._path, self._file = path, appended(path)
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Write a line. Raises `DataError` where the disk takes no more."""
         try:
-            self._file.write(json.dumps(metrics.record()) + "\n")
+            self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         except OSError as error:
             raise DataError(
                 f"{self._path} cannot be written",
-                got=f"step {metrics.step}",
+                got=f"step {record['step']}",
                 cause=error.strerror or str(error),
                 fix="make room; the run goes on from its newest checkpoint",
             ) from None
@@ -192,6 +199,11 @@ def need(records: list[dict], numbers: Sequence[str], maybe: Sequence[str] = ())
                 got=str(record)[:200],
                 expected=f"what training of this kind writes: {', '.join(numbers)}",
             )
+
+
+def perplexity(loss: float) -> float | None:
+    """The perplexity of a mean loss of tokens; None where it is out of the range of numbers."""
+    return math.exp(loss) if loss < LARGEST_LOSS else None
 
 
 def peak_flops(device: torch.device) -> float | None:

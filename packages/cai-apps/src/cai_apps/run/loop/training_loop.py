@@ -13,20 +13,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps.compose.step_loss import Evaluation
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches, Microbatches, Prefetch
 from cai_apps.run.files.position import Position
 from cai_apps.run.loop.learning_rate import learning_rate
 from cai_apps.run.loop.maxima import greatest_of_ranks
-from cai_apps.run.loop.metrics import Metrics, Speed, peak_flops
+from cai_apps.run.loop.metrics import Metrics, Speed, peak_flops, perplexity
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, all_reduce, group
 from cai_mesh.errors import DataError
@@ -49,7 +51,7 @@ class Trainable(Protocol):
     def step(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
     def norm(self) -> Tensor: ...
     def update(self, lr: float, norm: Tensor | float) -> None: ...
-    def evaluate(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
+    def evaluate(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Evaluation: ...
     def find_broken(
         self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float
     ) -> str | None: ...
@@ -88,6 +90,8 @@ class Loop:
     """The signal that asked this rank to stop; 0: none did. Ranks agree on it in every step."""
     by_clock: Callable[[], bool] = bool
     """Whether a checkpoint is due by this rank's clock. Ranks agree on it in every step: one is enough."""
+    paused: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context of what is no step, and may take longer."""
     due: bool = False
     """Whether a checkpoint is due by a clock after the step that was just done."""
     stopped: int = 0
@@ -111,7 +115,8 @@ class Loop:
             while position.step < self._steps and not self.stopped:
                 position, metrics = self._step(position, prefetch, speed)
                 if self._validates(position.step):
-                    metrics = replace(metrics, validation_loss=self._validate())
+                    with self.paused():
+                        metrics = replace(metrics, **self._validate())
                     self._since = time.perf_counter()
                 self.on_step(metrics, position)
         finally:
@@ -186,18 +191,29 @@ class Loop:
             " on from its newest checkpoint after which a step was finite",
         )
 
-    def _validate(self) -> float:
-        """Mean loss per target of at most `validation_batches` global batches; each target counts once."""
+    def _validate(self) -> dict[str, Any]:
+        """Fields of `Metrics` from at most `validation_batches` global batches; each target counts once."""
         batches = self.validation
         assert batches is not None
         count = -(-batches.samples.size // batches.global_batch)
-        summed, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
+        losses, targets, correct = torch.zeros(3, dtype=torch.float64, device=self.device)
+        counts_correct = False
         for batch in range(min(count, self.session.config.train.validation_batches)):
             on_host = batches.at(batch * batches.global_batch)
             on_device = [
                 {name: value.to(self.device) for name, value in microbatch.items()} for microbatch in on_host
             ]
             (total,) = self._counts(on_host, self.work.count)
-            summed += self._summed(self.session.evaluate(on_device, total=total)) * total
-            targets = targets + total
-        return float(summed / targets)
+            evaluation = self.session.evaluate(on_device, total=1.0)
+            losses += self._summed(evaluation.loss)
+            targets += total
+            if evaluation.correct is not None:
+                counts_correct = True
+                correct += self._summed(evaluation.correct)
+        loss, accuracy = (torch.stack([losses, correct]) / targets).tolist()
+        fields: dict[str, Any] = {"validation_loss": loss}
+        if counts_correct:
+            fields |= {"validation_accuracy": accuracy, "validation_perplexity": perplexity(loss)}
+        if self.work.texts is not None:
+            fields["texts"] = self.work.texts(self.session)
+        return fields
