@@ -14,6 +14,7 @@ from cai_apps.config.optimizer import Optimizer
 from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, SEED, SHARE, Range
 
 DEGREE = Annotated[int, COUNT]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,11 @@ class Log:
     """Run directory; None: runs/<recipe or file name>-<time>."""
     every: Annotated[int, COUNT] = 10
     """Steps between printed lines where the output is not a terminal."""
+    trackers: tuple[Tracker, ...] = ()
+    """Where the first rank writes numbers, texts and the config beside metrics.jsonl, each an extra of cai-apps. They
+    take their own variables of the environment (WANDB_MODE=offline, TRACKIO_DIR). One that fails stops no run."""
+    project: Annotated[str | None, FILLED] = None
+    """Project of wandb and trackio; None: that of WANDB_PROJECT and TRACKIO_PROJECT, or "cai"."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from cai_apps.run.loop.placement import PlacementWatch
 from cai_apps.run.loop.progress import open_progress
 from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Job, Work
+from cai_apps.run.trackers.trackers import Trackers
 from cai_mesh import checkpoint as files
 from cai_mesh.comm import DATA_AXES, degree, index
 from cai_mesh.files import remove
@@ -198,10 +200,12 @@ def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, B
 
 
 class Recorder:
-    """Rank 0's view of the run: the metrics file and the display."""
+    """Rank 0's view of the run: its files, the display and the trackers."""
 
     def __init__(self, job: Job, work: Work, position: Position):
         self._file = Records(job.run.metrics, from_step=position.step)
+        written, step = self._file.before, position.step
+        self._trackers = Trackers(job.config, job.run, step=step, written=written)
         speaks = work.texts is not None or job.run.texts.exists()
         self._texts = Records(job.run.texts, from_step=position.step) if speaks else None
         self._progress = open_progress(
@@ -209,14 +213,24 @@ class Recorder:
         )
 
     def record(self, metrics: Metrics) -> None:
-        self._file.write(metrics.record())
+        record = metrics.record()
+        self._file.write(record)
         for name, text in metrics.texts.items():
             assert self._texts is not None
             self._texts.write({"step": metrics.step, "name": name, "text": text})
         self._progress.update(metrics)
+        self._trackers.record(record, _numbered(metrics.texts))
 
     def close(self) -> None:
         self._file.close()
         if self._texts is not None:
             self._texts.close()
         self._progress.close()
+        self._trackers.close()
+
+
+def _numbered(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return texts with what they go on from, by short names."""
+    return {
+        f"samples/{number}": f"{name}\n---\n{text}" for number, (name, text) in enumerate(texts.items(), 1)
+    }

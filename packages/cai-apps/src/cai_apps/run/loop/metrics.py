@@ -131,7 +131,10 @@ class Records:
 
         What is kept is there at every moment.
         """
-        records = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
+        before = read(path) if path.exists() else []
+        self.before = max((record["step"] for record in before), default=0)
+        """The last step of which there was a record."""
+        records = [record for record in before if record["step"] <= from_step]
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._path, self._file = path, appended(path)
 
