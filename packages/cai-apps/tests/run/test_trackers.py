@@ -157,8 +157,15 @@ def started(run, config, step, written, losses):
     every.close()
 
 
+def losses_of(accumulator):
+    from tensorboard.util.tensor_util import make_ndarray
+
+    return [(e.step, float(make_ndarray(e.tensor_proto))) for e in accumulator.Tensors("train/loss")]
+
+
 def events(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    """The events of a run as tensorboard itself reads them."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(run.path / "tensorboard"))
     accumulator.Reload()
@@ -176,9 +183,8 @@ def test_files_of_events_are_read_back(run):
     pytest.importorskip("tensorboard")
     started(run, config_of("tensorboard"), 0, 0, [5.0, 4.0, 3.0])
     found = events(run)
-    losses = found.Scalars("train/loss")
-    assert [(event.step, event.value) for event in losses] == [(1, 5.0), (2, 4.0), (3, 3.0)]
-    assert {"train/learning_rate", "train/grad_norm", "train/memory_bytes"} <= {*found.Tags()["scalars"]}
+    assert losses_of(found) == [(1, 5.0), (2, 4.0), (3, 3.0)]
+    assert {"train/learning_rate", "train/grad_norm", "train/memory_bytes"} <= {*found.Tags()["tensors"]}
     (text,) = found.Tensors("samples/1/text_summary")
     assert text.step == 2 and b"step 2" in text.tensor_proto.string_val[0]
     (config,) = found.Tensors("config/text_summary")
@@ -191,12 +197,11 @@ def test_steps_that_are_trained_again_are_not_doubled_in_files_of_events(run):
     started(run, config_of("tensorboard"), 0, 0, [5.0, 4.0, 3.0, 2.0, 1.0])
     before = json.loads((run.path / "trackers.json").read_text())["id"]
     started(run, config_of("tensorboard"), 3, 5, [20.0, 10.0, 0.0])
-    losses = [(event.step, event.value) for event in events(run).Scalars("train/loss")]
-    assert losses == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 20.0), (5, 10.0), (6, 0.0)]
+    assert losses_of(events(run)) == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 20.0), (5, 10.0), (6, 0.0)]
     assert json.loads((run.path / "trackers.json").read_text())["id"] == before
     started(run, config_of("tensorboard"), 0, 6, [7.0])
     assert json.loads((run.path / "trackers.json").read_text())["id"] != before
-    assert [event.step for event in events(run).Scalars("train/loss")] == [1]
+    assert losses_of(events(run)) == [(1, 7.0)]
 
 
 def test_trackers_that_keep_a_step_twice_are_not_given_it_again(run, monkeypatch):

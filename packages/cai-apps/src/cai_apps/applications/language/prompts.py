@@ -115,11 +115,11 @@ def ids_of(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, list
     """
     if config.data.format == "chat":
         renderer = Renderer(tokenizer, load_template(tokenizer, None))
-        found = {text: renderer.question(Conversation((Message(USER, text),))) for text in config.log.prompts}
+        prompts = {text: renderer.question(Conversation((Message(USER, text),))) for text in config.log.prompts}
     else:
-        found = {text: prompt_ids(tokenizer, text) for text in config.log.prompts}
+        prompts = {text: prompt_ids(tokenizer, text) for text in config.log.prompts}
     room = config.data.sequence_length - config.log.sample_tokens
-    for text, ids in found.items():
+    for text, ids in prompts.items():
         if not 0 < len(ids) <= room:
             raise ConfigError(
                 "a prompt of log.prompts has no token, or none is left for what comes after it",
@@ -128,7 +128,7 @@ def ids_of(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, list
                 f" log.sample_tokens = {config.log.sample_tokens}",
                 fix="shorten it, or lower log.sample_tokens",
             )
-    return found
+    return prompts
 
 
 def _end_of_answer(config: Config, tokenizer: PreTrainedTokenizerFast, prepared: Documents) -> int:

@@ -21,9 +21,8 @@ class EventFiles:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = folder(identity.directory / FOLDER, mode=0o700)
-        # torch says of purge_step: events of this step and later ones, of files before this one, are hidden
-        again = identity.first_step if any(directory.iterdir()) else None
-        self._writer = SummaryWriter(str(directory), purge_step=again, flush_secs=SECONDS)
+        # it hides events of this step and later ones, but only where the first of all starts has said its own too
+        self._writer = SummaryWriter(str(directory), purge_step=identity.first_step, flush_secs=SECONDS)
         self.text(identity.first_step, "config", json.dumps({**config, "id": identity.id}, indent=2))
         self._writer.flush()
 
