@@ -146,8 +146,9 @@ ROOMS = {
         "task": {"files"},
         "launch": {"exit_codes", "files", "health", "task"},
         "loop": {"files", "task"},
+        "probes": set(),
         "trackers": {"files", "health"},
-        "worker": {"exit_codes", "files", "health", "launch", "loop", "task", "trackers"},
+        "worker": {"exit_codes", "files", "health", "launch", "loop", "probes", "task", "trackers"},
         "train": {"files", "health", "launch", "task", "trackers", "worker"},
     },
     "cai_apps.applications.diffusion": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ def story(tmp_path_factory):
     place = tmp_path_factory.mktemp("story")
     run, resumed, cache = place / "run", place / "resumed", place / "cache"
     tracked = {"log__trackers": "tensorboard", "log__prompts": "import"}
-    done = train(run, cache, CUBE, train__steps=6, checkpoint__every=3, **tracked)
+    traced = {"log__trace": "2-3", "log__snapshot": "3", "log__trace_ranks": 5}
+    done = train(run, cache, CUBE, train__steps=6, checkpoint__every=3, **tracked, **traced)
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-6")
     options = {"checkpoint__every": 1, "checkpoint__background": "on", **tracked}
@@ -60,6 +62,24 @@ def test_records(story):
     assert found[-1]["loss"] < found[0]["loss"]
     assert found[-1]["tokens"] == 6 * 8 * 32
     assert [i + 1 for i, record in enumerate(found) if "validation_loss" in record] == [3, 6]
+
+
+def test_a_chosen_rank_traces_chosen_steps(story):
+    (trace,) = (story.run / "traces").glob("*.gz")
+    assert trace.name == "rank-5.steps-2-3.json.gz"
+    assert f"trace of rank 5: {trace}" in story.out
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert [name for name in names if name.startswith("step ")] == ["step 2", "step 3"]
+    assert any(event["name"] == "aten::mm" for event in events)
+    assert not (story.alone / "traces").exists()
+
+
+def test_a_cpu_has_no_snapshot_and_says_so(story):
+    (snapshot,) = (story.run / "snapshots").iterdir()
+    fields = json.loads(snapshot.read_text())
+    assert (fields["rank"], fields["step"]) == (5, 3)
+    assert "no snapshot" in fields["message"]
 
 
 @pytest.mark.parametrize("name", ["run", "resumed", "alone"])
@@ -191,6 +211,8 @@ def test_generate_and_report(story):
     assert done.stdout.startswith("import")
     assert cai("report", story.run).returncode == 0
     page = (story.run / "report.html").read_text()
+    assert "<h2>Traces</h2>" in page and "aten::mm" in page
+    assert "<h3>rank 5, step 3</h3><p>no snapshot" in page
     assert "<h2>Samples</h2>" in page and "validation accuracy, step 6" in page
     assert page.count("<img") == 6  # curves, and a step of the pipeline as it ran and as simulated
 

@@ -181,6 +181,13 @@ class Log:
     take their own variables of the environment (WANDB_MODE=offline, TRACKIO_DIR). One that fails stops no run."""
     project: Annotated[str | None, FILLED] = None
     """Project of wandb and trackio; None: that of WANDB_PROJECT and TRACKIO_PROJECT, or "cai"."""
+    trace: Annotated[str | None, FILLED] = None
+    """Steps whose operators are traced over time, as "10" or "10-12", into traces/ of the run directory."""
+    snapshot: Annotated[str | None, FILLED] = None
+    """Steps, named so, after which a snapshot of a GPU's memory is put into snapshots/; `cai report` shows what was
+    largest when most was taken, with the lines of code. Where memory runs out, any rank leaves one."""
+    trace_ranks: Annotated[tuple[int, ...], NATURAL] = (0,)
+    """Ranks that `trace` and `snapshot` are about."""
 
 
 @dataclass(frozen=True)

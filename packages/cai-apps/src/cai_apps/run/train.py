@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
+from cai_apps.config.steps import check_traces
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.fit import RECOMPUTE, UNSHARD, Planner, chosen, is_open, settled
 from cai_apps.run.files.checkpoint import AUTO
@@ -66,6 +67,7 @@ def _train_here(
             f"{gpu_count} GPU{'s' * (gpu_count > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
         )
     config = task.resolve(config, ranks)
+    check_traces(config, ranks)
     check_machine(config, device)
     config = settle(task, config, ranks, device)
     run = RunDirectory.of(config, label)
@@ -85,6 +87,7 @@ def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] |
         device, _ = devices.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         ranks = int(os.environ["WORLD_SIZE"])
         config = task.resolve(config, ranks)
+        check_traces(config, ranks)
         check_machine(config, device)
         settled = settle(task, config, ranks, device)
     guard = Guard(RunDirectory.of(config, label) if config.log.directory else None)

@@ -115,7 +115,9 @@ def ids_of(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, list
     """
     if config.data.format == "chat":
         renderer = Renderer(tokenizer, load_template(tokenizer, None))
-        prompts = {text: renderer.question(Conversation((Message(USER, text),))) for text in config.log.prompts}
+        prompts = {
+            text: renderer.question(Conversation((Message(USER, text),))) for text in config.log.prompts
+        }
     else:
         prompts = {text: prompt_ids(tokenizer, text) for text in config.log.prompts}
     room = config.data.sequence_length - config.log.sample_tokens
