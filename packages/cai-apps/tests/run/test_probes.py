@@ -151,10 +151,18 @@ def test_the_fullest_moment_is_found_by_going_back():
     assert list(peak.sites) == sorted(peak.sites, key=lambda site: -site.bytes)
 
 
-def test_moments_before_are_passed_over():
-    peak = fullest(SNAPSHOT, 0, since=5)
-    assert peak.bytes == 64 + 100 + 150
-    assert sites(peak)["train.py:21 step"] == (150, 1)
+def test_a_line_of_a_library_says_who_called_it():
+    site = "/v/lib/site-packages/"
+    frames = [
+        frame(1, f"{site}torch/nn/functional.py"),
+        frame(2, f"{site}transformers/models/llama/modeling_llama.py"),
+        frame(3, f"{site}torch/nn/modules/module.py"),
+        frame(4, f"{site}transformers/utils/generic.py"),
+        frame(5, "/code/packages/cai-apps/src/cai_apps/run/worker.py"),
+    ]
+    segment = {"device": 0, "address": 0, "total_size": 8, "blocks": [block(0, 8, 1) | {"frames": frames}]}
+    (found,) = fullest({"segments": [segment]}, 0).sites
+    assert (found.place, found.caller) == ("llama/modeling_llama.py:2 step", "run/worker.py:5 step")
 
 
 def test_what_was_there_before_the_history_has_no_line():
@@ -192,6 +200,7 @@ def test_a_snapshot_says_which_step_rank_and_what(gpu, tmp_path):
     gpu._dump_snapshot.assert_called_once_with(str(file.with_suffix(".pickle")))
     assert [call.kwargs for call in gpu._record_memory_history.mock_calls] == [
         {"max_entries": memory.EVENTS, "stacks": "python"},
+        {"max_entries": memory.EVENTS, "stacks": "python", "clear_history": True},
         {"enabled": None},
     ]
 

@@ -14,7 +14,7 @@ from cai_apps.run.probes.operators import TABLE
 from cai_mesh.errors import DataError
 
 HEAD = {"operator": "operator", "calls": "calls", "host_ms": "host, ms", "device_ms": "device, ms"}
-SITES = {"bytes": "MiB", "count": "blocks", "place": "line", "code": ""}
+SITES = {"bytes": "MiB", "count": "blocks", "place": "line", "code": "", "caller": "called from"}
 
 
 def traces_html(run: RunDirectory) -> str:

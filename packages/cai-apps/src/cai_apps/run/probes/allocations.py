@@ -13,7 +13,7 @@ from typing import Any
 
 ALLOCATED, FREED, OUT_OF_MEMORY = "alloc", "free_completed", "oom"
 """Actions of an allocator's history."""
-FOREIGN = ("/torch/", "/transformers/", "<frozen", "<string>")
+FOREIGN = ("/torch/", "<frozen", "<string>")
 """Parts of the names of files whose lines say less than those that call them."""
 BEFORE = "before the history begins"
 UNKNOWN = "no line of Python: in backward, or in a library"
@@ -26,14 +26,16 @@ class Site:
     """Memory that one line has taken.
 
     Args:
-        place: the line, as "compose/losses.py:77 likeliest".
+        place: the line, as "llama/modeling_llama.py:176 forward".
         code: its text, where it can be read.
+        caller: the line of another package that led there; "" for none.
         bytes: the bytes of all its blocks.
         count: the number of its blocks.
     """
 
     place: str
     code: str
+    caller: str
     bytes: int
     count: int
 
@@ -51,13 +53,12 @@ class Fullest:
     sites: tuple[Site, ...]
 
 
-def fullest(snapshot: Mapping[str, Any], device: int, since: int = 0) -> Fullest:
+def fullest(snapshot: Mapping[str, Any], device: int) -> Fullest:
     """Return the moment at which most was allocated on a device.
 
     Args:
         snapshot: a snapshot of torch's allocator, with its history.
         device: the number of the device.
-        since: moments before are passed over, in microseconds of the history's clock.
     """
     events = [e for e in _history(snapshot, device) if e["action"] in (ALLOCATED, FREED)]
     at_end = {
@@ -68,7 +69,7 @@ def fullest(snapshot: Mapping[str, Any], device: int, since: int = 0) -> Fullest
         if block["state"].startswith("active")
     }
     blocks = _at_begin(at_end, events)
-    for event in events[: _fullest_place(blocks, events, since)]:
+    for event in events[: _fullest_place(blocks, events)]:
         _apply(blocks, event)
     return Fullest(sum(size for size, _ in blocks.values()), _by_site(blocks.values()))
 
@@ -92,18 +93,16 @@ def _addressed(segment: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         address += block["size"]
 
 
-def _fullest_place(
-    blocks: Mapping[int, tuple[int, Frames]], events: Sequence[Mapping[str, Any]], since: int
-) -> int:
+def _fullest_place(blocks: Mapping[int, tuple[int, Frames]], events: Sequence[Mapping[str, Any]]) -> int:
     """Return how many events come before the fullest moment."""
-    most, fullest_place = -1, len(events)
     current = dict(blocks)
-    total = sum(size for size, _ in current.values())
-    for place, event in enumerate(events):
-        if event.get("time_us", since) >= since and total > most:
-            most, fullest_place = total, place
+    most = total = sum(size for size, _ in current.values())
+    fullest_place = 0
+    for place, event in enumerate(events, start=1):
         total += _apply(current, event)
-    return len(events) if total > most else fullest_place
+        if total > most:
+            most, fullest_place = total, place
+    return fullest_place
 
 
 def _at_begin(
@@ -129,21 +128,32 @@ def _apply(blocks: dict[int, tuple[int, Frames]], event: Mapping[str, Any]) -> i
 
 
 def _by_site(blocks: Iterable[tuple[int, Frames]]) -> tuple[Site, ...]:
-    sizes: dict[tuple[str, str], list[int]] = {}
+    sizes: dict[tuple[str, str, str], list[int]] = {}
     for size, frames in blocks:
         sizes.setdefault(_site(frames), []).append(size)
-    sites = [Site(*place, sum(several), len(several)) for place, several in sizes.items()]
+    sites = [Site(*lines, sum(several), len(several)) for lines, several in sizes.items()]
     return tuple(sorted(sites, key=lambda site: site.bytes, reverse=True))
 
 
-def _site(frames: Frames) -> tuple[str, str]:
-    """Return the line of the innermost frame that is none of a library, and its text."""
+def _site(frames: Frames) -> tuple[str, str, str]:
+    """Return the innermost line that is none of torch, its text, and the next one outwards of another package."""
     if not frames:
-        return BEFORE, ""
+        return BEFORE, "", ""
     lines = [frame for frame in frames if "line" in frame]
     if not lines:
-        return UNKNOWN, ""
-    frame = next((f for f in lines if not any(part in f["filename"] for part in FOREIGN)), lines[0])
-    name, number = str(frame["filename"]), int(frame["line"])
-    place = f"{'/'.join(name.split('/')[-2:])}:{number} {frame['name']}"
-    return place, linecache.getline(name, number).strip()
+        return UNKNOWN, "", ""
+    outer = [frame for frame in lines if not any(part in frame["filename"] for part in FOREIGN)] or lines
+    package = _package(outer[0])
+    caller = next((_place(frame) for frame in outer if _package(frame) != package), "")
+    return _place(outer[0]), linecache.getline(outer[0]["filename"], int(outer[0]["line"])).strip(), caller
+
+
+def _place(frame: Mapping[str, Any]) -> str:
+    return f"{'/'.join(str(frame['filename']).split('/')[-2:])}:{frame['line']} {frame['name']}"
+
+
+def _package(frame: Mapping[str, Any]) -> str:
+    """Return the name of the package of a line: of a file in a folder of packages the next folder, else its own."""
+    parts = str(frame["filename"]).split("/")
+    roots = [place for place, part in enumerate(parts[:-1]) if part in ("site-packages", "src")]
+    return parts[roots[-1] + 1] if roots else "/".join(parts[:-1])

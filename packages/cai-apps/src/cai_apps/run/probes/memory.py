@@ -7,7 +7,6 @@ RUN_DIR/snapshots/rank-0.step-10.pickle  torch's, for pytorch.org/memory_viz
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,16 +37,16 @@ class MemoryHistory:
 
     def __init__(self, steps: range, directory: Path, rank: int, chosen: bool, device: torch.device):
         self._steps, self._folder, self._rank, self._chosen = steps, directory / FOLDER, rank, chosen
-        self._device, self._step, self._since = device, 0, 0
+        self._device, self._step = device, 0
         self._remembers = bool(steps) and device.type == "cuda"
         if self._remembers:
-            torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
+            self._remember()
 
     def before(self, step: int) -> None:
         """Called before every step."""
         self._step = step
-        if self._steps and step == self._steps[0]:
-            self._since = time.time_ns() // 1000
+        if self._remembers and step == self._steps[0]:
+            self._remember(clear_history=True)
 
     def after(self, step: int) -> Path | None:
         """Called after every step; returns what was written."""
@@ -55,13 +54,13 @@ class MemoryHistory:
             return None
         if self._device.type != "cuda":
             return self._write(step, {"message": NONE})
-        return self._dump(step, f"the fullest moment of steps {self._steps[0]} to {step}", self._since)
+        return self._dump(step, f"the fullest moment of steps {self._steps[0]} to {step}")
 
     def failed(self, error: BaseException) -> Path | None:
         """Write down what was there where memory has run out; return the file, None where nothing was."""
         if not (self._remembers and isinstance(error, torch.OutOfMemoryError)):
             return None
-        return self._dump(self._step, "out of memory", 0)
+        return self._dump(self._step, "out of memory")
 
     def close(self) -> None:
         """Remember no more."""
@@ -69,10 +68,13 @@ class MemoryHistory:
             self._remembers = False
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _dump(self, step: int, reason: str, since: int) -> Path:
+    def _remember(self, **options: bool) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python", **options)
+
+    def _dump(self, step: int, reason: str) -> Path:
         snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
         number = self._device.index or 0
-        peak = fullest(snapshot, number, since)
+        peak = fullest(snapshot, number)
         fields: dict[str, Any] = {
             "device": torch.cuda.get_device_name(self._device),
             "reason": reason,
@@ -87,6 +89,6 @@ class MemoryHistory:
         return path
 
     def _write(self, step: int, fields: dict[str, Any]) -> Path:
-        path = folder(self._folder) / f"rank-{self._rank}.step-{step}.json"
+        path = folder(self._folder, mode=0o700) / f"rank-{self._rank}.step-{step}.json"
         write_text(path, json.dumps({"rank": self._rank, "step": step, **fields}))
         return path

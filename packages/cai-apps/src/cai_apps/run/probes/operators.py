@@ -46,7 +46,7 @@ class OperatorTrace:
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self._first, self._profile = step, profile(activities=activities)
+            self._first, self._profile = step, profile(activities=activities, acc_events=True)
             self._profile.start()
         self._mark.enter_context(record_function(f"step {step}"))
 
@@ -67,7 +67,10 @@ class OperatorTrace:
         traced.stop()
         last = max(self._first, self._last)
         name = f"rank-{self._rank}.steps-{self._first}-{last}"
-        path, scratch = folder(self._folder) / f"{name}.json.gz", self._folder / f".{name}.json.gz"
+        path, scratch = (
+            folder(self._folder, mode=0o700) / f"{name}.json.gz",
+            self._folder / f".{name}.json.gz",
+        )
         traced.export_chrome_trace(str(scratch))
         os.replace(scratch, path)
         write_text(self._folder / f"{name}{TABLE}", json.dumps(_table(traced)))
