@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from cai_apps.run.probes.probes import Probes
 from cai_mesh.errors import ConfigError
 
 CPU = torch.device("cpu")
+TORCH = Path(torch.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -106,12 +108,12 @@ def test_a_trace_that_cannot_be_written_is_told_and_stops_nothing(tmp_path, caps
     assert "trace of rank 0 not written, the run goes on" in line
 
 
-def frame(line, filename="/home/me/train.py"):
+def frame(line, filename="/code/me/train.py"):
     return {"filename": filename, "line": line, "name": "step"}
 
 
 def event(action, addr, size, line=None, time_us=0):
-    frames = [frame(10, "/x/torch/nn/functional.py"), frame(line)] if line else []
+    frames = [frame(10, f"{TORCH}/nn/functional.py"), frame(line)] if line else []
     return {"action": action, "addr": addr, "size": size, "frames": frames, "time_us": time_us}
 
 
@@ -152,11 +154,11 @@ def test_the_fullest_moment_is_found_by_going_back():
 
 
 def test_a_line_of_a_library_says_who_called_it():
-    site = "/v/lib/site-packages/"
+    site = "/opt/torch/venv/lib/site-packages/"
     frames = [
-        frame(1, f"{site}torch/nn/functional.py"),
+        frame(1, f"{TORCH}/nn/functional.py"),
         frame(2, f"{site}transformers/models/llama/modeling_llama.py"),
-        frame(3, f"{site}torch/nn/modules/module.py"),
+        frame(3, f"{TORCH}/nn/modules/module.py"),
         frame(4, f"{site}transformers/utils/generic.py"),
         frame(5, "/code/packages/cai-apps/src/cai_apps/run/worker.py"),
     ]

@@ -9,12 +9,15 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 ALLOCATED, FREED, OUT_OF_MEMORY = "alloc", "free_completed", "oom"
 """Actions of an allocator's history."""
-FOREIGN = ("/torch/", "<frozen", "<string>")
-"""Parts of the names of files whose lines say less than those that call them."""
+FOREIGN = (f"{Path(torch.__file__).parent}/", "<frozen", "<string>")
+"""Beginnings of the names of files whose lines say less than those that call them."""
 BEFORE = "before the history begins"
 UNKNOWN = "no line of Python: in backward, or in a library"
 
@@ -142,7 +145,7 @@ def _site(frames: Frames) -> tuple[str, str, str]:
     lines = [frame for frame in frames if "line" in frame]
     if not lines:
         return UNKNOWN, "", ""
-    outer = [frame for frame in lines if not any(part in frame["filename"] for part in FOREIGN)] or lines
+    outer = [frame for frame in lines if not str(frame["filename"]).startswith(FOREIGN)] or lines
     package = _package(outer[0])
     caller = next((_place(frame) for frame in outer if _package(frame) != package), "")
     return _place(outer[0]), linecache.getline(outer[0]["filename"], int(outer[0]["line"])).strip(), caller
