@@ -85,7 +85,9 @@ class MemoryHistory:
         if (missing := out_of_memory(snapshot, number)) is not None and reason == "out of memory":
             fields["asked_bytes"], fields["free_bytes"] = missing
         path = self._write(step, fields)
-        torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+        pickle = path.with_suffix(".pickle")
+        pickle.unlink(missing_ok=True)  # a link may lie there
+        torch.cuda.memory._dump_snapshot(str(pickle))
         return path
 
     def _write(self, step: int, fields: dict[str, Any]) -> Path:

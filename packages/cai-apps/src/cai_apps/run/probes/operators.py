@@ -71,6 +71,7 @@ class OperatorTrace:
             folder(self._folder, mode=0o700) / f"{name}.json.gz",
             self._folder / f".{name}.json.gz",
         )
+        scratch.unlink(missing_ok=True)  # a link may lie there
         traced.export_chrome_trace(str(scratch))
         os.replace(scratch, path)
         write_text(self._folder / f"{name}{TABLE}", json.dumps(_table(traced)))
