@@ -91,6 +91,15 @@ def test_a_trace_has_the_steps_that_were_trained(tmp_path, options, name, steps)
     assert {*path.parent.iterdir()} == {path, table}
 
 
+def test_nothing_is_written_through_a_link(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "traces").mkdir()
+    for name in (".rank-3.steps-2-4.json.gz", "rank-3.steps-2-4.json.gz", "rank-3.steps-2-4.table.json"):
+        (tmp_path / "traces" / name).symlink_to(tmp_path / "theirs")
+    (path,) = traced(tmp_path, range(2, 5))
+    assert not path.is_symlink() and (tmp_path / "theirs").read_text() == "theirs"
+
+
 def test_nothing_is_profiled_in_other_steps(tmp_path):
     with mock.patch.object(torch.profiler.profile, "start", side_effect=AssertionError("profiled")):
         assert traced(tmp_path, range(0)) == traced(tmp_path, range(9, 10)) == []
