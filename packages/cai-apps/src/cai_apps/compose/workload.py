@@ -36,6 +36,9 @@ class Workload:
         build: the model, on the device of the context it is called in (meta, mostly).
         inputs: keyword arguments of the model's forward, from a microbatch.
         target: the target of the loss, from a microbatch.
+        correct: (loss, output, target) -> the number of targets that the output predicts, a scalar; None: they are no
+            classes of which one is the likeliest.
+        predicted: (loss, output) -> the class that is the likeliest at each place, of all samples; None likewise.
         ready: the microbatch that both are taken from, made of one on the device (frozen encoders, noise).
         loss: made once the model is cut over the ranks of a mesh.
         example: a microbatch of so many samples, ready, of any values, on the device of the context it is called in.
@@ -57,6 +60,8 @@ class Workload:
     loss: Callable[[nn.Module, DeviceMesh], Loss]
     example: Callable[[int], Batch]
     initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
+    correct: Callable[[Any, Any, Any], Tensor] | None = None
+    predicted: Callable[[Any, Any], Tensor] | None = None
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
     layers: Callable[[nn.Module], list[nn.Module]] = blocks_of

@@ -12,6 +12,7 @@ from cai_apps.config.memory import check_memory
 from cai_apps.config.optimizer import check_optimizer
 from cai_apps.config.precision import check_master
 from cai_apps.config.sections import LoRA, LrSchedule, Parallel, Pipeline, RunConfig
+from cai_apps.config.steps import check_traces
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 from cai_pipeline.plans import limits_of
@@ -395,7 +396,7 @@ def check(config: RunConfig) -> None:
     ranges.check(config)
     _check_shard(config)
     hang_limit()
-    if launched():
-        resolve(config, int(os.environ["WORLD_SIZE"]))
-    elif config.parallel.shard != -1:
-        resolve(config, ranks_of(config))
+    if launched() or config.parallel.shard != -1:
+        ranks = int(os.environ["WORLD_SIZE"]) if launched() else ranks_of(config)
+        resolve(config, ranks)
+        check_traces(config, ranks)

@@ -34,8 +34,10 @@ class Work:
         count: (microbatch) -> its part of the divisor of the summed loss (its target tokens, its images).
         counted: name of what is counted, in messages.
         unit: the unit of throughput.
-        flops: FLOPs of forward and backward for one sample, without recompute, by the name of the share of the
-            device's peak that metrics report; the first is also reported as TFLOP/s.
+        flops: functions of a microbatch on the host that count its FLOPs of forward and backward, without recompute, by
+            the name of the share of the device's peak that metrics report; the first is also reported as TFLOP/s.
+        texts: a function of the session that returns what it has to say after a validation, by the name of each text,
+            such as continuations of prompts. Collective.
         after_step: a function of the session and a step's number, called after the step on every rank. Collective.
         blank: (rows, bool [n]) -> the rows, of which those that are marked have no target: they fill the last batch of
             validation, so that each target counts once.
@@ -47,7 +49,8 @@ class Work:
     count: Callable[[dict[str, Tensor]], int]
     counted: str
     unit: Unit
-    flops: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, Callable[[dict[str, Tensor]], float]] = field(default_factory=dict)
+    texts: Callable[[Session], Mapping[str, str]] | None = None
     after_step: Callable[[Session, int], None] | None = None
     blank: Blank | None = None
 

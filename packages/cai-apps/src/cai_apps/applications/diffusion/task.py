@@ -96,6 +96,7 @@ class DiffusionTask:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
         )
+        per_image = image_flops(config, design)
         return Work(
             workload(config, design, device),
             training,
@@ -104,7 +105,7 @@ class DiffusionTask:
             counted="images",
             unit=Unit("images"),
             blank=mark,
-            flops={"mfu_full_attention": image_flops(config, design)},
+            flops={"mfu_full_attention": lambda batch: per_image * len(batch["u"])},
             after_step=lambda session, step: draw_on_the_way(session, job, design, step),
         )
 

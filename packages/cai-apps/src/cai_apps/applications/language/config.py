@@ -21,7 +21,10 @@ class Model:
 @dataclass(frozen=True)
 class Log(sections.Log):
     sample_tokens: Annotated[int, NATURAL] = 64
-    """Length of the text generated from the export at the end; 0: none."""
+    """Length of the text generated from the export at the end, and of those after `prompts`; 0: none."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the model goes on with after each validation, by its likeliest tokens, on every layout; of
+    conversations, messages of a user that it answers. They are in `cai report`, texts.jsonl and trackers."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,13 @@ def check_settings(config: Config) -> None:
             got='data.boundaries = "ignore"',
             expected='"keep"',
         )
+    if config.log.prompts and not (config.train.validate_every and config.log.sample_tokens):
+        raise ConfigError(
+            "log.prompts are continued after each validation",
+            got=f"train.validate_every = {config.train.validate_every}, log.sample_tokens ="
+            f" {config.log.sample_tokens}",
+            expected="both above 0",
+        )
     validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.check_validation(config, config.data.validation_fraction)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
+from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
@@ -32,12 +33,12 @@ from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples
 from cai_apps.data.chat.prepare import length_report, prepare_chat
-from cai_apps.data.document_rows import split_documents
+from cai_apps.data.document_rows import lengths_of, split_documents
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.data.prepare import prepare
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
-from cai_apps.planner.flops import token_flops
+from cai_apps.planner.flops import model_flops
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
@@ -90,6 +91,8 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"},
         target=lambda batch: batch["labels"],
         loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
+        correct=NextTokenLoss.correct,
+        predicted=NextTokenLoss.predicted,
         example=partial(_example, config),
         initializer=initializer,
         running=PositionsKnown(),
@@ -135,6 +138,8 @@ class LanguageTask:
         tokenizer = None if before is None else tokenizer_of(before, config)
         chats = config.data.format == "chat"
         prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
+        if config.log.prompts:
+            ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
         if training.size < config.train.global_batch:
             raise DataError(
@@ -162,8 +167,12 @@ class LanguageTask:
         config: Config = job.config
         length = config.data.sequence_length
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
-        flops = token_flops(on_meta(config, model), model, length)
+        flops = model_flops(on_meta(config, model), model)
         training, validation = _split(config, job.prepared)
+        prompts = None
+        if config.log.prompts:
+            tokenizer = load_tokenizer(tokenizer_directory(job.run))
+            prompts = Prompts.of(config, tokenizer, job.prepared, training)
         return Work(
             workload(config, model),
             training,
@@ -172,7 +181,11 @@ class LanguageTask:
             counted="target tokens",
             unit=Unit("tokens", length),
             blank=blank,
-            flops={"mfu": flops.causal * length, "mfu_full_attention": flops.full * length},
+            texts=None if prompts is None else prompts.continued,
+            flops={
+                "mfu": lambda batch: flops.causal(lengths_of(batch)),
+                "mfu_full_attention": lambda batch: flops.full(lengths_of(batch)),
+            },
         )
 
     def export(self, session: Session, job: Job) -> None:

@@ -62,6 +62,7 @@ class ProteinTask:
         piece, seed = piece_of(config), config.train.seed
         options = (piece, config.objective.rounds, config.train.global_batch, seed)
         validation = list(job.prepared.validation.values())
+        per_piece = piece_flops(config)
         return Work(
             workload(config),
             Pieces(list(job.prepared.training.values()), *options),
@@ -70,7 +71,7 @@ class ProteinTask:
             counted="chains",
             unit=Unit("chains"),
             blank=blank,
-            flops={"mfu_full_attention": piece_flops(config)},
+            flops={"mfu_full_attention": lambda batch: per_piece * len(batch["residue"])},
             after_step=lambda session, step: fold_on_the_way(session, job, step),
         )
 
