@@ -215,7 +215,7 @@ def _adapt(model: nn.Module, adapter: Adapter, base: Path) -> None:
     if adapter.base_digest is not None:
         digest = digest_of_weights({"": base}, Data().cache)
     check_base(adapter, str(base), digest)
-    lora = LoRA(adapter.rank, adapter.alpha, adapter.targets, rank_stabilized=adapter.rank_stabilized)
+    lora = LoRA(rank=adapter.rank, alpha=adapter.alpha, rank_stabilized=adapter.rank_stabilized)
     add_adapters(model, lora, adapter.targets, learned_modules(model, adapter.modules))
     check_adapter(adapter, model)
     load_adapter(model, adapter.directory)
