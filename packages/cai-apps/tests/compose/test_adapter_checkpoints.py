@@ -297,6 +297,11 @@ def test_options_of_other_versions_are_read(home, tmp_path):
     assert (adapter.rank, adapter.alpha, adapter.rank_stabilized) == (3, 32, False)
     assert adapter.modules == ("lm_head",)
     assert len(adapter.targets) == 4  # of a pattern, by the names of the tensors
+    ends = ["up_proj", "q_proj", "query_key_value"]  # the last in no layer, which peft lets pass
+    listed = changed(home / "peft", tmp_path / "listed", target_modules=ends)
+    assert read_adapter(listed).targets == ("q_proj", "up_proj")
+    chosen = changed(home / "peft", tmp_path / "chosen", target_modules=ends, layers_to_transform=[1, 2])
+    assert read_adapter(chosen).targets == adapter.targets
 
 
 def test_damaged_folders_are_refused(home, tmp_path):

@@ -42,6 +42,12 @@ OPTIONS = {
 }
 
 
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
 def flags(base: Path, **more: object) -> list[str]:
     """A run of adapters beside `base` as a command; None takes a flag away."""
     values = OPTIONS | {"model.name": base / "model", "data.cache": base / "cache"}
@@ -80,7 +86,9 @@ def base(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("base")
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(load_model_config("llama-tiny")).save_pretrained(home / "model")
-    train_tokenizer(["def main(): return the first of a few words"] * 4, 400).save_pretrained(home / "model")
+    tokenizer = train_tokenizer(["def main(): return the first of a few words"] * 4, 400)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(home / "model")
     return home
 
 
@@ -131,8 +139,9 @@ def test_exported_merged_and_read_by_peft_it_says_the_same(run, base, tmp_path, 
         (base / "model", "--adapter", tmp_path / "adapter"),
         (tmp_path / "merged",),
     )
-    said = {generated(capsys, *place, *how) for place in places}
-    assert len(said) == 1 and generated(capsys, base / "model", *how) not in said
+    for more in ((), ("--chat",)):
+        said = {generated(capsys, *place, *how, *more) for place in places}
+        assert len(said) == 1 and generated(capsys, base / "model", *how, *more) not in said
 
 
 @pytest.mark.parametrize("option", [("--merge",), ()])

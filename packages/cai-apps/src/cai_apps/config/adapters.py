@@ -93,20 +93,28 @@ def read_adapter(place: str | Path) -> Adapter:
         raise _unsupported(
             directory, f"the tensor {min(modules)}", "weights of the base that modules_to_save does not name"
         )
-    named = table.get("target_modules")
-    is_list = isinstance(named, list) and not any(table.get(key) for key in CHOOSING)
     metadata = header_metadata(directory / WEIGHTS)
     return Adapter(
         directory,
         _whole_number(directory, table, "r"),
         _whole_number(directory, table, "lora_alpha"),
         bool(table.get("use_rslora")),
-        tuple(sorted(map(str, named))) if is_list else layers,
+        _targets(table, layers),
         tuple(sorted({name.rpartition(".")[0] for name in modules})),
         bool(table.get("ensure_weight_tying")),
         shapes,
         str(table.get("base_model_name_or_path") or ""),
         metadata.get(BASE_DIGEST),
+    )
+
+
+def _targets(table: dict[str, Any], layers: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the ends of names that an adapter's options list, of layers that it has; else its layers' names."""
+    named = table.get("target_modules")
+    if not isinstance(named, list) or any(table.get(key) for key in CHOOSING):
+        return layers
+    return tuple(
+        sorted(end for end in map(str, named) if any(f".{layer}".endswith(f".{end}") for layer in layers))
     )
 
 
