@@ -325,6 +325,7 @@ def test_the_folder_is_the_one_that_peft_writes(option, runs, tmp_path):
         "task_type",
         "fan_in_fan_out",
         "bias",
+        "ensure_weight_tying",
     )
     assert [options[0][key] for key in same] == [options[1][key] for key in same]
 
