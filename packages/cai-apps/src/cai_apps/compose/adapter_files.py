@@ -13,7 +13,7 @@ from cai_apps.compose.lora import full_tensors, is_adapter
 from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter
 from cai_mesh.checkpoint import load_hf
 from cai_mesh.errors import ConfigError
-from cai_mesh.layout import BoxedTensor
+from cai_mesh.layout import BoxedTensor, canonical_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -105,8 +105,8 @@ def check_base(adapter: Adapter, name: str, digest: str | None) -> str:
 
 def load_adapter(model: nn.Module, directory: str | Path) -> None:
     """Fill what a model with adapters learns, on any layout, from a folder that `check_adapter` has passed."""
-    params = model.named_parameters(remove_duplicate=False)
-    learned = {name for name, param in params if param.requires_grad}
+    trained = [pair for pair in model.named_parameters(remove_duplicate=False) if pair[1].requires_grad]
+    learned = {name for name, _ in trained} | {canonical_name(name, param) for name, param in trained}
 
     def key(name: str) -> str | None:
         return f"{PREFIX}{key_of(name)}" if name in learned else None
