@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.average import Average
 from cai_apps.compose.broken import watched
 from cai_apps.compose.step_loss import Evaluation, StepLoss
-from cai_apps.compose.weights import Weights
+from cai_apps.compose.weights import MODEL, Weights
 from cai_apps.compose.workload import Batch, Workload
 from cai_apps.config.sections import RunConfig
 from cai_mesh import rng
@@ -168,10 +168,20 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
 
+        Frozen weights that `Workload.pretrained` reads are left out: it reads them again.
+
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """
         scale = {} if self.scale is None else {LOSS_SCALE: self.scale.state_dict()}
-        return self.weights.state() | scale | ({} if self.average is None else self.average.state())
+        average = {} if self.average is None else self.average.state()
+        unchanged = self._unchanged() if self.workload.pretrained is not None else set()
+        state = {name: value for name, value in self.weights.state().items() if name not in unchanged}
+        return state | scale | average
+
+    def _unchanged(self) -> set[str]:
+        """Return what a checkpoint would call frozen weights."""
+        params = self.model.named_parameters()
+        return {f"{MODEL}{canonical_name(name, param)}" for name, param in params if not param.requires_grad}
 
     def loaded(self, values: Mapping[str, Any], step: int) -> None:
         """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`.

@@ -45,6 +45,7 @@ class Workload:
         initializer: (model) -> a function that fills the parameters and buffers of one of its modules, as
             transformers' `_init_weights` does.
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
+            Checkpoints lack frozen parameters then, which it fills again when a run goes on.
         layers: the layers of the model, or of a stage's part of it: each is one graph where layers are compiled, and is
             run again as a whole in backward where they are recomputed; none is part of another.
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).

@@ -197,7 +197,9 @@ class LoRA:
     rank: Annotated[int, NATURAL] = 0
     """Columns of each adapter; 0: there are none, and all weights are trained."""
     alpha: Annotated[int | None, COUNT] = None
-    """What an adapter adds is scaled by alpha / rank; None: by 1."""
+    """What an adapter adds is scaled by alpha / rank; None: alpha is the rank."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732), so that a large rank learns as fast."""
     targets: tuple[str, ...] = ()
     """Layers with an adapter, by their names or the ends of them; empty: of a language model all linear layers of its
     blocks, of a diffusion model the projections of attention."""

@@ -321,7 +321,7 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
         weights: the weights beside which they stand: "random" or "pretrained".
     """
     if not lora.rank:
-        if lora != LoRA():
+        if lora != type(lora)():
             raise ConfigError(
                 "options of adapters, but lora.rank is 0",
                 got=", ".join(

@@ -8,7 +8,7 @@ job: a `Workload` (`compose/workload.py`: model and loss, which know no data) wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,6 +79,13 @@ class Task(Protocol):
         """Return what prepared data are, by content."""
         ...
 
+    def base(self, config: Any) -> str | None:
+        """Return a digest of the weights that stay as they are beside those that learn; None: all weights learn.
+
+        They are read again by `Workload.pretrained` when a run goes on: checkpoints lack them.
+        """
+        ...
+
     def announce(self, config: Any, prepared: Any) -> str:
         """What is trained on what, in a few words."""
         ...
@@ -110,6 +117,8 @@ class Job:
     """"cpu" or "cuda"."""
     new_data: bool = True
     """Whether a run that goes on may find other data than its checkpoint was trained on."""
+    base: str | None = None
+    """What `task.base` returned."""
 
     @property
     def run(self) -> RunDirectory:
@@ -118,4 +127,4 @@ class Job:
     @property
     def origin(self) -> Origin:
         """What the run learns from, by content."""
-        return self.task.origin(self.prepared)
+        return replace(self.task.origin(self.prepared), base=self.base)

@@ -19,6 +19,15 @@ class Model:
 
 
 @dataclass(frozen=True)
+class LoRA(sections.LoRA):
+    modules_to_save: Annotated[tuple[str, ...], FILLED] = ()
+    """Modules that are trained whole beside the adapters, and kept in their file, by their names or the ends of them:
+    "lm_head", "embed_tokens", "norm"."""
+    adapter: Annotated[str | None, FILLED] = None
+    """Folder of an adapter, as peft writes it, that training goes on from; rank, alpha and layers are its own."""
+
+
+@dataclass(frozen=True)
 class Log(sections.Log):
     sample_tokens: Annotated[int, NATURAL] = 64
     """Length of the text generated from the export at the end, and of those after `prompts`; 0: none."""
@@ -32,5 +41,5 @@ class Config(sections.RunConfig):
     application: Literal["language"] = "language"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    lora: sections.LoRA = field(default_factory=sections.LoRA)
+    lora: LoRA = field(default_factory=LoRA)
     log: Log = field(default_factory=Log)

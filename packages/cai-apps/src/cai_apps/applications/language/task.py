@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.generate import Drawing, continued, generate
+from cai_apps.applications.language.generate import Drawing, continued, generate, place_of
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.adapter_files import check_adapter, check_base, load_adapter, save_adapter
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
-from cai_apps.compose.lora import merged, need_peft, plain_name, save_adapter
+from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
     check_made,
@@ -31,8 +32,10 @@ from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_tensors
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
+from cai_apps.config.adapters import read_adapter
 from cai_apps.data.batches import Samples
 from cai_apps.data.chat.prepare import length_report, prepare_chat
+from cai_apps.data.content import digest_of_weights
 from cai_apps.data.document_rows import lengths_of, split_documents
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
@@ -44,7 +47,8 @@ from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import load_hf, save_hf
-from cai_mesh.errors import ConfigError, DataError
+from cai_mesh.errors import CheckpointError, ConfigError, DataError
+from cai_mesh.files import remove
 from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
@@ -105,7 +109,13 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
         return None
     directory = pretrained_directory(config.model.name)
     tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
-    return lambda model: load_hf(model, directory, names=plain_name, tensors=tensors)
+
+    def load(model: nn.Module) -> None:
+        load_hf(model, directory, names=plain_name, tensors=tensors)
+        if config.lora.adapter is not None:
+            load_adapter(model, config.lora.adapter)
+
+    return load
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:
@@ -131,7 +141,11 @@ class LanguageTask:
         check_made(config.model.name)
         if config.lora.rank:
             need_peft()
-            on_meta(config, load_model_config(config.model.name))  # refuses targets that are no layers
+            model = on_meta(
+                config, load_model_config(config.model.name)
+            )  # refuses targets that are no layers
+            if config.lora.adapter is not None:
+                _check_adapter(config, model)
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
@@ -159,6 +173,9 @@ class LanguageTask:
 
     def origin(self, prepared: Documents) -> Origin:
         return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
+
+    def base(self, config: Config) -> str | None:
+        return base_digest(config)
 
     def fill(self, job: Job) -> None:
         load_tokenizer(job.prepared.tokenizer).save_pretrained(tokenizer_directory(job.run))
@@ -189,18 +206,25 @@ class LanguageTask:
         )
 
     def export(self, session: Session, job: Job) -> None:
-        export_hf(session, job.run.export, tokenizer_directory(job.run))
+        tokenizer = tokenizer_directory(job.run)
+        if job.config.lora.rank:
+            model: Any = session.model
+            weights = trained_weights(session)
+            export_adapter(weights, job.config, model.config, job.run.export, tokenizer, job.base)
+        else:
+            export_hf(session, job.run.export, tokenizer)
 
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
-        print(f"HF export      {job.run.export}")
+        if job.config.lora.rank:
+            print(f"adapter        {job.run.export}; cai export RUN DIR --merge writes the whole model")
+        else:
+            print(f"HF export      {job.run.export}")
         if job.config.log.sample_tokens:
             print(f"sample         {_sample(job)}")
 
 
 LANGUAGE = LanguageTask()
-ADAPTER = "adapter"
-"""Folder of an export with the adapters alone, as peft has them."""
 
 
 def _sample(job: Job) -> str:
@@ -210,7 +234,8 @@ def _sample(job: Job) -> str:
         return generate(job.run.export, drawing=drawing)
     documents: Documents = job.prepared
     prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
-    return continued(job.run.export, load_tokenizer(job.run.export), prompt, drawing)
+    place = place_of(job.run.export)
+    return continued(place, load_tokenizer(place.tokenizer), prompt, drawing)
 
 
 def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None]:
@@ -223,19 +248,76 @@ def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None
 def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     """Write a Hugging Face directory, in the compute dtype, from the master weights. Collective.
 
-    Tensors have the names and the cuts of files on the hub: each expert of a layer stands by itself.
+    Tensors have the names and the cuts of files on the hub: each expert of a layer stands by itself. Adapters are in
+    the weights of their layers.
     """
     dtype = DTYPES[session.config.precision.compute]
     model: Any = session.model
     config: Any = session.config
     plain, weights = meta_model(model.config), session.weights.masters()
-    boxed = BoxedTensor.of_model(model) | dict(weights or {})
-    joined = merged(model, boxed, config.lora) if config.lora.rank else weights
-    tensors = partial(saved_tensors, plain)
-    save_hf(model, directory, weights=joined, dtype=dtype, names=plain_name, tensors=tensors)
     if config.lora.rank:
-        adapted = targets(plain, config)
-        save_adapter(directory / ADAPTER, boxed, config.lora, adapted, base=config.model.name)
+        weights = merged(model, trained_weights(session), config.lora)
+    tensors = partial(saved_tensors, plain)
+    save_hf(model, directory, weights=weights, dtype=dtype, names=plain_name, tensors=tensors)
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(directory)
     dist.barrier()
+
+
+def trained_weights(session: Session) -> dict[str, BoxedTensor]:
+    """Return what a session trains, in master precision, by name; more where it has no masters apart."""
+    weights = session.weights.masters()
+    return BoxedTensor.of_model(session.model) if weights is None else weights
+
+
+def export_adapter(
+    weights: Mapping[str, BoxedTensor],
+    config: Config,
+    model: PretrainedConfig,
+    directory: Path,
+    tokenizer: Path,
+    digest: str | None,
+) -> None:
+    """Write adapters, and what is trained whole beside them, as a folder of peft. Collective.
+
+    Args:
+        weights: the trained weights by name.
+        config: the config of the run.
+        model: the config of its model.
+        directory: the folder, which appears whole or not at all.
+        tokenizer: the directory of the run's tokenizer, which is copied.
+        digest: the digest of the base's weights.
+
+    Raises:
+        CheckpointError: the folder is not empty.
+    """
+    unfinished = directory.with_name(f"{directory.name}.tmp")
+    if dist.get_rank() == 0:
+        if directory.exists() and any(directory.iterdir()):
+            raise CheckpointError(f"{directory} is not empty", fix="export into a new directory")
+        remove(unfinished)
+    options = peft_options(config.lora, targets(meta_model(model), config))
+    base = Path(config.model.name).expanduser()
+    options.base_model_name_or_path = str(base.absolute()) if base.is_dir() else config.model.name
+    save_adapter(unfinished, weights, on_meta(config, model), options, digest)
+    if dist.get_rank() == 0:
+        load_tokenizer(tokenizer).save_pretrained(unfinished)
+        if directory.exists():
+            directory.rmdir()
+        unfinished.rename(directory)
+    dist.barrier()
+
+
+def base_digest(config: Config) -> str | None:
+    """Return the digest of the weights beside which adapters learn; None: all weights learn."""
+    if not config.lora.rank:
+        return None
+    return digest_of_weights({"": pretrained_directory(config.model.name)}, config.data.cache)
+
+
+def _check_adapter(config: Config, model: nn.Module) -> None:
+    """Raise ConfigError where the adapter that a run goes on from is not one of its base."""
+    adapter = read_adapter(str(config.lora.adapter))
+    check_adapter(adapter, model)
+    if line := check_base(adapter, config.model.name, base_digest(config)):
+        print(line, flush=True)

@@ -46,6 +46,9 @@ class ProteinTask:
             prepared.file(name)
         return prepared
 
+    def base(self, config: Config) -> None:
+        return None
+
     def origin(self, prepared: Prepared) -> Origin:
         chains = len(prepared.training) + len(prepared.validation)
         return Origin({}, prepared.content, f"{chains:,} chains")
