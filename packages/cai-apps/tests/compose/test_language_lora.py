@@ -293,7 +293,6 @@ def test_options_are_those_of_peft(option, runs):
 )
 def test_options_are_those_of_peft_on_several_ranks(layout, option, runs):
     first, *_, places = runs.of(layout)[option]
-    assert len({str(place) for place in places}) == LAYOUTS[layout].world
     _compare(plain_loop(option, first, places), runs.of(layout)[option], rounded=rounds(layout))
 
 
