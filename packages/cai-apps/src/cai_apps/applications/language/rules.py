@@ -45,8 +45,21 @@ def check_settings(config: Config) -> None:
             got='data.boundaries = "ignore"',
             expected='"keep"',
         )
+    check_noise(config)
     validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.check_validation(config, config.data.validation_fraction)
+
+
+def check_noise(config: Config) -> None:
+    """Raises ConfigError where noise on the embeddings does not go with the rest of a config."""
+    alpha, mode = config.model.neftune_alpha, config.parallel.tensor.mode
+    if alpha and mode != "1d":
+        raise ConfigError(
+            "noise on embeddings whose features are cut over ranks",
+            got=f'model.neftune_alpha = {alpha}, parallel.tensor.mode = "{mode}"',
+            expected='parallel.tensor.mode = "1d", whose ranks have whole embeddings',
+            fix="set model.neftune_alpha to 0, or the mode to that",
+        )
 
 
 def _some_each(config: Config, heads: int, ranks: int) -> bool:

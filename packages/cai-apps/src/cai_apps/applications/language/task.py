@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
+from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
@@ -109,6 +110,8 @@ def _example(config: Config, samples: int) -> dict[str, Tensor]:
     length = config.data.sequence_length
     ids = torch.zeros(samples, length, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
+    if config.model.neftune_alpha:
+        batch[KEYS] = ids[:, 0]
     if config.data.boundaries != "keep":
         return batch
     starts = torch.tensor([[0, length // 2, length]], dtype=torch.int32).expand(samples, 3).contiguous()
@@ -128,7 +131,8 @@ class LanguageTask:
         check_made(config.model.name)
         if config.lora.rank:
             need_peft()
-            on_meta(config, load_model_config(config.model.name))  # refuses targets that are no layers
+        if config.lora.rank or config.model.neftune_alpha:
+            on_meta(config, load_model_config(config.model.name))  # refuses what has no place in the model
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
@@ -164,6 +168,8 @@ class LanguageTask:
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
         flops = token_flops(on_meta(config, model), model, length)
         training, validation = _split(config, job.prepared)
+        if config.model.neftune_alpha:
+            training = NoisySamples(training, config.train.seed)
         return Work(
             workload(config, model),
             training,
