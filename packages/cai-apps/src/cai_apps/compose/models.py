@@ -1,6 +1,7 @@
 """Where a model's shape comes from: a preset shipped here, a local HF directory, or a hub id.
 
-A preset is an HF config.json under `presets/`. Only shapes are read; weights are made by the run.
+A preset is an HF config.json under `presets/`: a shape, whose weights are made by the run. A base has a training beside
+it, NAME.toml, which makes its pretrained weights.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def presets() -> list[str]:
     return sorted(
         file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json")
     )
+
+
+def base_training(name: str) -> Path | None:
+    """Return the config of the training that makes the weights of a preset; None: it has none, or is no preset."""
+    file = Path(str(_directory() / f"{name}.toml"))
+    return file if name in presets() and file.is_file() else None
 
 
 def read_model_config(name: str) -> dict[str, Any]:
@@ -103,9 +110,10 @@ def pretrained_directory(name: str) -> Path:
         ConfigError: a preset, which has no weights, or nothing with safetensors under this name.
     """
     if name in presets():
+        bases = [preset for preset in presets() if base_training(preset) is not None]
         raise ConfigError(
             f'model.weights = "pretrained", but the preset {name!r} is only a shape',
-            expected="an HF directory or a hub id",
+            expected=f"an HF directory, a hub id, or a base that is trained here: {', '.join(bases)}",
             fix='set model.name to one, or model.weights to "random"',
         )
     directory = Path(name).expanduser()

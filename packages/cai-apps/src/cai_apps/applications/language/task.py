@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.applications.language.base import is_base, weights_directory
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
@@ -25,7 +26,6 @@ from cai_apps.compose.models import (
     load_model_config,
     meta_model,
     model_config_for,
-    pretrained_directory,
 )
 from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_tensors
@@ -69,7 +69,7 @@ def tokenizer_of(run: RunDirectory, config: Config) -> Path | None:
     directory = tokenizer_directory(run)
     if not directory.is_dir():
         return None
-    if config.data.tokenizer == "train":
+    if config.data.tokenizer in ("train", "auto"):
         return directory
     try:
         named = tokenizer_digest(load_tokenizer(config.data.tokenizer))
@@ -101,9 +101,8 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
 def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     if config.model.weights != "pretrained":
         return None
-    directory = pretrained_directory(config.model.name)
     tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
-    return lambda model: load_hf(model, directory, names=plain_name, tensors=tensors)
+    return lambda model: load_hf(model, weights_directory(config), names=plain_name, tensors=tensors)
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:
@@ -129,6 +128,7 @@ class LanguageTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
+        weights = weights_directory(config) if config.model.weights == "pretrained" else None
         if config.lora.rank:
             need_peft()
         if config.lora.rank or config.model.neftune_alpha:
@@ -136,7 +136,9 @@ class LanguageTask:
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
-        tokenizer = None if before is None else tokenizer_of(before, config)
+        tokenizer = weights if is_base(config) else None
+        if before is not None:
+            tokenizer = tokenizer_of(before, config)
         chats = config.data.format == "chat"
         prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
         training, _ = _split(config, prepared)
@@ -146,7 +148,7 @@ class LanguageTask:
                 got=f"train.global_batch = {config.train.global_batch}, {training.size} sequences of "
                 f"{config.data.sequence_length} tokens",
                 cause="one step would read the same text several times",
-                fix=f"set train.global_batch to {training.size} or less, or give more text",
+                fix=f"set train.global_batch to {training.size} or less, data.sequence_length lower, or give more text",
             )
         return prepared
 
@@ -154,7 +156,13 @@ class LanguageTask:
         if config.data.format == "text":
             return f"{config.model.name} on {prepared.tokens:,} tokens of text"
         about = "\n".join(length_report(prepared).lines())
-        return f"{about}\n{config.model.name} on {prepared.count:,} conversations"
+        training, _ = _split(config, prepared)
+        times = config.train.steps * config.train.global_batch / training.size
+        return (
+            f"{about}\n{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
+            f"{config.train.steps:,} steps of {config.train.global_batch:,} rows read each {times:.3g} times\n"
+            f"{config.model.name} on {prepared.count:,} conversations"
+        )
 
     def origin(self, prepared: Documents) -> Origin:
         return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
