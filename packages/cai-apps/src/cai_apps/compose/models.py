@@ -7,6 +7,7 @@ it, NAME.toml, which makes its pretrained weights.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,10 @@ from cai_mesh.files import check_weights, weight_files
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+PATH = re.compile(r"[./~]|.*/.*/|.*\.(json|safetensors|gguf|bin)$")
+"""Beginning, or form, of a name that is a path and no hub id."""
 
 
 def presets() -> list[str]:
@@ -43,6 +48,13 @@ def read_model_config(name: str) -> dict[str, Any]:
     if name in presets():
         return json.loads((_directory() / f"{name}.json").read_text(encoding="utf-8"))
     directory = Path(name).expanduser()
+    if PATH.match(name) and not directory.is_dir():
+        raise ConfigError(
+            f"model.name is a path, and there is no directory {name}",
+            got="a file" if directory.is_file() else None,
+            expected="a model's directory, with config.json, tokenizer and safetensors",
+            fix="check the path; relative paths start at the current directory",
+        )
     file = directory / "config.json" if directory.is_dir() else _downloaded(name)
     if not file.is_file():
         raise ConfigError(

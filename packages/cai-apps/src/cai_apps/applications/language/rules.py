@@ -46,6 +46,12 @@ def check_settings(config: Config) -> None:
             expected='"keep"',
         )
     check_noise(config)
+    if joined := next((target for target in config.lora.targets if "," in target), None):
+        raise ConfigError(
+            "lora.targets are several names, and this is one with a comma",
+            got=repr(joined),
+            fix=f"--lora.targets {' '.join(part.strip() for part in joined.split(','))}, or a list in a file",
+        )
     validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.check_validation(config, config.data.validation_fraction)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -142,14 +143,7 @@ class LanguageTask:
         chats = config.data.format == "chat"
         prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
         training, _ = _split(config, prepared)
-        if training.size < config.train.global_batch:
-            raise DataError(
-                "a global batch has more samples than the data",
-                got=f"train.global_batch = {config.train.global_batch}, {training.size} sequences of "
-                f"{config.data.sequence_length} tokens",
-                cause="one step would read the same text several times",
-                fix=f"set train.global_batch to {training.size} or less, data.sequence_length lower, or give more text",
-            )
+        check_enough(config, training.size)
         return prepared
 
     def announce(self, config: Config, prepared: Documents) -> str:
@@ -195,8 +189,37 @@ class LanguageTask:
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
         print(f"HF export      {job.run.export}")
+        if (adapter := job.run.export / ADAPTER).is_dir():
+            print(f"adapter alone  {adapter}")
+        if job.config.data.format == "chat":
+            print(f'try it         cai generate {shlex.quote(str(job.directory))} --chat --prompt "..."')
         if job.config.log.sample_tokens:
             print(f"sample         {_sample(job)}")
+
+
+def check_enough(config: Config, size: int) -> None:
+    """Raise DataError where a global batch has more samples than the data.
+
+    Args:
+        config: the resolved config.
+        size: the number of samples.
+    """
+    train, ranks = config.train, config.parallel.replicate * config.parallel.shard
+    if size >= train.global_batch:
+        return
+    passes = size // (ranks * train.microbatch_size)
+    fix = f"set train.global_batch to {passes * ranks * train.microbatch_size} or less"
+    if not passes and size >= ranks:
+        fix = f"set train.global_batch to {size // ranks * ranks} and train.microbatch_size to 1"
+    elif not passes:
+        fix = f"set parallel.shard to {size} or less, train.global_batch likewise"
+    raise DataError(
+        "a global batch has more samples than the data",
+        got=f"train.global_batch = {train.global_batch}, {size} sequences of "
+        f"{config.data.sequence_length} tokens",
+        cause="one step would read the same text several times",
+        fix=f"{fix}; or set data.sequence_length lower, or give more text",
+    )
 
 
 LANGUAGE = LanguageTask()
